@@ -56,6 +56,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.one_in(4)
 def test_functions_of_torch(name: str) -> None:
     mod = FUNCTIONS[name]
     found = []
@@ -138,6 +139,7 @@ def gradients(function: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", CAPTURES)
+@pytest.mark.one_in(4)
 def test_tensors_are_found_and_learned(name: str) -> None:
     mod = CAPTURES[name]
     right = gradients(partial(written_out, WRITTEN_OUT.get(name, mod)))
@@ -162,6 +164,27 @@ def test_tensors_are_learned_in_compiled_functions(name: str, place: str) -> Non
     right = gradients(partial(written_out, WRITTEN_OUT.get(name, mod)))
     for one, other in zip(found, right, strict=True):
         assert_close(one, other)
+
+
+WHOLE = {
+    "compile": lambda model: torch.compile(model, backend="eager", fullgraph=True)(QUERY),
+    "export": lambda model: torch.export.export(model, (QUERY,), strict=True),
+}
+
+
+@pytest.mark.parametrize("way", WHOLE)
+@pytest.mark.parametrize("place", ["inside", "outside"])
+def test_one_graph_with_tensors_of_score_mods_is_refused(place: str, way: str) -> None:
+    mod = CAPTURES["parameter"]
+    made = qkv.ScoreMod(mod)
+
+    class Whole(torch.nn.Module):
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return qkv.attention(q, KEY, VALUE, qkv.ScoreMod(mod) if place == "inside" else made)
+
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"reads tensors.*strict=False"):
+        WHOLE[way](Whole())
 
 
 def test_masks_that_are_functions() -> None:
@@ -197,6 +220,7 @@ NEAR = qkv.ScoreMod(lambda s, b, h, i, j: s - 0.5 * abs(i - j))
 @pytest.mark.parametrize(
     ("mod", "strict"), [(NEAR, True), (NEAR, False), (None, False)], ids=["", "eager", "tensor"]
 )
+@pytest.mark.one_in(2)
 def test_exported_programs_hold_the_expression(mod: Any, strict: bool, tmp_path: Any) -> None:
     """They held a number, which stood for another score mod in another process."""
     module = Exported(mod)

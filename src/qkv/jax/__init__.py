@@ -1,4 +1,7 @@
-"""Attention with JAX's own signature; `qkv.attention` takes JAX arrays as well."""
+"""Attention with JAX's own signature, and over devices; `qkv.attention` takes JAX arrays as well.
+
+ring    `ring_attention`, keys that travel between devices inside of `jax.shard_map`
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from qkv._api import attention
+from qkv.bridges.jax_rules import is_registered
 from qkv.declarations import checked
 from qkv.errors import ArgumentError, DTypeError, ShapeError
+from qkv.jax.ring import ring_attention
 from qkv.variants import Bias, Causal, KeyLengths, Mask, SlidingWindow
 
-__all__ = ["dot_product_attention"]
+__all__ = ["dot_product_attention", "ring_attention"]
+
+is_registered()  # Registers the foreign function, which programs that were exported name.
 
 
 @checked

@@ -12,6 +12,7 @@ import qkv
 from qkv.backends.torch.attention import softmax
 from qkv.cache import ContiguousCache
 from qkv.cache.arguments import checked_integer
+from qkv.call.unknown_keywords import keyword_error
 from qkv.declarations import Size, checked, checked_size
 from qkv.errors import ArgumentError, ShapeError
 from qkv.torch.layer_arguments import (
@@ -263,6 +264,7 @@ class MultiHeadAttention(nn.Module):
         value: Tensor | None = None,
         *variants: Any,
         cache: qkv.cache.Cache | None = None,
+        **unknown: Any,
     ) -> Tensor:
         """Attend from `query` to `key` and `value`, or to itself.
 
@@ -288,7 +290,17 @@ class MultiHeadAttention(nn.Module):
             is no cache.
         ShapeError
             Rows do not have the width of the weights that they are multiplied with.
+        KeywordError
+            A keyword of `torch.nn.MultiheadAttention`; the message has the call to write.
         """
+        if unknown:
+            raise keyword_error(
+                "MultiHeadAttention",
+                unknown,
+                ("query", "key", "value", "cache"),
+                called=("query", "key", "value"),
+                name="layer",
+            )
         key = query if key is None else key
         value = key if value is None else value
         require_tensors(query=query, key=key, value=value)

@@ -64,7 +64,7 @@ class RoPE(Variant):
     roles: ClassVar[Mapping[str, Role]] = {"base": "static", "layout": "static"}
     uses_batch_index: ClassVar[bool] = False
     positions_only: ClassVar[bool] = True
-    constant_fields: ClassVar[tuple[str, ...]] = ("inv_freq",)
+    constant_fields: ClassVar[Mapping[str, str]] = {"inv_freq": "rotate query and key by rotate"}
 
     base: float = 10000.0
     layout: Pairs = "half_split"
