@@ -48,6 +48,7 @@ from qkv.backends.protocols import (
     StoredRowsBackend,
     WeightBlocks,
 )
+from qkv.declarations import shown
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.partial import Partial, finish
 from qkv.problem.backward import BackwardInputs
@@ -234,11 +235,11 @@ def choose(spec: Spec, name: str = "auto", *, backward: bool = False) -> Choice:
         If none can run the problem; the message has every backend's reason.
     """
     candidates = backends()
-    if name != "auto":
-        candidates = tuple(b for b in candidates if b.name == name)
+    if not isinstance(name, str) or name != "auto":
+        candidates = tuple(b for b in candidates if isinstance(name, str) and b.name == name)
         if not candidates:
             raise ArgumentError(
-                f"there is no backend {name!r}.",
+                f"there is no backend {shown(name)}.",
                 [("backends", ", ".join(b.name for b in backends()))],
                 'Use one of these, or backend="auto".',
             )

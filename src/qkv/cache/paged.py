@@ -12,6 +12,7 @@ from qkv.cache.arguments import (
     checked_integer,
     sequence_indices,
     shorter_lengths,
+    viewed,
     whole_numbers,
 )
 from qkv.cache.encoding import encoding_of
@@ -165,7 +166,8 @@ class PagedCache:
         """The format of new rows and the tokens of each sequence, if they fit what is there."""
         first = self._pool.storage.row_format
         if first is not None:  # The pool is shared with forks, which may have another batch size.
-            first = first.with_batch((*getattr(key, "shape", ()), 0)[0])
+            nested = getattr(key, "is_nested", False)
+            first = first.with_batch((*(() if nested else getattr(key, "shape", ())), 0)[0])
         row_format, counts = check(key, value, new_lens, first, batched=True)
         if held.lengths.ndim and counts.shape != held.lengths.shape:
             raise ShapeError(
@@ -240,7 +242,7 @@ class PagedCache:
         >>> prefix.lengths, prefix.pages_held, cache.pages_held
         (array([4]), 2, 3)
         """
-        table = np.asarray(page_table)
+        table = viewed("page_table", page_table)
         if table.ndim != 2:
             raise ShapeError(
                 f"page_table has shape {table.shape}.", action="Pass (batch, pages_per_slot)."

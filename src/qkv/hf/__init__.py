@@ -21,6 +21,7 @@ forward_calls   calls of a model, and the numbers of its layers
 intervention    heads changed while it runs
 usage           whether a model uses qkv at all
 switching       a model with qkv for a while, for record and intervention
+sharding        models whose sequence is spread over ranks
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from qkv.hf.layer_call import LayerCall
 from qkv.hf.layer_weights import LayerWeights
 from qkv.hf.masks import StatedMask, state_mask
 from qkv.hf.record import inspect
+from qkv.hf.sharding import sharded
 from qkv.hf.usage import NotUsedWarning, Usage, check
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "inspect",
     "intervene",
     "observe",
+    "sharded",
 ]
 
 
