@@ -70,6 +70,7 @@ CASES: dict[str, Callable[[], Any]] = {
     ),
     "names of a state": lambda: qkv.mechanisms.RWKV6(8, 2).step(X, {1: 2}),
     "names of a config": lambda: qkv.cost.read_config({1: 2}),
+    "no dimension": lambda: qkv.torch.scaled_dot_product_attention(torch.tensor(1.0), T, T),
     "ragged offsets": lambda: qkv.inspect(X, X, X, kv_offset=[1, [2]]),
     "no rows of a key": lambda: qkv.mechanisms.Additive(8)(X, X[:, :0]),
     "an index for no matrix": lambda: qkv.inspect(X, X, X).weights.matrix(np.array([1, 2, 3])),
@@ -126,3 +127,20 @@ def test_states_of_bfloat16_are_read_into_tensors() -> None:
     mixed = layer.token_mixing(torch.ones(5, 8, dtype=torch.bfloat16))
     expected = layer.token_mixing(np.ones((5, 8), np.float32))
     np.testing.assert_allclose(torch.as_tensor(mixed).float(), expected, rtol=0, atol=2**-7)
+
+
+def test_a_ring_needs_an_axis_of_devices() -> None:
+    jnp = pytest.importorskip("jax.numpy", reason="rings of JAX need jax: pip install jax")
+    import qkv.jax
+
+    x = jnp.asarray(X, jnp.float32)
+    with pytest.raises(qkv.ArgumentError, match="axis_name='rows' is no axis"):
+        qkv.jax.ring_attention(x, x, x, axis_name="rows")
+
+
+def test_reductions_of_layers_name_what_torch_does_not_take() -> None:
+    import qkv.hf
+
+    layer = qkv.hf.LayerCall(torch.nn.Identity(), T, T, T, (qkv.Causal(),), None, 0, 0)
+    with pytest.raises(qkv.ArgumentError, match="dim='x'"):
+        qkv.hf.LayerWeights(layer).mean("x")

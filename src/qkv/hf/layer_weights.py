@@ -14,8 +14,8 @@ from qkv._dynamo import ends_graph
 from qkv.call.bound import bind
 from qkv.call.inspected import attend_for_inspection
 from qkv.call.options import OptionValues
-from qkv.declarations import checked
-from qkv.errors import UnsupportedError
+from qkv.declarations import checked, shown
+from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.layer_call import LayerCall
 from qkv.inspection.record import Record
 
@@ -198,9 +198,16 @@ class LayerWeights(torch.Tensor):
         if options or self._recording() or not (dim is None or type(dim) is int):
             # torch's own reductions take no `dim=None` together with `keepdim`.
             reduction = getattr(self.dense(), name)
-            found: torch.Tensor = (
-                reduction(**options) if dim is None else reduction(dim, keepdim, **options)
-            )
+            try:
+                found: torch.Tensor = (
+                    reduction(**options) if dim is None else reduction(dim, keepdim, **options)
+                )
+            except TypeError as error:
+                raise ArgumentError(
+                    f"torch's {name} does not take dim={shown(dim)} and these options.",
+                    [("torch says", (str(error).splitlines() or [""])[0])],
+                    "Pass a dimension and what torch names.",
+                ) from error
             return found
         by_tile = getattr(self.record.weights, by_tiles)(dim, keepdims=keepdim)
         return torch.as_tensor(by_tile, device=self._call.query.device)

@@ -11,7 +11,8 @@ import numpy as np
 
 from qkv._api import attention
 from qkv.call.flatten import Leaves, flatten, unflatten
-from qkv.errors import ShapeError, UnsupportedError
+from qkv.declarations import shown
+from qkv.errors import ArgumentError, ShapeError, UnsupportedError
 from qkv.variants import (
     ALiBi,
     Causal,
@@ -109,6 +110,7 @@ def ring_attention(
     leaves = Leaves.none()
     tree = flatten((sinks, others), leaves)
     # Each device has a gradient of its own of what all devices share; the transpose adds them up.
+    _devices_along(axis_name)
     shared = [_varying(jnp.asarray(leaf), axis_name) for leaf in leaves.arrays]
     ring = _Ring(axis_name, tree, scale)
     out, lse = _attend(ring, query, key, value, shared)
@@ -133,6 +135,18 @@ def _require_positions(variant: Any) -> None:
             )
 
 
+def _devices_along(axis_name: str) -> int:
+    """How many devices an axis has, an error if the call is not mapped over one of this name."""
+    try:
+        size: int = jax.lax.axis_size(axis_name)
+    except (NameError, TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"axis_name={shown(axis_name)} is no axis of devices here.",
+            action="Call it inside of jax.shard_map, with the name of an axis of its mesh.",
+        ) from error
+    return size
+
+
 def _varying(leaf: Any, axis_name: str) -> Any:
     """The same array, of which each device counts as having one of its own."""
     # A choice by device; functions that say so have other names in each version of JAX.
@@ -144,7 +158,7 @@ class _Ring:
 
     def __init__(self, axis_name: str, tree: Any, scale: float | None) -> None:
         self.axis_name, self.tree, self.scale = axis_name, tree, scale
-        self.devices: int = jax.lax.axis_size(axis_name)
+        self.devices = _devices_along(axis_name)
 
     def sent(self, arrays: Sequence[Any]) -> list[Any]:
         """The arrays of the device before this one."""

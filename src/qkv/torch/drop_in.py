@@ -100,7 +100,7 @@ def scaled_dot_product_attention(
         query, key, value = _with_equal_heads(*inputs)
     elif key.shape[-3:-2] != value.shape[-3:-2] and min(t.ndim for t in inputs) > 2:
         key, value = _repeated(*inputs)
-    if query.shape[-1] == key.shape[-1] == 0:
+    if query.ndim and key.ndim and query.shape[-1] == key.shape[-1] == 0:
         query, key = (torch.nn.functional.pad(t, (0, 1)) for t in (query, key))
         scale = 1.0
     variants: list[Any] = [qkv.Causal("start")] if is_causal else []

@@ -168,6 +168,7 @@ GOOD: dict[str, Callable[[], Any]] = {
     "call": lambda: None,
     "batch": lambda: 1,
     "dtype": lambda: "float32",
+    "axis_name": lambda: "rows",
 }
 
 LAYER = torch.nn.Sequential(torch.nn.Linear(8, 8))
