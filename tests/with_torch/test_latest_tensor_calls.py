@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import qkv  # noqa: E402
-from qkv.bridges import torch_calls  # noqa: E402
+from qkv.bridges import torch_calls, torch_prepared  # noqa: E402
 from qkv.errors import QkvError  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_prepared_calls")
@@ -54,8 +54,8 @@ def test_a_repeated_call_is_the_first_one_tried(monkeypatch, lengths, variants) 
     def fail(*arguments):
         raise AssertionError("the call was looked up")
 
-    monkeypatch.setattr(torch_calls, "run_step", fail)
-    monkeypatch.setattr(torch_calls, "run_prepared", fail)
+    monkeypatch.setattr(torch_prepared, "_look_up", fail)
+    monkeypatch.setattr(torch_calls, "_attend", fail)
     for seed in range(5, 9):
         near(operands(*lengths, seed=seed), *variants)
 

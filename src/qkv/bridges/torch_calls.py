@@ -7,7 +7,6 @@ memory. Else the call becomes an operation that torch differentiates, batches, t
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import is_
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,10 @@ from qkv.arrays.views import view_beside
 from qkv.backends import device_backend
 from qkv.bridges import torch_functions as functions
 from qkv.bridges.learnable import refuse_constants, with_scale
+from qkv.bridges.torch_observers import looks_on
 from qkv.bridges.torch_openmp import on_torch_threads
 from qkv.bridges.torch_operators import contiguous
-from qkv.bridges.torch_prepared import looks_on, prepare, run_latest, run_prepared
-from qkv.bridges.torch_steps import prepare_step, run_step
-from qkv.bridges.torch_training import prepare_training
+from qkv.bridges.torch_prepared import run_prepared
 from qkv.call.attend import attend
 from qkv.call.bound import ARRAY_TYPES, BoundCall, Structure, bind
 from qkv.call.device_call import check_device_call, is_device_call
@@ -54,15 +52,10 @@ def attention(
         return _compiled(query, key, value, variants, options, return_lse)
     bound = bind(query, key, value, variants, options)
     try:
-        found = run_latest(bound, return_lse)
+        found = run_prepared(bound, return_lse)
         if found is not None:
             return found
         with on_torch_threads():
-            found = run_step(bound, return_lse)
-            if found is None:
-                found = run_prepared(bound, return_lse)
-            if found is not None:
-                return found
             refuse_constants(variants, _is_tracked, ".detach()")
             return _attend(bound, return_lse)
     except QkvError as error:
@@ -114,15 +107,11 @@ def _attend(bound: BoundCall, return_lse: bool) -> Any:
         except (NotImplementedError, TypeError) as error:
             _explain_subclasses(error, *leaves, *tensors)
             raise
-        if all(map(is_, leaves, operands)) and not looks_on():
-            prepare_training(bound, (*leaves, *tensors))
         return (out, lse) if return_lse else out
     views = [view_beside(_LIBRARY, leaf, "an array of the call") for leaf in bound.leaves[3:]]
     seen = BoundCall(bound.structure, (*map(_LIBRARY.view, leaves, _ROLES), *views))
     attended = attend(seen, rows=return_lse)
     out = contiguous(_LIBRARY.restore(attended.out))
-    if leaves[0] is operands[0] and not prepare_step(bound, seen, out):
-        prepare(bound, seen, out)
     return (out, contiguous(_LIBRARY.restore(attended.lse))) if return_lse else out
 
 

@@ -17,7 +17,6 @@ from qkv.backends import Addresses
 from qkv.backends.cpu.decode.rows import FIELDS
 from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.machine.addresses import quick_address_of
-from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import word_index
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass, Share
 from qkv.backends.cpu.passes.scratch import NO_RESULTS, ArgumentBlock
@@ -59,7 +58,6 @@ class AnyLengthDecode:
         shifts = shift_tables(problem)
         problem, _ = without_values(problem, arrays)
         spec = problem.spec
-        self._isa = isa_setting()
         self._pass = DecodePass(problem, int_bits=int_bits)
         self._template = template = DecodeArguments(problem, NO_RESULTS)
         self._batch_shape = spec.batch_shape
@@ -110,7 +108,7 @@ class AnyLengthDecode:
 
         `keep_alive` are the objects that own the memory.
 
-        False if something is not as it was prepared for (`QKV_ISA`, a length or shift beyond
+        False if something is not as it was prepared for (a length or shift beyond
         `LONGEST`, the form of an array), or if an output is not finite: the caller then makes a
         checked call.
         """
@@ -192,8 +190,7 @@ class AnyLengthDecode:
         """
         of_query, of_key, of_value = strides
         if (
-            isa_setting() != self._isa
-            or not 0 < kv_len <= LONGEST
+            not 0 < kv_len <= LONGEST
             or not -LONGEST <= q_shift <= LONGEST
             or not self._ndim == len(of_query) == len(of_key) == len(of_value)
             or ((arrays or self._read) and not self._write_arrays(words, arrays, kv_len))
@@ -286,8 +283,6 @@ class RepeatedDecode:
     ) -> bool:
         """See `qkv.backends.RepeatedStep`."""
         decode = self._decode
-        if isa_setting() != decode._isa:
-            return False
         if decode._sinks is None:
             if kv_len <= self.brief_keys:
                 done: bool = self._brief.step(out, lse, q_shift, *operands) < 0

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from qkv.backends import Addresses
 from qkv.backends.cpu.machine.addresses import quick_address_of
-from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import word_index
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.passes.forward_arguments import ForwardArguments
@@ -57,7 +56,6 @@ class PreparedForward:
     ) -> None:
         problem, read = without_values(problem, arrays)
         spec, forward = problem.spec, ForwardPass(problem, statistics=statistics)
-        self._isa = isa_setting()
         self._pass = forward
         self._count = forward.count
         self._runs_alone = forward.most_workers <= 1
@@ -111,11 +109,8 @@ class PreparedForward:
 
         `keep_alive` are the objects that own the memory.
 
-        False if `QKV_ISA` has changed, or if an output is not finite: the caller then makes a
-        checked call.
+        False if an output is not finite: the caller then makes a checked call.
         """
-        if isa_setting() != self._isa:
-            return False
         try:
             block = self._blocks.pop()
         except IndexError:
