@@ -57,6 +57,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "sampled(names, cases, one_in, ids=None): like parametrize, with one in so many of the "
         "cases; --sample-seed says which, --every-case takes all.",
     )
+    config.addinivalue_line(
+        "markers",
+        "one_in(n): of all cases of a test one in n runs, chosen likewise.",
+    )
     if hasattr(config, "workerinput"):
         return  # a worker has the environment of the process that started it
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
@@ -129,6 +133,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         names, cases = mark.args
         chosen = sample(metafunc.config, cases, mark.kwargs["one_in"])
         metafunc.parametrize(names, chosen, ids=mark.kwargs.get("ids"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out cases of tests that are marked with `one_in`."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("one_in") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for of_test in cases.values():
+        (one_in,) = next(of_test[0].iter_markers("one_in")).args
+        left_out.update(set(of_test) - set(sample(config, of_test, one_in)))
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture

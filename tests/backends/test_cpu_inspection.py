@@ -266,6 +266,7 @@ TASKS = Shape((2,), 2, 1, 300, 333, 40, 24)
 @pytest.mark.parametrize(
     "name", ["plain", "causal", "window and ALiBi", "segments", "several", "lengths"]
 )
+@pytest.mark.one_in(4)
 def test_best_keys_of_several_tasks(products, dtype, name) -> None:
     lengths = np.array([130, 333])
     variants = {

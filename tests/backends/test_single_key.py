@@ -33,6 +33,7 @@ def problem(seed: int, q_len: int, head_dim: int, dtype: str) -> tuple[list[Arra
 @pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(4)
 def test_lse(kind: str, dtype: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """BLAS adds up a product with a single key in many lanes, so its plain error is small."""
     monkeypatch.setenv("QKV_ISA", isa)
@@ -48,6 +49,7 @@ def test_lse(kind: str, dtype: str, isa: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("q_len", [1, 13, 40])
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.one_in(4)
 def test_the_weight_is_one(q_len: int, dtype: str, masked: bool) -> None:
     """Scores are the same numbers in the backward pass and in a replay, so that none is off."""
     (query, key, value), _ = problem(1, q_len, 257, dtype)

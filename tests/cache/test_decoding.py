@@ -86,7 +86,7 @@ def close(got: Any, expected: Any) -> None:
 
 
 def rounded(rows: Array, first: Sequence[int] = ()) -> Array:
-    """What int8 rows stand for; keys are kept less the mean of the `first` ones of each sequence."""
+    """What int8 rows stand for; keys are kept less the mean of the first ones of each sequence."""
     offset: Any = 0.0
     if first:
         came_first = [own[:, :count] for own, count in zip(rows, first, strict=True)]

@@ -271,6 +271,7 @@ PER_STEP = {
 
 
 @pytest.mark.parametrize("name", PER_STEP)
+@pytest.mark.one_in(2)
 def test_arrays_that_each_step_has_its_own_of(name) -> None:
     """Segment ids and block masks have other values in each step, also at a length seen before."""
     draw = np.random.default_rng(0)

@@ -105,6 +105,7 @@ def test_explain(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("name", ["lengths", "segments", "slopes", "random blocks", "rope"])
 @pytest.mark.usefixtures("files")
+@pytest.mark.one_in(3)
 def test_inspect_of_one_head_and_one_row(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A head, a row and a batch row keep what variants say of them."""
     words, variants = SAID[name]

@@ -69,18 +69,21 @@ def check(group: Any, ranks: int, name: str, strategy: str, order_name: str,
 
 @pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.one_in(4)
 def test_every_variant_on_two_ranks(group: Any, name: str, strategy: str) -> None:
     check(group, 2, name, strategy, "zigzag")
 
 
 @pytest.mark.parametrize("order_name", ORDERS)
 @pytest.mark.parametrize("name", ["causal", "packed documents", "bias", "sinks"])
+@pytest.mark.one_in(4)
 def test_every_order_in_a_ring_of_three(group: Any, name: str, order_name: str) -> None:
     check(group, 3, name, "ring", order_name)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses", "auto"])
 @pytest.mark.parametrize("name", ["window", "t5", "sinks"])
+@pytest.mark.one_in(4)
 def test_four_ranks(group: Any, name: str, strategy: str) -> None:
     check(group, 4, name, strategy, "balanced")
 

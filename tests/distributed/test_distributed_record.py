@@ -40,6 +40,7 @@ def look(rank: int, ranks: int, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["causal", "sinks", "packed documents", "mask array", "softcap"])
+@pytest.mark.one_in(3)
 def test_statistics_over_ranks(group: Any, name: str) -> None:
     from qkv.distributed import Order
 

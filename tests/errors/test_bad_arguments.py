@@ -595,6 +595,7 @@ def test_bad_input_leaves_the_arrays_alone() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", ml_dtypes.bfloat16])
+@pytest.mark.one_in(4)
 def test_what_is_not_finite_behind_a_mask_stays_there(value, dtype) -> None:
     """And raises no warning."""
     clean = FLAT.astype(dtype)

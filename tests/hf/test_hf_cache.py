@@ -239,6 +239,7 @@ def test_inspecting_with_a_cache() -> None:
 
 @pytest.mark.parametrize("options", [{}, PAGED], ids=CACHES)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.one_in(3)
 def test_int8_changes_logits_a_little(family: str, options: dict[str, Any]) -> None:
     """What docs/caches.md states, for tiny models with wide weights: within 3 % of the spread."""
     model = copy.deepcopy(model_of(family)).float()

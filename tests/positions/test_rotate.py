@@ -87,6 +87,7 @@ def test_torch_and_jax_agree_with_numpy(rope, dtype) -> None:
 
 
 @each_rope
+@pytest.mark.one_in(3)
 def test_gradients_are_rotated_back(rope) -> None:
     x, direction, at = rows(3, 5, 8), rows(3, 5, 8, seed=1), np.arange(5)
     # The rotation is linear: its gradient is the transpose, found here column by column.

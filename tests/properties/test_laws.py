@@ -95,6 +95,7 @@ def test_adding_a_constant_to_all_scores_moves_lse_alone(backend, d, shift):
 
 @BACKENDS
 @given(d=drawn())
+@pytest.mark.one_in(2)
 def test_the_order_of_keys_does_not_matter(backend, d):
     order = d.rng.permutation(d.key.shape[-2])
     mask, bias = d.mask(), d.rng.normal(size=d.score_shape)
@@ -112,6 +113,7 @@ def test_the_order_of_keys_does_not_matter(backend, d):
 
 @BACKENDS
 @given(d=drawn())
+@pytest.mark.one_in(2)
 def test_permuting_queries_permutes_rows(backend, d):
     order = d.rng.permutation(d.query.shape[-2])
     mask = d.mask()
@@ -162,6 +164,7 @@ def test_a_constant_value_returns_itself(backend, d):
 
 @BACKENDS
 @given(d=drawn(shortest=0), cut=st.floats(0, 1))
+@pytest.mark.one_in(2)
 def test_keys_split_anywhere_merge_into_the_whole(backend, d, cut):
     kv_len = d.key.shape[-2]
     at = round(cut * kv_len)
@@ -256,6 +259,7 @@ def test_grouped_heads_are_repeated_heads(backend, d):
 
 @BACKENDS
 @given(d=drawn(square=True))
+@pytest.mark.one_in(2)
 def test_layouts_differ_in_strides_alone(backend, d):
     swapped = [np.ascontiguousarray(a.swapaxes(1, 2)) for a in d.arrays]
     mask = d.mask()
@@ -295,6 +299,7 @@ def test_nan_reaches_exactly_the_rows_that_see_it(backend, d, where, in_key):
 
 @BACKENDS
 @given(d=drawn(), offsets=st.lists(st.integers(-50, 50), min_size=2, max_size=2))
+@pytest.mark.one_in(2)
 def test_an_array_of_offsets_is_one_call_for_each_row(backend, d, offsets):
     batch = d.query.shape[0]
     variants = (qkv.Causal(), qkv.ALiBi(0.25))
@@ -312,6 +317,7 @@ def test_an_array_of_offsets_is_one_call_for_each_row(backend, d, offsets):
 
 @BACKENDS
 @given(d=drawn(square=True), shift=st.integers(-1000, 1000))
+@pytest.mark.one_in(2)
 def test_moving_queries_and_keys_together_changes_nothing(backend, d, shift):
     variants = (qkv.Causal(), qkv.SlidingWindow(5, 0), qkv.ALiBi(0.5))
     still = qkv.attention(*d.arrays, *variants, backend=backend)
@@ -321,6 +327,7 @@ def test_moving_queries_and_keys_together_changes_nothing(backend, d, shift):
 
 @BACKENDS
 @given(d=drawn())
+@pytest.mark.one_in(2)
 def test_a_mask_and_a_bias_of_minus_infinity_are_the_same(backend, d):
     mask = d.rng.random(d.score_shape) < 0.5
     bias = np.where(mask, 0.0, -np.inf)

@@ -72,6 +72,7 @@ def test_decoding_steps_at_new_lengths(name) -> None:
 
 
 @pytest.mark.sampled("name", list(VARIANTS), one_in=4)
+@pytest.mark.one_in(2)
 def test_gradients(name) -> None:
     """Against differences of the definition in one direction."""
     make, words, declared = VARIANTS[name]

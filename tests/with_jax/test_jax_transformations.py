@@ -254,6 +254,7 @@ print("done")
 
 
 @pytest.mark.parametrize("arguments", [("async", "wait"), ("sync", "wait"), ("async", "leave")])
+@pytest.mark.one_in(2)
 def test_a_process_ends(arguments: tuple[str, str]) -> None:
     """Also while calls are under way."""
     command = [sys.executable, "-W", "error", "-c", PROGRAM, *arguments]

@@ -29,6 +29,7 @@ restore = TorchArrays().restore
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("case", "dtype"), CASES[::11], ids=str)
+@pytest.mark.one_in(4)
 def test_every_eleventh_case(case, dtype: str, device: str) -> None:
     call = case.build(dtype)
     tensors = [restore(np.array(a)).to(device) for a in call.arrays]
@@ -133,6 +134,7 @@ def test_transforms(name: str, kind: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(2)
 def test_compile(kind: str, device: str) -> None:
     torch.compiler.reset()
     shapes = (2, 4, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8)

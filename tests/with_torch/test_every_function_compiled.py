@@ -12,6 +12,7 @@ import qkv._dynamo
 
 
 @pytest.mark.parametrize("kind", ["tensors", "arrays"])
+@pytest.mark.one_in(2)
 def test_every_public_function(kind: str) -> None:
     """`vjp`, `jvp` and `inspect` ended the process; `merge` and arrays of NumPy raised errors."""
     script = Path(__file__).with_name("every_function.py")
@@ -33,6 +34,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.one_in(2)
 def test_the_compiler_is_told_whoever_imports_it(order: str) -> None:
     program = f"""
 {ORDERS[order]}

@@ -56,6 +56,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.one_in(4)
 def test_functions_of_torch(name: str) -> None:
     mod = FUNCTIONS[name]
     found = []
@@ -138,6 +139,7 @@ def gradients(function: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", CAPTURES)
+@pytest.mark.one_in(4)
 def test_tensors_are_found_and_learned(name: str) -> None:
     mod = CAPTURES[name]
     right = gradients(partial(written_out, WRITTEN_OUT.get(name, mod)))
@@ -197,6 +199,7 @@ NEAR = qkv.ScoreMod(lambda s, b, h, i, j: s - 0.5 * abs(i - j))
 @pytest.mark.parametrize(
     ("mod", "strict"), [(NEAR, True), (NEAR, False), (None, False)], ids=["", "eager", "tensor"]
 )
+@pytest.mark.one_in(2)
 def test_exported_programs_hold_the_expression(mod: Any, strict: bool, tmp_path: Any) -> None:
     """They held a number, which stood for another score mod in another process."""
     module = Exported(mod)

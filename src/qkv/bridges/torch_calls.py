@@ -187,9 +187,7 @@ def _keep(variant: Any) -> int:
 
 def _stays_whole(variant: Any) -> bool:
     """Whether a variant declares nothing of what it holds; arrays are masks."""
-    if isinstance(variant, (Tensor, np.ndarray)):
-        return False
-    kind = type(variant)
+    kind = None if isinstance(variant, (Tensor, np.ndarray)) else type(variant)
     return hasattr(kind, "lower") and getattr(kind, "roles", None) is None
 
 

@@ -19,6 +19,7 @@ forward_calls   calls of a model, and the numbers of its layers
 intervention    heads changed while it runs
 usage           whether a model uses qkv at all
 switching       a model with qkv for a while, for record and intervention
+sharding        models whose sequence is spread over ranks
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from qkv.hf.intervention import CopyFrom, intervene
 from qkv.hf.layer_call import LayerCall, LayerWeights
 from qkv.hf.masks import StatedMask, state_mask
 from qkv.hf.record import inspect
+from qkv.hf.sharding import sharded
 from qkv.hf.usage import NotUsedWarning, Usage, check
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "inspect",
     "intervene",
     "observe",
+    "sharded",
 ]
 
 

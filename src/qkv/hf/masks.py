@@ -18,7 +18,7 @@ from qkv.hf.layer_steps import LayerSteps, are_of_distances, steps_of
 from qkv.hf.mask_functions import PositionRanges, read
 from qkv.variants import Causal, KeyLengths, Mask, MaskVariant, Prefix
 
-__all__ = ["MaskPattern", "StatedMask", "state_mask"]
+__all__ = ["MaskPattern", "StatedMask", "padding_masks", "state_mask"]
 
 
 @dataclass(slots=True)
@@ -245,7 +245,7 @@ def state_mask(
         if any(isinstance(mask, Causal) for mask in variants):
             last_key = min(last_key, rows.query.stop)
         key_range = range(kv_offset, max(last_key, kv_offset))
-        variants += _padding(padding, key_range, kv_length, first_key)
+        variants += padding_masks(padding, key_range, kv_length, first_key)
     shape = (batch_size, 1, q_length, kv_length)
     first_query = q_offset - kv_offset + first_key
     steps = steps_of(variants, first_key) if q_length == 1 else LayerSteps()
@@ -303,7 +303,7 @@ def _keeps_all(attention_mask: torch.Tensor, kv_length: int) -> bool:
     return attention_mask.shape[-1] == kv_length and bool(attention_mask.all())
 
 
-def _padding(
+def padding_masks(
     padding: torch.Tensor, key_range: range, kv_length: int, first_key: int
 ) -> tuple[MaskVariant, ...]:
     """Masks for `padding` (batch, positions), False for padded keys, of those in `key_range`.

@@ -55,16 +55,16 @@ def uncompiled() -> Iterator[None]:
 
 
 @contextmanager
-def switched(model: Any) -> Iterator[None]:
-    """The model with qkv as its implementation, in every part of it; then with its own again."""
+def switched(model: Any, implementation: str = "qkv") -> Iterator[None]:
+    """The model with an implementation of attention in every part of it; then with its own."""
     before = {id(config): (config, config._attn_implementation) for config in _configs(model)}
     try:
-        model.set_attn_implementation("qkv")
+        model.set_attn_implementation(implementation)
         yield
     finally:
-        for config, implementation in before.values():
+        for config, own in before.values():
             # Setting the property would overwrite the choice of sub-models that have their own.
-            config._attn_implementation_internal = implementation
+            config._attn_implementation_internal = own
 
 
 def _configs(model: Any) -> Iterator[Any]:

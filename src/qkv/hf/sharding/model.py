@@ -1,0 +1,162 @@
+"""A model of transformers whose sequence is spread over ranks, for a while."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+from qkv.distributed.links import TIMEOUT, Links, group_of
+from qkv.distributed.order import Order
+from qkv.errors import ArgumentError, UnsupportedError
+from qkv.hf.sharding.inputs import ShardedInputs
+from qkv.hf.sharding.layers import CURRENT, Sharding, attend_shard, state_shard_mask
+from qkv.hf.switching import inner_model, switched
+
+__all__ = ["sharded"]
+
+NAME = "qkv_sharded"
+
+
+@contextmanager
+def sharded(
+    model: Any,
+    *,
+    mesh: Any = None,
+    dim: str | None = None,
+    order: Order | None = None,
+    strategy: str = "auto",
+    timeout: float = TIMEOUT,
+) -> Iterator[Any]:
+    """A model whose sequence is spread over ranks: each calls it with its own tokens.
+
+    Attention is over the rows of all ranks. Positions are those of the whole sequence, padding and
+    packed sequences are read from all ranks' rows, and each label is that of the next token,
+    wherever it is held. Every rank holds the whole model and calls it at the same time.
+
+    Parameters
+    ----------
+    model : PreTrainedModel, or a module with one inside
+        One that attends to a single sequence, and takes `position_ids`.
+    mesh : DeviceMesh or ProcessGroup, optional
+        All processes unless given.
+    dim : str, optional
+        Dimension of the mesh along which the sequence is spread.
+    order : Order, optional
+        Which tokens each rank holds; neighbouring ones in the order of ranks, unless given.
+    strategy, timeout
+        As for `qkv.distributed.attention`.
+
+    Yields
+    ------
+    The model.
+
+    Raises
+    ------
+    DistributedError
+        If ranks call it with different things, or with what cannot be spread.
+    UnsupportedError
+        If a layer has dropout, a bias or a mask of its own, or if `backward()` runs afterwards.
+
+    Notes
+    -----
+    `loss` of a causal language model is the sum over the rank's tokens, divided by the number of
+    labels of *all* ranks: the losses of the ranks add up to that of the whole sequence, and so do
+    the gradients of parameters. Activation checkpointing computes layers anew in `backward()`,
+    which therefore belongs inside.
+
+    Examples
+    --------
+    In a program started by `torchrun --nproc-per-node 2`::
+
+        torch.distributed.init_process_group("gloo")
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        order = qkv.distributed.Order.zigzag(ids.shape[1], ranks)
+        own = order.shard(ids, rank, axis=-1)
+        with qkv.hf.sharded(model, order=order):
+            loss = model(own, labels=own).loss
+            loss.backward()
+        for parameter in model.parameters():
+            torch.distributed.all_reduce(parameter.grad)
+    """
+    if isinstance(dim, tuple):
+        raise ArgumentError(
+            f"dim={dim!r} names two dimensions; a model is spread along one.",
+            action="Name one, and use tensor parallelism for heads.",
+        )
+    AttentionInterface.register(NAME, attend_shard)
+    AttentionMaskInterface.register(NAME, state_shard_mask)
+    inner = inner_model(model)
+    inputs = ShardedInputs(Links(group_of(mesh, dim), timeout), order)
+    options = {"mesh": mesh, "dim": dim, "strategy": strategy, "timeout": timeout}
+
+    def before(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return (), inputs.read(module, args, kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(switched(inner, NAME))
+        stack.enter_context(_loss_over_ranks(inner, inputs))
+        stack.callback(inner.register_forward_pre_hook(before, with_kwargs=True).remove)
+        sharding = Sharding(inputs, options)
+        stack.callback(CURRENT.reset, CURRENT.set(sharding))
+        stack.enter_context(_documents_of(sharding))
+        yield model
+
+
+@contextmanager
+def _documents_of(sharding: Sharding) -> Iterator[None]:
+    """transformers finds packed sequences as they lie over all ranks, where this model runs."""
+    plain = masking_utils.find_packed_sequence_indices
+
+    def find(position_ids: torch.Tensor) -> torch.Tensor | None:
+        if CURRENT.get() is sharding:
+            return sharding.own_documents()
+        found: torch.Tensor | None = plain(position_ids)
+        return found
+
+    masking_utils.find_packed_sequence_indices = find
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = plain
+
+
+@contextmanager
+def _loss_over_ranks(model: Any, inputs: ShardedInputs) -> Iterator[None]:
+    """The model's loss, of each rank's tokens with the labels of those behind them."""
+    if "labels" not in inspect.signature(model.forward).parameters:
+        yield
+        return
+    plain: Callable[..., Any] = model.loss_function
+
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        kwargs["shift_labels"], inputs.next_labels = inputs.next_labels, None
+        if kwargs.get("num_items_in_batch") is None:
+            kwargs["num_items_in_batch"] = max(inputs.label_count, 1)
+        return plain(*args, **kwargs)
+
+    def after(module: torch.nn.Module, *_: Any) -> None:
+        if inputs.next_labels is not None:
+            raise UnsupportedError(
+                f"{type(module).__name__} computes a loss that cannot be spread over ranks.",
+                action="Leave labels out, and compute the loss from the logits.",
+            )
+
+    with ExitStack() as stack:
+        stack.callback(model.register_forward_hook(after).remove)
+        if getattr(plain, "__name__", "") == "ForCausalLMLoss":
+            own = vars(model).get("_loss_function")
+            stack.callback(_restore_loss, model, own)
+            model.loss_function = loss
+        yield
+
+
+def _restore_loss(model: Any, own: Any) -> None:
+    if own is None:
+        del model._loss_function
+    else:
+        model.loss_function = own
