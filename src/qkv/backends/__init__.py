@@ -2,9 +2,8 @@
 
 A backend is any object with the protocol of `Backend`. What it has beyond that is a protocol each:
 `Differentiable`, `Inspectable`, `ReducingWeights`, `StoredRowsBackend`, `DeviceBackend`,
-`NotingBackend`, and for calls like an earlier one `Preparing`, `PreparingGradients` and
-`PreparingSteps`. Those of other packages are found through the entry point group `qkv.backends`;
-see docs/add-a-backend.md.
+`NotingBackend`, and for calls like an earlier one `Preparing`. Those of other packages are found
+through the entry point group `qkv.backends`; see docs/add-a-backend.md.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from qkv.backends.conditions import Conditions, backends_changed, conditions
 from qkv.backends.prepared_calls import (
     AddressedCall,
     Addresses,
-    AnyLengthSteps,
+    Passes,
     Prepared,
-    PreparedBackward,
-    PreparedStatistics,
+    PreparedGradients,
     RepeatedCall,
     RepeatedStep,
     RepeatingCall,
@@ -39,9 +37,6 @@ from qkv.backends.protocols import (
     Inspectable,
     NotingBackend,
     Preparing,
-    PreparingGradients,
-    PreparingStatistics,
-    PreparingSteps,
     Progress,
     ReducingWeights,
     Refusal,
@@ -57,7 +52,6 @@ from qkv.problem.spec import Problem, Spec
 __all__ = [
     "AddressedCall",
     "Addresses",
-    "AnyLengthSteps",
     "Backend",
     "BrokenBackendWarning",
     "Choice",
@@ -65,13 +59,10 @@ __all__ = [
     "Differentiable",
     "Inspectable",
     "NotingBackend",
+    "Passes",
     "Prepared",
-    "PreparedBackward",
-    "PreparedStatistics",
+    "PreparedGradients",
     "Preparing",
-    "PreparingGradients",
-    "PreparingStatistics",
-    "PreparingSteps",
     "Progress",
     "ReducingWeights",
     "Refusal",

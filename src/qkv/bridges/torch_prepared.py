@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from qkv.arrays.torch_arrays import TorchArrays
+from qkv.backends import Passes
 from qkv.bridges.torch_layouts import are_dense, gradients_wanted, leaf_values, read_in_place
 from qkv.bridges.torch_observers import looks_on
 from qkv.bridges.torch_openmp import on_torch_threads
 from qkv.bridges.torch_runs import Run, run_of
 from qkv.call.bound import BoundCall
-from qkv.call.cache import CALLS, Entry, Passes, PreparedCall
+from qkv.call.cache import CALLS, Entry, PreparedCall
 from qkv.call.forms import form_of, heads_first
 from qkv.errors import QkvError
 

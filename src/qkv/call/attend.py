@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv._dynamo import ends_graph
+from qkv.backends import Passes
 from qkv.call.bound import BoundCall
-from qkv.call.cache import CALLS, Entry, Passes, PreparedCall
+from qkv.call.cache import CALLS, Entry, PreparedCall
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.decoding import run_step
 from qkv.call.forms import Views, form_of, heads_first, in_place, values_of

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from qkv._forks import RenewedLock
-from qkv.backends import RepeatedCall, conditions
+from qkv.backends import Passes, RepeatedCall, conditions
 from qkv.backends.conditions import Conditions
 from qkv.call.bound import Structure
 from qkv.call.flatten import without_arrays
 
-__all__ = ["CALLS", "CallCache", "Entry", "Form", "Passes", "PreparedCall", "StepForm"]
-
-Passes: TypeAlias = Literal["forward", "residuals", "statistics", "gradients"]
-"""What is computed: attention, attention that a backward pass follows, attention with statistics of
-its rows, gradients."""
+__all__ = ["CALLS", "CallCache", "Entry", "Form", "PreparedCall", "StepForm"]
 
 CAPACITY = 1024
 """Prepared calls that are kept, some 30 KB each; those that were used least recently go first."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import AnyLengthSteps
+from qkv.backends import Prepared
 from qkv.call.bound import BoundCall
 from qkv.call.cache import StepForm
 from qkv.call.forms import Views, in_place
@@ -28,9 +28,7 @@ def position(step: StepForm, given: Any, q_len: int, kv_len: int) -> int:
     return kv_len - q_len if step.at_end else 0
 
 
-def run_step(
-    steps: AnyLengthSteps, step: StepForm, bound: BoundCall, views: Views, rows: bool
-) -> Any:
+def run_step(steps: Prepared, step: StepForm, bound: BoundCall, views: Views, rows: bool) -> Any:
     """The results of a step, None if something is not as it was prepared for."""
     query, key, value = views
     q_len, kv_len = query.shape[-2], key.shape[-2]
@@ -48,8 +46,7 @@ def run_step(
             q_shift = int(lens[0]) - q_len
         ends = (lens - q_len,) if step.lengths == 2 else ()
         arrays = (*arrays, lens, *ends)
-    results = steps(query, key, value, rows, q_shift, arrays)
-    return None if results is None else (*results, None)
+    return steps(query, key, value, rows, arrays, q_shift)
 
 
 def arrays_from_lengths(problem: Problem) -> list[Array]:

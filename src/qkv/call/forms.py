@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.backends import Passes
 from qkv.call.bound import BoundCall
-from qkv.call.cache import Entry, Form, Passes
+from qkv.call.cache import Entry, Form
 from qkv.call.flatten import add_length_keys
 from qkv.problem.builder import INDEX_LIMIT
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import PreparingGradients
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS, Form, PreparedCall
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.derivatives.gradients import Gradients, backward_inputs, gradients_of
 from qkv.call.forms import Views, fixed_form, heads_first, in_place
+from qkv.call.preparing import prepare
 from qkv.call.variant_arrays import without_repeats
 from qkv.partial import Partial
 
@@ -92,8 +92,14 @@ def pull_back(
     partial = residuals.as_partial(call)
     shapes = [leaf.shape for leaf in call.leaves[:3]]
     gradients = gradients_of(call, partial, shapes, grad_out, grad_lse, wrt)
-    if form is not None and bound.structure.is_known:
-        _prepare(form, bound, call, partial, grad_out, grad_lse)
+    if form is not None and views is not None:
+        operands = call.problem.operands
+        # Gradients of broadcast operands have other shapes.
+        if (operands.query.shape, operands.key.shape, operands.value.shape) == tuple(
+            [view.shape for view in views]
+        ):
+            inputs = backward_inputs(call, partial, grad_out, grad_lse)
+            prepare(bound, form, views, call, inputs)
     return gradients
 
 
@@ -120,35 +126,6 @@ def _form(
         return None
     layouts = [None if a is None else (a.dtype, a.shape, a.strides) for a in arrays]
     return fixed_form(bound, views, "gradients", *layouts)
-
-
-def _prepare(
-    form: Form,
-    bound: BoundCall,
-    call: CheckedCall,
-    partial: Partial,
-    grad_out: Array,
-    grad_lse: Array | None,
-) -> None:
-    """Prepare for more like this one, once there has been another."""
-    backend = call.choice.backend
-    views, operands = heads_first(bound), call.problem.operands
-    operand_views = (operands.query, operands.key, operands.value)
-    if views is None or call.ndim == 2 or not isinstance(backend, PreparingGradients):
-        return
-    # Gradients of broadcast operands have other shapes.
-    if [a.shape for a in operand_views] != [a.shape for a in views]:
-        return
-    if CALLS.is_new(bound.structure, form):
-        return
-    inputs = backward_inputs(call, partial, grad_out, grad_lse)
-    ready = backend.prepare_backward(
-        call.problem, inputs, in_place(bound._replace(leaves=call.leaves))
-    )
-    if ready is not None:
-        CALLS.insert(
-            bound.structure, form, PreparedCall(form, ready, backend.name, call.choice.conditions)
-        )
 
 
 def _swap_heads(array: Array) -> Array:

@@ -80,9 +80,9 @@ class AnyLengthDecode:
         key: Array,
         value: Array,
         rows: bool,
-        q_shift: int,
         arrays: Sequence[Array] = (),
-    ) -> tuple[Array, Array | None, None] | None:
+        q_shift: int = 0,
+    ) -> tuple[Array, Array | None, None, None] | None:
         at, out = quick_address_of, np.empty(*self._out)
         lse = np.empty(*self._lse) if rows else None
         found = self.run(
@@ -93,7 +93,7 @@ class AnyLengthDecode:
             (query, key, value, out, lse, arrays),
             [(at(array), array.shape, array.strides) for array in arrays],
         )
-        return (out, lse, None) if found else None
+        return (out, lse, None, None) if found else None
 
     def run(
         self,
@@ -120,8 +120,8 @@ class AnyLengthDecode:
         self._blocks.append(block)
         return is_finite
 
-    def repeated_arrays(self, at_end: bool) -> RepeatedCall | None:
-        """See `qkv.backends.RepeatingSteps`."""
+    def repeated(self, at_end: bool = False) -> RepeatedCall | None:
+        """See `qkv.backends.RepeatingCall`."""
         operands = self._any_operands()
         if operands is None or self._read or self._sinks is not None:
             return None
@@ -138,26 +138,6 @@ class AnyLengthDecode:
         """See `qkv.backends.RepeatingSteps`."""
         operands = self._any_operands()
         return None if operands is None else RepeatedDecode(self, operands, between_products)
-
-    def of_length(
-        self, kv_len: int, q_shift: int, strides: Sequence[Sequence[int]]
-    ) -> RepeatedCall | None:
-        """See `qkv.backends.RepeatingSteps`."""
-        operands = self._any_operands()
-        if operands is None or self._read or self._sinks is not None:
-            return None
-
-        def new_block() -> ArgumentBlock:
-            block = self._new_block()
-            self._fill_words(block.words, kv_len, q_shift, strides, ())
-            return block
-
-        def run(block: ArgumentBlock, _: int, keep_alive: Any) -> bool:
-            return self._pass.run(block, self._pass.share(kv_len), keep_alive)
-
-        job = self._pass.brief_job(kv_len)
-        results = self._out, self._lse
-        return RepeatedCall(new_block, operands, RESULT_WORDS, *results, job, run)
 
     def _any_operands(self) -> list[Operand] | None:
         """Operands and arrays of any number of keys and any strides.

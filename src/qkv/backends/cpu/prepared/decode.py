@@ -135,7 +135,7 @@ class PreparedDecode:
         self._blocks.append(block)
         return is_finite
 
-    def repeated(self) -> RepeatedCall | None:
+    def repeated(self, at_end: bool = False) -> RepeatedCall | None:
         """See `qkv.backends.RepeatingCall`."""
         if not self._operands:
             return None

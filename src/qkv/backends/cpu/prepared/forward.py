@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import Addresses
+from qkv.backends import Addresses, Passes
 from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.passes.arguments import word_index
 from qkv.backends.cpu.passes.forward import ForwardPass
@@ -41,19 +41,19 @@ _CALLER = ctypes.c_int64(0)
 
 
 class PreparedForward:
-    """The forward pass of many queries; `backward` says what will follow.
+    """The forward pass of many queries.
 
-    With `statistics`, statistics of the rows take the place of lse_rest among the results.
+    Statistics of the rows, if they are asked for, take the place of lse_rest among the results.
     """
 
     def __init__(
         self,
         problem: Problem,
+        passes: Passes = "forward",
         *,
-        backward: bool,
         arrays: tuple[Array, ...] = (),
-        statistics: bool = False,
     ) -> None:
+        backward, statistics = passes == "residuals", passes == "statistics"
         problem, read = without_values(problem, arrays)
         spec, forward = problem.spec, ForwardPass(problem, statistics=statistics)
         self._pass = forward
@@ -130,7 +130,7 @@ class PreparedForward:
         self._blocks.append(block)
         return is_finite
 
-    def repeated(self) -> RepeatedCall | None:
+    def repeated(self, at_end: bool = False) -> RepeatedCall | None:
         """See `qkv.backends.RepeatingCall`."""
         if not self._operands:
             return None
