@@ -23,7 +23,7 @@ from qkv.bridges.learnable import refuse_constants, with_scale
 from qkv.bridges.torch_observers import looks_on
 from qkv.bridges.torch_openmp import on_torch_threads
 from qkv.bridges.torch_operators import contiguous
-from qkv.bridges.torch_prepared import run_prepared
+from qkv.bridges.torch_prepared import run_alike, run_prepared
 from qkv.call.attend import attend
 from qkv.call.bound import ARRAY_TYPES, BoundCall, Structure, bind
 from qkv.call.device_call import check_device_call, is_device_call
@@ -34,7 +34,7 @@ from qkv.call.structure_text import hold, keep_for_good, names_objects
 from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.problem.stored_rows import Paged, Quantized
 
-__all__ = ["attention", "merge_in_graph"]
+__all__ = ["attention", "merge_in_graph", "run_alike"]
 
 
 def attention(

@@ -20,10 +20,10 @@ from qkv.bridges.torch_openmp import on_torch_threads
 from qkv.bridges.torch_runs import Run, run_of
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS, Entry, PreparedCall
-from qkv.call.forms import form_of, heads_first
+from qkv.call.forms import fixed_form, form_of, heads_first, step_form
 from qkv.errors import QkvError
 
-__all__ = ["known_call", "run_prepared"]
+__all__ = ["known_call", "run_alike", "run_prepared"]
 
 
 def run_prepared(bound: BoundCall, rows: bool) -> Any:
@@ -43,6 +43,27 @@ def run_prepared(bound: BoundCall, rows: bool) -> Any:
             return None
         entry.first_of_tensors = run
         return run.compute(bound, read_in_place(bound), rows)
+
+
+def run_alike(prepared: PreparedCall, bound: BoundCall, rows: bool) -> Any:
+    """Output, with lse if `rows`, by a prepared call; None if it does not take these tensors."""
+    read = read_in_place(bound)
+    if looks_on() or not are_dense(*read):
+        return None
+    wanted = gradients_wanted(read)
+    if bool(wanted) != (prepared.form.passes == "residuals"):
+        return None
+    run = prepared.of_tensors.get(_alike(read, wanted))
+    if run is None or not _fits(run, bound, read):
+        seen = _seen(bound)
+        views = None if seen is None else heads_first(seen)
+        if seen is None or views is None:
+            return None
+        make = step_form if prepared.form.any_length else fixed_form
+        if make(seen, views, prepared.form.passes) != prepared.form:
+            return None
+        run = _run_of(prepared, bound, read, wanted)
+    return None if run is None else run.compute(bound, read, rows)
 
 
 def _fits(run: Run, bound: BoundCall, read: Sequence[Any]) -> bool:
@@ -70,8 +91,19 @@ def _look_up(entry: Entry, bound: BoundCall) -> Run | None:
     prepared = known_call(entry, bound, "residuals" if wanted else "forward")
     if prepared is None:
         return None
+    return _run_of(prepared, bound, read, wanted)
+
+
+def _alike(read: Sequence[Any], wanted: tuple[bool, ...]) -> Hashable:
+    """What the tensors of one run have in common beside their form."""
     query, key, value = read[:3]
-    alike: Hashable = wanted, query is key, key is value
+    return wanted, query is key, key is value
+
+
+def _run_of(
+    prepared: PreparedCall, bound: BoundCall, read: Sequence[Any], wanted: tuple[bool, ...]
+) -> Run | None:
+    alike = _alike(read, wanted)
     run: Run | None = prepared.of_tensors.get(alike)
     if run is None:
         run = run_of(prepared, bound, read, bool(wanted))
@@ -82,19 +114,26 @@ def _look_up(entry: Entry, bound: BoundCall) -> Run | None:
 
 def known_call(entry: Entry, bound: BoundCall, passes: Passes) -> PreparedCall | None:
     """The prepared call with the form of NumPy views of dense tensors."""
+    seen = _seen(bound)
+    views = None if seen is None else heads_first(seen)
+    form = None
+    if seen is not None and views is not None:
+        form = form_of(seen, views, passes, entry)
+    prepared = None if form is None else entry.calls.get(form)
+    if prepared is not None:
+        prepared.used = CALLS.clock
+    return prepared
+
+
+def _seen(bound: BoundCall) -> BoundCall | None:
+    """The call of NumPy views; None if some array has none, or is not compared by value."""
     if leaf_values(bound) is None:
         return None
     try:
         leaves = [leaf if type(leaf) is np.ndarray else _view(leaf, "") for leaf in bound.leaves]
     except QkvError:  # The checked call raises it again, with the name of the array.
         return None
-    seen = bound._replace(leaves=leaves)
-    views = heads_first(seen)
-    form = None if views is None else form_of(seen, views, passes, entry)
-    prepared = None if form is None else entry.calls.get(form)
-    if prepared is not None:
-        prepared.used = CALLS.clock
-    return prepared
+    return bound._replace(leaves=leaves)
 
 
 _view = TorchArrays().view

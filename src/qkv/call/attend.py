@@ -19,11 +19,19 @@ from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS, Entry, PreparedCall
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.decoding import run_step
-from qkv.call.forms import Views, form_of, heads_first, in_place, values_of
+from qkv.call.forms import (
+    Views,
+    fixed_form,
+    form_of,
+    heads_first,
+    in_place,
+    step_form,
+    values_of,
+)
 from qkv.call.preparing import prepare
 from qkv.partial import Partial
 
-__all__ = ["Attended", "attend"]
+__all__ = ["Attended", "attend", "run_alike"]
 
 Array = NDArray[Any]
 
@@ -94,6 +102,24 @@ def attend(
 
 
 ends_graph(attend, "qkv.attention of NumPy arrays")
+
+
+def run_alike(prepared: PreparedCall, bound: BoundCall, rows: bool) -> Attended | None:
+    """The results of a prepared call; None if the arrays have another form, or it cannot run."""
+    structure, form = bound.structure, prepared.form
+    is_placed = form.any_length and type(structure.options[2]) is int
+    if prepared.repeated is not None and not is_placed:
+        repeated = _repeat(prepared, bound, rows)
+        if repeated is not None:
+            return repeated
+    views = heads_first(bound)
+    if views is None:
+        return None
+    make = step_form if form.any_length else fixed_form
+    if make(bound, views, form.passes) != form:
+        return None
+    results = _run(prepared, bound, views, rows)
+    return None if results is None else _restored(results, bound)
 
 
 def _run(known: PreparedCall, bound: BoundCall, views: Views, rows: bool) -> Any:

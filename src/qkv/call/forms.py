@@ -15,7 +15,7 @@ from qkv.call.flatten import add_length_keys
 from qkv.problem.builder import INDEX_LIMIT
 
 __all__ = ["MAX_DECODE_QUERIES", "MAX_VALUE_BYTES", "Views", "fixed_form", "form_of", "heads_first",
-           "in_place", "values_of"]  # fmt: skip
+           "in_place", "step_form", "values_of"]  # fmt: skip
 
 Array = NDArray[Any]
 Views = tuple[Array, Array, Array]
