@@ -197,3 +197,19 @@ def test_many_threads_take_the_same_steps() -> None:
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(call, range(6)))
+
+
+def test_steps_and_other_calls_of_one_structure_take_turns(monkeypatch) -> None:
+    """A guard of steps takes any sizes, also those of calls that are no steps."""
+    shapes = [(1, 1), (1, 9), (16, 16), (1, 30), (2, 9)]
+    for seed in range(3):
+        for lengths in shapes:
+            near(operands(*lengths, seed=seed))
+    monkeypatch.setattr(torch_calls, "_attend", None)
+    for seed in range(3, 6):
+        for lengths in shapes:
+            near(operands(*lengths, seed=seed))
+    for seed in range(70):  # Steps over as many keys again and again, and others then.
+        near(operands(1, 9, seed=seed % 3))
+    for lengths in shapes:
+        near(operands(*lengths))

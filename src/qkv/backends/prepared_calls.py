@@ -159,3 +159,12 @@ class RepeatingSteps(Protocol):
         as around the layers of a model.
         """
         ...
+
+    def of_length(
+        self, kv_len: int, q_shift: int, strides: Sequence[Sequence[int]]
+    ) -> RepeatedCall | None:
+        """The step over so many keys whose first query stands at `q_shift`, or None.
+
+        It is told addresses alone: `strides` are those of query, key and value, in bytes.
+        """
+        ...

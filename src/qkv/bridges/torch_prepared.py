@@ -17,7 +17,7 @@ from qkv.backends import Passes
 from qkv.bridges.torch_layouts import are_dense, gradients_wanted, leaf_values, read_in_place
 from qkv.bridges.torch_observers import looks_on
 from qkv.bridges.torch_openmp import on_torch_threads
-from qkv.bridges.torch_runs import Run, run_of
+from qkv.bridges.torch_runs import Run, Step, run_of
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS, Entry, PreparedCall
 from qkv.call.forms import fixed_form, form_of, heads_first, step_form
@@ -35,8 +35,12 @@ def run_prepared(bound: BoundCall, rows: bool) -> Any:
     if run is not None:
         read = read_in_place(bound)
         if _fits(run, bound, read):
-            run.common.prepared.used = CALLS.clock
-            return run.compute(bound, read, rows)
+            found = run.compute(bound, read, rows)
+            if found is not None:
+                run.common.prepared.used = CALLS.clock
+                if type(run) is Step and run.successor is not None:
+                    entry.first_of_tensors = run.successor
+                return found
     with on_torch_threads():
         run = _look_up(entry, bound)
         if run is None:

@@ -7,6 +7,7 @@ lie, and in decoding steps their sizes and strides.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -87,14 +88,23 @@ class OnePass(NamedTuple):
         return out if lse is None else (out, lse)
 
 
-class Step(NamedTuple):
-    """A decoding step of tensors of any number of keys, any strides and any position."""
+@dataclass(slots=True, eq=False)
+class Step:
+    """A decoding step of tensors of any number of keys, any strides and any position.
+
+    `repeats` counts steps over `kv_len` keys, one after the other. When there were many, as in
+    caches of fixed size, `successor` is a run for that very length, which saves a third of the time
+    of a short step.
+    """
 
     common: Common
     step: RepeatedStep
     q_len: int
     empty_out: Empty
     empty_lse: Empty
+    kv_len: int = 0
+    repeats: int = 0
+    successor: OnePass | None = None
 
     def compute(self, bound: BoundCall, read: Sequence[Any], rows: bool) -> Any:
         """See `OnePass`."""
@@ -114,7 +124,27 @@ class Step(NamedTuple):
                 done = self.step(*arguments)
         if not done:
             return None
+        if kv_len != self.kv_len:
+            self.kv_len, self.repeats, self.successor = kv_len, 0, None
+        self.repeats += 1
+        if self.repeats == _MANY_REPEATS and type(bound.structure.options[2]) is not int:
+            self.successor = self._for_length(read, shift)
         return out if lse is None else (out, lse)
+
+    def _for_length(self, read: Sequence[Any], shift: int) -> OnePass | None:
+        """A run for tensors of these very sizes and strides."""
+        if len(read) > 3:
+            return None
+        strides = [[t.itemsize * stride for stride in t.stride()] for t in read]
+        call = self.common.prepared.run.of_length(self.kv_len, shift, strides)
+        if call is None:
+            return None
+        common = self.common._replace(fits=guard(*read))
+        return OnePass(common, call.run, call.brief(), self.empty_out, self.empty_lse, False)
+
+
+_MANY_REPEATS = 64
+"""Preparing for one length takes about as long as so many steps save by it."""
 
 
 class BothPasses(NamedTuple):

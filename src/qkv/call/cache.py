@@ -226,7 +226,9 @@ def _without_position(structure: Structure) -> Structure:
     options = structure.options
     if type(options[2]) is not int:
         return structure
-    return structure._replace(options=(*options[:2], int, *options[3:]))
+    scale, layout, _, kv_offset, backend = options
+    return Structure(structure[0], structure[1], (scale, layout, int, kv_offset, backend),
+                     *structure[3:])  # fmt: skip
 
 
 CALLS = CallCache()

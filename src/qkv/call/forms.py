@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,10 +55,10 @@ def form_of(bound: BoundCall, views: Views, passes: Passes, entry: Entry | None)
 def fixed_form(bound: BoundCall, views: Views, passes: Passes, *more: Hashable) -> Form | None:
     """The form in which all sizes and strides are fixed, with `more` layouts."""
     query, key, value = views
-    values = values_of(bound)
-    if values is None:
+    found = _leaves_of(bound)
+    if found is None:
         return None
-    arrays = [(a.dtype, a.shape, a.strides) for a in in_place(bound)] if bound.leaves[3:] else ()
+    values, arrays = found
     return Form(
         passes, False, values,
         (
@@ -142,18 +142,30 @@ def values_of(bound: BoundCall) -> tuple[Hashable, ...] | None:
 
     None if these are too large, or some array is not one of NumPy.
     """
+    found = _leaves_of(bound)
+    return None if found is None else found[0]
+
+
+def _leaves_of(bound: BoundCall) -> tuple[tuple[Hashable, ...], Sequence[Hashable]] | None:
+    """The values of a call, and the layouts of its other arrays."""
     structure, leaves = bound
     position = structure.options[2]
-    found: list[Hashable] = [position] if type(position) is int else []
-    if len(leaves) > 3:
-        for n, array in enumerate(leaves[3:], start=3):
-            if type(array) is not np.ndarray:
-                return None
-            if n in structure.by_value:
-                if array.nbytes > MAX_VALUE_BYTES:
-                    return None
-                found.append((array.dtype, array.shape, array.tobytes()))
-    return tuple(found)
+    if len(leaves) == 3:
+        return (position,) if type(position) is int else (), ()
+    values: list[Hashable] = [position] if type(position) is int else []
+    layouts: list[Hashable] = []
+    by_value = structure.by_value
+    for n in range(3, len(leaves)):
+        array = leaves[n]
+        if type(array) is not np.ndarray:
+            return None
+        if n not in by_value:
+            layouts += array.dtype, array.shape, array.strides
+        elif array.nbytes > MAX_VALUE_BYTES:
+            return None
+        else:
+            values.append((array.dtype, array.shape, array.tobytes()))
+    return tuple(values), layouts
 
 
 def in_place(bound: BoundCall, is_step: bool = False) -> tuple[Any, ...]:

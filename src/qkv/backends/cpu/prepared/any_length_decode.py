@@ -139,6 +139,26 @@ class AnyLengthDecode:
         operands = self._any_operands()
         return None if operands is None else RepeatedDecode(self, operands, between_products)
 
+    def of_length(
+        self, kv_len: int, q_shift: int, strides: Sequence[Sequence[int]]
+    ) -> RepeatedCall | None:
+        """See `qkv.backends.RepeatingSteps`."""
+        operands = self._any_operands()
+        if operands is None or self._read or self._sinks is not None:
+            return None
+
+        def new_block() -> ArgumentBlock:
+            block = self._new_block()
+            self._fill_words(block.words, kv_len, q_shift, strides, ())
+            return block
+
+        def run(block: ArgumentBlock, _: int, keep_alive: Any) -> bool:
+            return self._pass.run(block, self._pass.share(kv_len), keep_alive)
+
+        job = self._pass.brief_job(kv_len)
+        results = self._out, self._lse
+        return RepeatedCall(new_block, operands, RESULT_WORDS, *results, job, run)
+
     def _any_operands(self) -> list[Operand] | None:
         """Operands and arrays of any number of keys and any strides.
 
