@@ -16,6 +16,7 @@ from qkv.call.dispatch import checked
 from qkv.call.inspected import attend_for_inspection
 from qkv.call.merging import merge_parts
 from qkv.call.options import DEFAULTS, Options, option_values, with_options
+from qkv.declarations import checked_flag, shown
 from qkv.errors import ArgumentError
 from qkv.inspection.record import Record
 from qkv.planning import Plan, make_plan
@@ -92,7 +93,7 @@ def attention(
     """
     values = DEFAULTS if not options else option_values("attention", options)
     if return_lse is not False and return_lse is not True:
-        return_lse = _flag(return_lse)
+        return_lse = checked_flag("return_lse", return_lse)
     bridge = None if type(query) is np.ndarray else bridge_of(query)
     if bridge is not None:
         return bridge.attention(query, key, value, variants, values, return_lse)
@@ -204,16 +205,6 @@ def plan(
     return make_plan(call.problem, call.choice, library_of(query, "query").name)
 
 
-def _flag(return_lse: Any) -> bool:
-    """A truth value that is not Python's own."""
-    if isinstance(return_lse, np.bool_ | int):
-        return bool(return_lse)
-    raise ArgumentError(
-        f"return_lse is a {type(return_lse).__name__}, not True or False.",
-        action="Pass return_lse=True for (output, lse).",
-    )
-
-
 def merge(*parts: tuple[Any, Any], layout: Layout = "bhld") -> tuple[Any, Any]:
     """Join attention over separate sets of keys into attention over all of them.
 
@@ -251,8 +242,8 @@ def merge(*parts: tuple[Any, Any], layout: Layout = "bhld") -> tuple[Any, Any]:
     """
     if not parts:
         raise ArgumentError("merge was given no parts.", action="Pass at least one (out, lse).")
-    if layout not in ("bhld", "blhd"):
-        raise ArgumentError(f"layout={layout!r} is not known.", action="Use 'bhld' or 'blhd'.")
+    if not isinstance(layout, str) or layout not in ("bhld", "blhd"):
+        raise ArgumentError(f"layout={shown(layout)} is not known.", action="Use 'bhld' or 'blhd'.")
     for part in parts:
         if not isinstance(part, tuple | list) or len(part) != 2:
             raise ArgumentError(

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays.views import view
-from qkv.errors import ArgumentError, DTypeError, ShapeError
+from qkv.declarations import checked_size
+from qkv.errors import DTypeError, ShapeError
 from qkv.inspection.explain import explain, selected_indices
 from qkv.inspection.steps import softmax
 from qkv.inspection.tokens import printable
@@ -58,7 +59,7 @@ class ScaledDotProductAttention:
     """
 
     def __init__(self, d_k: int) -> None:
-        self.d_k = checked_d_k(d_k)
+        self.d_k = checked_size("d_k", d_k)
         self.scale = sqrt(self.d_k)
 
     def __repr__(self) -> str:
@@ -158,22 +159,6 @@ class ScaledDotProductAttention:
 
 def _row(array: Array) -> str:
     return np.array2string(array, precision=4, max_line_width=10**6, threshold=10**6)
-
-
-def checked_d_k(d_k: Any) -> int:
-    """The length of a query row.
-
-    Raises
-    ------
-    ArgumentError
-        It is not a positive integer.
-    """
-    if isinstance(d_k, bool) or not isinstance(d_k, int | np.integer) or d_k < 1:
-        raise ArgumentError(
-            f"d_k={d_k!r:.60} is not a positive integer.",
-            action="Pass the length of a query row.",
-        )
-    return int(d_k)
 
 
 def _matrix(array: Any, name: str) -> Array:

@@ -36,8 +36,9 @@ from typing import (
 )  # fmt: skip
 
 import numpy as np
+from numpy.typing import NDArray
 
-from qkv.errors import ArgumentError, FileError
+from qkv.errors import ArgumentError, DTypeError, FileError
 
 __all__ = [
     "LARGEST",
@@ -49,7 +50,9 @@ __all__ = [
     "Rule",
     "Size",
     "Whole",
+    "as_array",
     "checked",
+    "checked_flag",
     "checked_size",
     "shown",
 ]
@@ -87,6 +90,38 @@ def checked_size(name: str, given: Any, least: int = 1) -> int:
         what = f"a whole number of {least} or more" if least >= 0 else "a whole number"
     advice = f"{name} >= {least}" if least >= 0 else f"{name} as an integer"
     raise ArgumentError(f"{name}={shown(given)} is not {what}.", action=f"Pass {advice}.")
+
+
+def checked_flag(name: str, given: Any) -> bool:
+    """A truth value: a bool of Python or NumPy, or an integer.
+
+    Raises
+    ------
+    ArgumentError
+        Naming the argument.
+    """
+    if isinstance(given, bool | np.bool_ | int):
+        return bool(given)
+    raise ArgumentError(
+        f"{name}={shown(given)} is not True or False.", action=f"Pass {name} as a bool."
+    )
+
+
+def as_array(name: str, given: Any) -> NDArray[Any]:
+    """A NumPy array of what may be no array yet, such as a list.
+
+    Raises
+    ------
+    DTypeError
+        Its rows differ in length, or it holds itself.
+    """
+    try:
+        return np.asarray(given)
+    except (ValueError, TypeError, RecursionError, OverflowError, RuntimeError) as error:
+        raise DTypeError(
+            f"{name}={shown(given)} cannot be read as an array of numbers.",
+            action=f"Pass {name} as an array, or as a list with rows of one length.",
+        ) from error
 
 
 def shown(given: Any) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from qkv.count import Count, symbols
-from qkv.declarations import checked
+from qkv.declarations import checked, shown
 from qkv.errors import ArgumentError
 
 __all__ = [
@@ -72,10 +72,22 @@ class Ledger:
     bytes_written: Count = _ZERO
 
     def __post_init__(self) -> None:
-        for _, kind in self.operations:
-            if kind not in KINDS:
+        for name in ("operations", "space"):
+            if not isinstance(getattr(self, name), Mapping):
                 raise ArgumentError(
-                    f"{kind!r:.60} is no kind of operation.",
+                    f"{name} is a {type(getattr(self, name)).__name__}, not a dict of counts.",
+                    action=f"Pass {name} as a dict.",
+                )
+        for step in self.operations:
+            if not isinstance(step, tuple) or len(step) != 2:
+                raise ArgumentError(
+                    f"{shown(step)} is not a step and a kind of operation.",
+                    action="Pass (step, kind) as keys of operations.",
+                )
+        for _, kind in self.operations:
+            if not isinstance(kind, str) or kind not in KINDS:
+                raise ArgumentError(
+                    f"{shown(kind)} is no kind of operation.",
                     [("kinds", ", ".join(KINDS))],
                     "Count it as one of these.",
                 )

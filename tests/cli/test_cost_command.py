@@ -164,3 +164,24 @@ def test_an_encoder_reads_a_source(output_of: Any, tmp_path: Path) -> None:
     assert "encoder, 4 heads" in output_of(*words)
     assert "no encoder" in output_of("cost", "--model", "gpt-2", "--source", "5", code=2)
     assert "--source" in output_of("cost", "--mechanism", "mamba", "--source", "5", code=2)
+
+
+def test_ranks(output_of) -> None:
+    """Bytes by hand: 32 layers, 8 heads of 128 and 128 numbers of 2 bytes, 7 of 8 parts."""
+    words = "cost", "--model", "llama-3-8b", "--context", "65536", "--ranks", "8"
+    found = strict(output_of(*words, "--json"))
+    received = 32 * 65536 * 7 // 8 * 8 * 256 * 2
+    assert found["strategies"]["gather"]["received"] == received
+    assert found["strategies"]["gather"]["held"] == 2 * 65536 * 8 * 256 * 2
+    assert found["strategies"]["ring"]["received"] == received
+    ring = found["strategies"]["ring"]
+    pairs = 65536 * 65537 / 2
+    even = 32 * 32 * pairs * 4 * 128 / (0.6 * 989.4e12) / 8
+    assert 0.97 < ring["efficiency"] <= 1
+    assert ring["seconds"] * ring["efficiency"] == pytest.approx(even, rel=2e-3)
+    text = output_of(*words, "--order", "contiguous", "--link", "1")
+    for fact in ("8 ranks in contiguous order", "1.875", "receives 1 GB/s", "ulysses"):
+        assert fact in text
+    refused = " ".join(output_of(*words[:-1], "12").split())
+    assert "32 query heads cannot be shared out evenly to 12 ranks" in refused
+    assert "none is named" in output_of("cost", "--ranks", "2", code=2)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import qkv
+import qkv.torch
 from qkv import KeywordError, QkvError
 
 RANDOM = np.random.default_rng(0)
@@ -111,3 +112,27 @@ def test_other_keywords_list_those_that_are_known(function) -> None:
     assert caught.value.action == "Pass layout= instead."
     with pytest.raises(KeywordError, match="from this list"):
         getattr(qkv, function)(q, k, v, xyz=1)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"key_padding_mask": torch.tensor([[False] * 5, [False, False, True, True, True]])},
+        {"attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1)},
+        {"is_causal": True, "attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1)},
+        {"average_attn_weights": True},
+    ],
+    ids=lambda k: ", ".join(k),
+)
+def test_the_call_of_a_module_to_write_gives_what_torch_gives(keywords) -> None:
+    theirs = torch.nn.MultiheadAttention(16, 2, batch_first=True).double()
+    layer = qkv.torch.MultiHeadAttention(16, 2).double()
+    layer.load_state_dict(theirs.state_dict())
+    query = key = value = torch.randn(2, 5, 16, dtype=torch.float64)
+    with pytest.raises(KeywordError) as caught:
+        layer(query, need_weights=False, **keywords)
+    found = re.fullmatch(r"Write (layer\(query, key, value.*\))\.", caught.value.action)
+    assert found is not None, caught.value.action
+    right, _ = theirs(query, key, value, need_weights=False, **keywords)
+    given = {"qkv": qkv, "layer": layer, "query": query, "key": key, "value": value, **keywords}
+    torch.testing.assert_close(eval(found[1], given), right)

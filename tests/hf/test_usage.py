@@ -125,3 +125,11 @@ def test_enabling_twice_changes_nothing() -> None:
     before = dict(transformers.AttentionInterface._global_mapping)
     qkv.hf.enable()
     assert transformers.AttentionInterface._global_mapping == before
+
+
+def test_what_a_model_raises_is_the_cause() -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    with pytest.raises(qkv.ArgumentError, match=r"(?s)Sequential raised TypeError.*list") as raised:
+        qkv.hf.check(layer, [1])
+    assert isinstance(raised.value.__cause__, TypeError)
+    assert ("argument 0", "list [1]") in raised.value.seen

@@ -82,3 +82,16 @@ def test_frequencies_that_are_to_be_learned_are_refused_at_once() -> None:
     rope = qkv.RoPE(inv_freq=torch.rand(4, dtype=torch.float64, requires_grad=True))
     with pytest.raises(qkv.UnsupportedError, match=r"gradient of inv_freq of RoPE"):
         qkv.attention(Q, K, V, rope)
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning")
+def test_a_learned_soft_cap_is_refused_and_its_advice_learns_it() -> None:
+    """It trained nothing, in silence."""
+    cap = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(qkv.UnsupportedError, match=r"gradient of cap of Softcap(.|\n)*ScoreMod"):
+        qkv.attention(Q, K, V, qkv.Softcap(cap))
+    advised = qkv.ScoreMod(lambda s, b, h, i, j: cap * np.tanh(s / cap))
+    found = torch.autograd.grad(qkv.attention(Q, K, V, advised, scale=1.0).square().sum(), cap)
+    scores = cap * torch.tanh(Q @ K.mT / cap)
+    right = torch.autograd.grad((scores.softmax(-1) @ V).square().sum(), cap)
+    assert_close(found, right)

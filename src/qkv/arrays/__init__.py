@@ -71,15 +71,21 @@ def _jax() -> ArrayLibrary:
 NAMES = ("numpy", "torch", "jax")
 """Names of the supported libraries; a constant, because torch's compiler reads it while tracing."""
 
+_BASES = ("Tensor", "ndarray", "generic")
+"""Names of the classes that all arrays of torch and NumPy inherit."""
+
 _LIBRARIES: dict[str, ArrayLibrary] = {"numpy": NumpyArrays()}
 _LAZY_LIBRARIES: dict[str, Callable[[], ArrayLibrary]] = {"torch": _torch, "jax": _jax}
 
 
 def kind_of(array: Any) -> str | None:
-    """The name of the library that an array's type is of, None for any other type."""
+    """The name of the library that an array's type is of, None for any other type.
+
+    Modules, generators and types of these libraries are no arrays.
+    """
     for base in type(array).__mro__:
         name = base.__module__.partition(".")[0]
-        if name in NAMES:
+        if name in NAMES and (name == "jax" or base.__name__ in _BASES):
             return name
     return None
 

@@ -44,6 +44,7 @@ from qkv.backends.protocols import (
     StoredRowsBackend,
     WeightBlocks,
 )
+from qkv.declarations import shown
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.partial import Partial, finish
 from qkv.problem.backward import BackwardInputs
@@ -220,11 +221,11 @@ def choose(spec: Spec, name: str = "auto", *, backward: bool = False) -> Choice:
     """
     held = conditions()
     candidates = backends()
-    if name != "auto":
-        candidates = tuple(b for b in candidates if b.name == name)
+    if not isinstance(name, str) or name != "auto":
+        candidates = tuple(b for b in candidates if isinstance(name, str) and b.name == name)
         if not candidates:
             raise ArgumentError(
-                f"there is no backend {name!r}.",
+                f"there is no backend {shown(name)}.",
                 [("backends", ", ".join(b.name for b in backends()))],
                 'Use one of these, or backend="auto".',
             )

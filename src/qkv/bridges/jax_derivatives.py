@@ -273,7 +273,7 @@ def _refuse_constants(operation: Operation, values: Sequence[Any], wanted: Seque
     owners = BoundCall(structure, list(map(stand_in, values))).unflatten().owners
     for n in wanted:
         owner = owners[n]
-        constant: tuple[str, ...] = getattr(owner, "constant_fields", ())
+        constant: list[str] = list(getattr(owner, "constant_fields", ()))
         if n >= 3 and (owner is None or constant):
             what = "scale" if owner is None else f"{constant[0]} of {type(owner).__name__}"
             raise UnsupportedError(

@@ -40,10 +40,10 @@ def refuse_constants(
 ) -> None:
     """Raise an error if an array without a gradient is to be learned: it would train nothing."""
     for variant in variants:
-        for name in getattr(type(variant), "constant_fields", ()):
+        fields = getattr(type(variant), "constant_fields", {})
+        for name, instead in fields.items():
             if is_tracked(getattr(variant, name, None)):
                 raise UnsupportedError(
                     f"a gradient of {name} of {type(variant).__name__} is wanted; qkv has none.",
-                    action=f"Pass {name}{advice}, or rotate query and key before with rotate, "
-                    "which has gradients, and leave the variant out.",
+                    action=f"Pass {name}{advice}, or {instead}.",
                 )

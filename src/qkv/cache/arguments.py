@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays import kind_of, library_of
-from qkv.declarations import shown
+from qkv.declarations import as_array, shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 
 __all__ = ["Lengths", "checked_integer", "sequence_indices", "shorter_lengths", "whole_numbers"]
@@ -31,9 +31,14 @@ def checked_integer(least: int, name: str, given: Any, most: int = 2**40) -> int
     return int(given)
 
 
+def viewed(name: str, given: Any) -> NDArray[Any]:
+    """An array of any library, or what NumPy makes one of."""
+    return library_of(given, name).view(given, name) if kind_of(given) else as_array(name, given)
+
+
 def whole_numbers(name: str, given: Any, shape: tuple[int, ...]) -> Lengths:
     """An int64 array of this shape from an integer or an integer array that fits it."""
-    array = library_of(given, name).view(given, name) if kind_of(given) else as_array(name, given)
+    array = viewed(name, given)
     if array.dtype.kind not in "iu":
         raise DTypeError(
             f"{name} has dtype {array.dtype}, not an integer type.",
@@ -45,23 +50,6 @@ def whole_numbers(name: str, given: Any, shape: tuple[int, ...]) -> Lengths:
             action="Pass one integer for all, or one for each sequence.",
         )
     return np.broadcast_to(array, shape).astype(np.int64)
-
-
-def as_array(name: str, given: Any) -> NDArray[Any]:
-    """A NumPy array of what is no array yet, such as a list.
-
-    Raises
-    ------
-    DTypeError
-        Its rows differ in length, or it holds itself.
-    """
-    try:
-        return np.asarray(given)
-    except (ValueError, TypeError, RecursionError, OverflowError, RuntimeError) as error:
-        raise DTypeError(
-            f"{name}={shown(given)} cannot be read as an array of integers.",
-            action=f"Pass {name} as a list or an array of integers.",
-        ) from error
 
 
 def shorter_lengths(given: Any, current: Lengths) -> Lengths:

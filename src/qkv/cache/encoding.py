@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 from qkv._forks import RenewedLock
 from qkv.cache.arguments import Lengths
 from qkv.cache.memory import Memory, memory_of
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, DTypeError
 from qkv.problem.stored_rows import Quantized
 
 __all__ = ["Encoding", "encoding_of", "quantize"]
@@ -130,4 +130,11 @@ def quantize(rows: Any) -> Quantized:
     (array([[[   1, -127,   62]]], dtype=int8), array([[0.1]], dtype=float32))
     """
     memory = memory_of(rows, "rows")
-    return Quantized(*memory.int8_with_scales(memory.own_array(rows, "rows")))
+    own = memory.own_array(rows, "rows")
+    kind = str(own.dtype).removeprefix("torch.")
+    if not kind.startswith(("float", "bfloat")):
+        raise DTypeError(
+            f"rows have dtype {kind}, not a floating type.",
+            action="Convert them, to float32 for example.",
+        )
+    return Quantized(*memory.int8_with_scales(own))

@@ -12,6 +12,7 @@ from qkv.cache.arguments import (
     checked_integer,
     sequence_indices,
     shorter_lengths,
+    viewed,
     whole_numbers,
 )
 from qkv.cache.encoding import encoding_of
@@ -240,7 +241,7 @@ class PagedCache:
         >>> prefix.lengths, prefix.pages_held, cache.pages_held
         (array([4]), 2, 3)
         """
-        table = np.asarray(page_table)
+        table = viewed("page_table", page_table)
         if table.ndim != 2:
             raise ShapeError(
                 f"page_table has shape {table.shape}.", action="Pass (batch, pages_per_slot)."

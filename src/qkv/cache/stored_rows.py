@@ -12,6 +12,7 @@ import qkv
 from qkv.arrays import is_array
 from qkv.arrays.views import view
 from qkv.cache.arguments import Lengths
+from qkv.declarations import checked_flag
 from qkv.errors import UnsupportedError
 
 __all__ = ["Part", "Rows", "as_offset"]
@@ -152,6 +153,7 @@ class Rows:
         (`Mask`, `Bias`, `Segments`) fit none of them. Masks and biases over pages have a column
         for each token of the longest sequence, or for each row of the pages.
         """
+        return_lse = checked_flag("return_lse", return_lse)
         found = []
         for i, part in enumerate(self.parts):
             part_variants = [

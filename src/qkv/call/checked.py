@@ -14,7 +14,7 @@ from qkv.arrays import ArrayLibrary, library_of
 from qkv.arrays.views import view_beside
 from qkv.backends import Choice, Differentiable, Preparing, SinksBackend, choose
 from qkv.call.bound import BoundCall, UnboundCall
-from qkv.errors import QkvError
+from qkv.errors import ArgumentError, QkvError
 from qkv.partial import Partial, finish
 from qkv.problem.check import Layout, check
 from qkv.problem.spec import Problem
@@ -115,6 +115,10 @@ class CheckedCall:
         if not isinstance(variant, int):
             place = next((n for n, a in enumerate(self.originals) if a is array), None)
             return self.known_as(variant), array if place is None else self.leaves[place]
+        if not 0 <= variant < len(self.owners):
+            raise ArgumentError(
+                f"{variant} is not a variant of this call.", action="Name the very object."
+            )
         owner = self.owners[variant]
         several = sum(other is owner for other in self.owners) > 1
         return owner, self.leaves[variant] if several else None

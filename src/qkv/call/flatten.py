@@ -26,6 +26,7 @@ import numpy as np
 from qkv.arrays import is_array
 from qkv.arrays.copies import own_copy
 from qkv.call.numbered import numbered
+from qkv.errors import ArgumentError
 from qkv.problem.stored_rows import Paged, Quantized
 from qkv.variants.base import Opaque, Role
 
@@ -116,7 +117,12 @@ def flatten(value: Any, leaves: Leaves, role: Role = "value", whole: Whole | Non
     if kind is bool:
         return bool, int(value)
     if kind is tuple or kind is list:
-        return (kind, *[flatten(entry, leaves, role, whole) for entry in value])
+        try:
+            return (kind, *[flatten(entry, leaves, role, whole) for entry in value])
+        except RecursionError:
+            raise ArgumentError(
+                f"a {kind.__name__} among the variants holds itself.", action="Pass variants."
+            ) from None
     if is_array(value):
         return _place(value, leaves, role)
     if isinstance(value, np.generic):

@@ -16,26 +16,37 @@ __all__ = ["keyword_error"]
 
 
 def keyword_error(
-    function: str, given: Mapping[str, Any], known: Sequence[str], required: Sequence[str]
+    function: str,
+    given: Mapping[str, Any],
+    known: Sequence[str],
+    required: Sequence[str] = (),
+    *,
+    called: Sequence[str] = ("q", "k", "v"),
+    name: str | None = None,
 ) -> KeywordError:
-    """What to raise for the keywords of a call, of which at least one is not known."""
-    unknown = [name for name in given if name not in known]
+    """What to raise for the keywords of a call, of which at least one is not known.
+
+    `called` and `name` are what the call to write begins with.
+    """
+    unknown = [key for key in given if key not in known]
     fact = f"{function}() got an unexpected keyword argument {unknown[0]!r}."
     if len(unknown) > 1:
         names = ", ".join(map(repr, unknown))
         fact = f"{function}() got unexpected keyword arguments {names}."
-    if not all(name in _MEANINGS for name in unknown):
-        strange = next(name for name in unknown if name not in _MEANINGS)
+    if not all(key in _MEANINGS for key in unknown):
+        strange = next(key for key in unknown if key not in _MEANINGS)
         close = get_close_matches(strange, known, 1)
         action = f"Pass {close[0]}= instead." if close else "Pass only keywords from this list."
         return KeywordError(fact, [("keywords", ", ".join(known))], action)
-    arguments = [word for name in unknown if (word := _MEANINGS[name](name, given[name]))]
+    meanings = {**_MEANINGS, **_OF_MODULE} if name else _MEANINGS
+    arguments = [word for key in unknown if (word := meanings[key](key, given[key]))]
     options = [word for word in arguments if _is_keyword(word)]
     variants = list(dict.fromkeys(word for word in arguments if not _is_keyword(word)))
-    options += [f"{name}={_short(name, given[name])}" for name in given if name in known]
-    options += [f"{name}={name}" for name in required]
-    seen = [(name, _REMARKS[name]) for name in unknown if name in _REMARKS]
-    call = f"qkv.{function}({', '.join(['q', 'k', 'v', *variants, *options])})"
+    options += [f"{key}={_short(key, given[key])}" for key in given if key in known]
+    options += [f"{key}={key}" for key in required]
+    remarks = {**_REMARKS, **_REMARKS_OF_MODULE} if name else _REMARKS
+    seen = [(key, remarks[key]) for key in unknown if key in remarks]
+    call = f"{name or f'qkv.{function}'}({', '.join([*called, *variants, *options])})"
     return KeywordError(fact, seen, f"Write {call}.")
 
 
@@ -130,6 +141,7 @@ _MEANINGS: Mapping[str, Meaning] = {
     "return_weights": _nothing,
     "output_attentions": _nothing,
     "return_attn_probs": _nothing,
+    "average_attn_weights": _nothing,
     "deterministic": _nothing,
     "alibi_slopes": _array("qkv.ALiBi({})"),
     "score_mod": _array("qkv.ScoreMod({})"),
@@ -156,4 +168,12 @@ _REMARKS = {
     "enable_gqa": "not needed: query heads are grouped by the number of heads of key and value",
     "dropout_p": "a seed says which weights are dropped; choose a new one for each step",
     "dropout": "a seed says which weights are dropped; choose a new one for each step",
+}
+
+_OF_MODULE: Mapping[str, Meaning] = {"attn_mask": _array("qkv.Mask(~{})")}
+"""What `torch.nn.MultiheadAttention` means where its function means something else."""
+
+_REMARKS_OF_MODULE = {
+    "attn_mask": "a boolean one is inverted: True is masked out in torch's module, and may attend "
+    "here; pass a floating one, which is added to the scores, as it is",
 }

@@ -45,6 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--machine", metavar="NAME", help="h100, h200, mi300x, m4, or here, which is measured"
     )
+    spread = parser.add_argument_group("a model whose sequence is spread over ranks")
+    spread.add_argument("--ranks", type=int, metavar="N", help="processes that share the sequence")
+    spread.add_argument(
+        "--link", type=float, default=50.0, metavar="GB/S", help="of each rank (default 50)"
+    )
+    spread.add_argument(
+        "--order", default="zigzag", metavar="O", help="zigzag (default), contiguous or striped"
+    )
     parser.add_argument("--json", action="store_true", help="strict JSON")
 
 
@@ -58,6 +66,8 @@ def run(options: argparse.Namespace) -> str:
         raise ArgumentError(
             "--source is for a model with an encoder.", action="Leave it out, or pass --config."
         )
+    if options.ranks is not None:
+        return _ranks(options)
     if options.mechanism is not None:
         return _mechanism(options, machines)
     if options.model is None and options.config is None:
@@ -99,6 +109,54 @@ def _model(options: argparse.Namespace, machines: list[Machine]) -> str:
         }
         return _json(found)
     return _shown(options, machines, whole, decoding, others)
+
+
+def _ranks(options: argparse.Namespace) -> str:
+    from rich.text import Text
+
+    from qkv.cli.terminal import Page
+    from qkv.cost import model_card, ranks_cost, read_config
+    from qkv.errors import ArgumentError
+
+    if options.model is None and options.config is None:
+        raise ArgumentError(
+            "--ranks spreads the sequence of a model, and none is named.",
+            action="Add --model or --config.",
+        )
+    model = model_card(options.model) if options.config is None else read_config(options.config)
+    found = ranks_cost(
+        model, options.context, options.ranks,
+        batch=options.batch, dtype=options.dtype or "bfloat16",
+        machine_name=options.machine or "h100", link_bandwidth=options.link * 1e9,
+        order=options.order,
+    )  # fmt: skip
+    if options.json:
+        return _json(found.to_dict())
+    page = Page()
+    table = page.table("strategy", ">received", ">held", ">balance", ">time", ">efficiency")
+    refused = []
+    for name, of in found.strategies.items():
+        if of.refusal:
+            refused.append(Text(f"{name}: {of.refusal}"))
+            continue
+        table.add_row(
+            name, _bytes(of.received), _bytes(of.held), f"{of.balance:.3f}",
+            _seconds(of.seconds), f"{of.efficiency:.1%}",
+        )  # fmt: skip
+    rate = _number(int(found.operations_per_second))
+    return page.render(
+        Text(
+            f"{page.token(model.name, 200)}: {found.context:,} tokens, batch {found.batch}, "
+            f"{found.dtype}, {found.ranks:,} ranks in {found.order} order",
+            style="bold",
+        ),
+        Text(
+            f"Attention of all layers, forward; each rank computes {rate} operations a second "
+            f"({found.machine}) and receives {options.link:g} GB/s"
+        ),
+        table,
+        *refused,
+    )
 
 
 def _shown(

@@ -5,6 +5,7 @@ config, cards   where models come from; encoder_decoder, their configs as two
 families        what a model_type means; unlike_llama: what contradicts a count as Llama
 layers          the ledger of one layer; whole: of a model; mechanism: of one mechanism
 machines        what machines can do; peaks measures this one
+ranks           attention of a model whose sequence is spread over ranks
 
 Counting itself (`Ledger`, `Count`) is in `qkv.ledger`, which every mechanism uses.
 """
@@ -14,6 +15,7 @@ from qkv.cost.config import read_config
 from qkv.cost.machines import DTYPE_BYTES, Machine, Roofline, machine, machine_names
 from qkv.cost.mechanism import MechanismCost, mechanism_cost
 from qkv.cost.model import Attention, FeedForward, Latent, Layer, Model, Norm
+from qkv.cost.ranks import RanksCost, SpreadCost, ranks_cost
 from qkv.cost.whole import CONTEXTS, LayerCost, ModelCost, model_cost
 from qkv.ledger import (
     Count,
@@ -45,7 +47,9 @@ __all__ = [
     "Model",
     "ModelCost",
     "Norm",
+    "RanksCost",
     "Roofline",
+    "SpreadCost",
     "attended_pairs",
     "attention_ledger",
     "attention_operations",
@@ -58,6 +62,7 @@ __all__ = [
     "model_card",
     "model_cost",
     "model_names",
+    "ranks_cost",
     "read_config",
     "score_entries",
     "softmax",

@@ -10,7 +10,8 @@ or, for a model that is there already, `model.set_attn_implementation("qkv")`.
 attention       the function that models call; what each keyword with a meaning becomes
 ignored_keywords
                 keywords without one; a name in neither file is refused
-layer_call      the call that comes of it, as arguments of `qkv.attention`, and its weights
+layer_call      the call that comes of it, as arguments of `qkv.attention`
+layer_weights   its weights, a tensor that is computed where it is read
 layer_steps     decoding steps that layers prepare for one another
 masks           masks without storage; mask_functions, groups: functions read as masks
 cache           caches of qkv in a model; stored_tensor: their pages and int8 rows as tensors
@@ -29,7 +30,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from qkv.hf.attention import attend, observe
 from qkv.hf.cache import Cache
 from qkv.hf.intervention import CopyFrom, intervene
-from qkv.hf.layer_call import LayerCall, LayerWeights
+from qkv.hf.layer_call import LayerCall
+from qkv.hf.layer_weights import LayerWeights
 from qkv.hf.masks import StatedMask, state_mask
 from qkv.hf.record import inspect
 from qkv.hf.sharding import sharded

@@ -12,8 +12,9 @@ from transformers.utils import output_capturing
 import qkv
 from qkv.errors import UnsupportedError
 from qkv.hf.ignored_keywords import refuse_unread
-from qkv.hf.layer_call import LayerCall, LayerWeights
+from qkv.hf.layer_call import LayerCall
 from qkv.hf.layer_steps import LayerOptions, LayerSteps
+from qkv.hf.layer_weights import LayerWeights, weights_of
 from qkv.hf.masks import StatedMask
 from qkv.hf.stored_tensor import over_rows
 
@@ -126,7 +127,7 @@ def attend(
     out = call.output()
     for change in _changes:
         out = change(call, out)
-    return out, LayerWeights(call) if wanted else None
+    return out, weights_of(call) if wanted else None
 
 
 _unmasked_steps = LayerSteps()

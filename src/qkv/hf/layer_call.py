@@ -1,26 +1,18 @@
-"""One call of one attention layer as a call of qkv, and its weights."""
+"""One call of one attention layer as a call of qkv."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 import qkv
-from qkv.call.bound import bind
 from qkv.call.flatten import Leaves, copied, flatten
-from qkv.call.inspected import attend_for_inspection
-from qkv.call.options import OptionValues
-from qkv.declarations import checked
 from qkv.errors import UnsupportedError
 from qkv.hf.stored_tensor import layer_rows, plain_tensor, state_of
-from qkv.inspection.record import Record
 
-__all__ = ["LayerCall", "LayerWeights"]
+__all__ = ["LayerCall"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,82 +107,3 @@ class LayerCall:
             "it was observed, as a cache does with the next tokens: the result would be wrong.",
             action="Keep call.kept() in the observer, which copies them, or compute there.",
         )
-
-
-@checked
-class LayerWeights:
-    """Attention weights (batch, num_heads, q_len, kv_len) of one layer, computed where read.
-
-    What `output_attentions=True` collects. Slices as NumPy arrays do, and gives tensors; before
-    dropout, without gradient. Keeps copies of query, key and value of the layer, since a cache
-    writes over its own: O(length) memory. The first slice costs one forward pass, every slice
-    `2 head_dim` operations for each weight read. The whole matrix, `weights[...]`, is refused above
-    qkv's reference limit, with its size.
-
-    Examples
-    --------
-    >>> import torch, qkv, qkv.hf
-    >>> x = torch.zeros(1, 2, 3, 4)
-    >>> call = qkv.hf.LayerCall(torch.nn.Identity(), x, x, x, (qkv.Causal(),), None, 0, 0)
-    >>> qkv.hf.LayerWeights(call)[0, 0, 1]
-    tensor([0.5000, 0.5000, 0.0000])
-    """
-
-    def __init__(self, call: LayerCall) -> None:
-        self._call = call.kept()
-
-    @property
-    def shape(self) -> torch.Size:
-        """(batch, num_heads, q_len, kv_len)."""
-        return torch.Size((*self._call.query.shape[:3], self._call.key.shape[2]))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """float32, or float64 for float64 models."""
-        wide = self._call.query.dtype is torch.float64
-        return torch.float64 if wide else torch.float32
-
-    @property
-    def ndim(self) -> int:
-        return 4
-
-    @cached_property
-    def record(self) -> Any:
-        """The layer's `qkv.inspect`: entropy, top(k), received weight and more."""
-        call = self._call
-        operands = call.query, call.key, call.value
-        return Record(
-            attend_for_inspection(bind(*operands, call.variants, OptionValues(**call.options)))
-        )
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __repr__(self) -> str:
-        return f"LayerWeights(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return torch.as_tensor(self.record.weights[index])
-
-    def sum(self, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
-        """`torch.sum`, tile by tile in float64."""
-        return torch.as_tensor(self.record.weights.sum(dim, keepdims=keepdim))
-
-    def mean(self, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
-        """`torch.mean`, tile by tile in float64."""
-        return torch.as_tensor(self.record.weights.mean(dim, keepdims=keepdim))
-
-    def amax(self, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
-        """`torch.amax`, tile by tile."""
-        return torch.as_tensor(self.record.weights.max(dim, keepdims=keepdim))
-
-    def argmax(self, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
-        """`torch.argmax`, tile by tile."""
-        return torch.as_tensor(self.record.weights.argmax(dim, keepdims=keepdim))
-
-    def numpy(self) -> NDArray[Any]:
-        """The whole matrix."""
-        return self[...].numpy()
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        return np.asarray(self.numpy(), dtype)

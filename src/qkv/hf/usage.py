@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from qkv.declarations import checked
-from qkv.errors import UnsupportedError
+from qkv.declarations import checked, shown
+from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.hf.attention import observe
 from qkv.hf.layer_call import LayerCall
 
@@ -82,6 +82,8 @@ def check(model: torch.nn.Module, /, *args: Any, **inputs: Any) -> Usage:
     ------
     UnsupportedError
         If a layer asks for what qkv does not compute.
+    ArgumentError
+        If the model raises an exception, which is the `__cause__` of this one.
 
     Notes
     -----
@@ -115,9 +117,30 @@ def check(model: torch.nn.Module, /, *args: Any, **inputs: Any) -> Usage:
             if "mask" not in dict(error.seen) or calls or not layers.running:
                 raise
             layers.leave()
+        except (QkvError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            # The check needs a run to its end; what was raised instead is the cause.
+            raise ArgumentError(
+                f"{type(model).__name__} raised {type(error).__name__} when it was called.",
+                [
+                    ("it says", (str(error).splitlines() or [""])[0][:200]),
+                    *((f"argument {i}", _kind(value)) for i, value in enumerate(args)),
+                    *((name, _kind(value)) for name, value in inputs.items()),
+                ],
+                "Pass what the model can be called with: model(*args, **inputs).",
+            ) from error
     usage = Usage(dict(calls), layers.names)
     _warn(model, usage)
     return usage
+
+
+def _kind(given: Any) -> str:
+    if isinstance(given, torch.Tensor):
+        return f"{given.dtype} tensor on {given.device}" + (
+            "" if given.is_nested else f" {tuple(given.shape)}"
+        )
+    return f"{type(given).__name__} {shown(given)}"
 
 
 class SilentLayers:

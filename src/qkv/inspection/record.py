@@ -14,7 +14,7 @@ from qkv.arrays import library_of
 from qkv.backends import Inspectable, Progress
 from qkv.call.checked import CheckedCall
 from qkv.call.inspected import Inspected
-from qkv.declarations import checked
+from qkv.declarations import LARGEST, checked, checked_size
 from qkv.errors import ArgumentError
 from qkv.inspection.non_finite import First, NonFinite, non_finite
 from qkv.inspection.pages import page_of, summary_in_html, summary_of
@@ -247,8 +247,7 @@ class Record:
         ArgumentError
             If the offset is not a whole number.
         """
-        if isinstance(offset, bool) or not isinstance(offset, int | np.integer):
-            raise ArgumentError(f"mass_at(offset={offset!r}) is not a whole number.")
+        offset = checked_size("offset", offset, -LARGEST)
         positions = self._call.problem.operands.positions
         q_pos_and_kv_pos = positions.query_positions(), positions.key_positions()
 

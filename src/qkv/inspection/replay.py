@@ -2,14 +2,16 @@
 
 The forward pass leaves one number for each row; with it any tile of the weights can be computed at
 any time in O(tile) memory. Where that number is so large that its rounding would show (a row whose
-every key has a bias of -1e9), the row's maximum and sum are found again by one more pass. Masks and
+every key has a bias of -1e9), the row's maximum and sum are found again by one more pass. Kernels
+add products in another order than NumPy, and multiply bfloat16 on tiles: `exp(s - lse)` shows both,
+near scores of 100 as 1e-5. So whole rows are divided by the sum of their own scores. Masks and
 mods are those of the output, since both read the same `Scores`. Source: Dao et al.,
 "FlashAttention" (2022), section 3.1 (recomputation).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,19 +84,26 @@ class Replay:
 
     def _row_sums(self, batch: int, head: int, q_index: Array) -> tuple[Array, Array]:
         """Maximum of each row, the sink included, and the logarithm of its sum over that."""
-        spec, sinks = self.problem.spec, self.problem.operands.sinks
+        kv_len = self.problem.spec.kv_len
+        starts = range(0, kv_len, BLOCK_KV)
+        indices = (np.arange(start, min(start + BLOCK_KV, kv_len)) for start in starts)
+        tiles = (self.scores.tile(batch, head, q_index, kv_index) for kv_index in indices)
+        return self._sums_of(head, len(q_index), tiles)
+
+    def _sums_of(self, head: int, rows: int, tiles: Iterable[Array]) -> tuple[Array, Array]:
+        """The same of rows whose scores are in some tiles."""
+        sinks = self.problem.operands.sinks
         sink = self.dtype.type(-np.inf if sinks is None else sinks[head])
-        row_max = np.full(len(q_index), sink, self.dtype)
-        row_sum = np.full(len(q_index), 0.0 if sinks is None else 1.0, self.dtype)
-        for start in range(0, spec.kv_len, BLOCK_KV):
-            kv_index = np.arange(start, min(start + BLOCK_KV, spec.kv_len))
-            s = self.scores.tile(batch, head, q_index, kv_index)
+        row_max = np.full(rows, sink, self.dtype)
+        row_sum = np.full(rows, 0.0 if sinks is None else 1.0, self.dtype)
+        for s in tiles:
             with np.errstate(all="ignore"):
-                new_max = np.maximum(row_max, s.max(axis=1))
+                new_max = np.maximum(row_max, s.max(axis=1, initial=-np.inf))
                 row_sum = row_sum * np.exp(np.where(row_sum > 0, row_max - new_max, 0))
                 row_sum += np.exp(s - np.where(np.isneginf(new_max), 0, new_max)[:, None]).sum(1)
             row_max = new_max
-        return row_max, np.log(row_sum)
+        with np.errstate(divide="ignore"):
+            return row_max, np.log(row_sum)
 
     def tiles(self, progress: Progress | None = None) -> Iterator[ScoreTile]:
         """All tiles that are not empty: batch, head, queries, then keys, in rising order."""
@@ -128,9 +137,17 @@ class Replay:
         return log_weights
 
     def block(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
-        """Weights of some query rows on some key rows."""
-        a, b = (shift[batch, head, q_index, None] for shift in self.shift)
-        return weights_of(self.scores.tile(batch, head, q_index, kv_index), a, b)
+        """Weights of some query rows on some key rows.
+
+        Rows on all keys are divided by sums of the scores that are computed here, and add up to 1.
+        """
+        a, b = (shift[batch, head, q_index] for shift in self.shift)
+        scores = self.scores.tile(batch, head, q_index, kv_index)
+        if len(np.unique(kv_index)) == self.problem.spec.kv_len == len(kv_index):
+            row_max, log_sum = self._sums_of(head, len(scores), [scores])
+            finite = np.isfinite(row_max)
+            a, b = np.where(finite, row_max, a), np.where(finite, log_sum, b)
+        return weights_of(scores, a[:, None], b[:, None])
 
     def exact(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
         """The same as `block` in float64, from whole rows and without their lse.

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qkv.declarations import Indent, checked
+from qkv.declarations import Indent, Size, Whole, checked
 from qkv.errors import ArgumentError
 from qkv.inspection.pages import page_of
 from qkv.inspection.trace_data import built, plain
@@ -59,7 +59,7 @@ class Trace(TraceFields):
     def __str__(self) -> str:
         return self.text()
 
-    def text(self, width: int = 100, top: int | None = None) -> str:
+    def text(self, width: Size = 100, top: Whole | None = None) -> str:
         """The trace to read: plain text, long lines of products folded at `width` columns.
 
         With `top`, only the keys with most weight of each row are printed, so many of them, and of

@@ -157,7 +157,7 @@ class _Row:
     def table(self, header: Sequence[str], *parts: Sequence[str]) -> Iterator[str]:
         """One line for each key; numbers are right-aligned below their headers."""
         widths = [
-            max(len(title), *(len(cell) for cell in part), 0)
+            max([len(title), *(len(cell) for cell in part)])
             for title, part in zip(header, parts, strict=True)
         ]
         if any(header):
@@ -276,7 +276,7 @@ class _Row:
         numbers = [shown, shifted, exp, self.numbers(s.weights)]
         header = ["score", "shifted", "exp", "weight"]
         used = sum(
-            2 + max(len(title), *map(len, part))
+            2 + max([len(title), *map(len, part)])
             for title, part in zip(header, numbers, strict=True)
         )
         room = min(BAR, self.width - len(self.indent) - used - len("||"))

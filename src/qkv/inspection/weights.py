@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from qkv.backends import Inspectable
 from qkv.backends.reference import DENSE_LIMIT
-from qkv.declarations import checked
-from qkv.errors import ArgumentError, UnsupportedError
+from qkv.declarations import checked, shown
+from qkv.errors import ArgumentError, DTypeError, UnsupportedError
 from qkv.inspection.replay import BLOCK_Q, Replay
 from qkv.inspection.weight_reductions import (
     Axis,
@@ -37,6 +37,10 @@ class LazyWeights(NDArrayOperatorsMixin):
     None. `sum`, `mean`, `max`, `min` and `argmax` go tile by tile, in no more memory than their
     result. Operators (`weights > 0.5`) and NumPy's functions compute the whole first, if it stays
     below the reference limit. Cost: `2 head_dim` operations and one exp for each weight read.
+
+    Whole rows, as in `weights[0, 3]`, add up to 1 but for their rounding. Weights that are read
+    alone, or in parts of rows, are `exp(s - lse)` with the lse of the call: for scores near 100 in
+    float32, 1e-5 of them is rounding.
 
     Parameters
     ----------
@@ -165,7 +169,12 @@ class LazyWeights(NDArrayOperatorsMixin):
             raise ArgumentError(
                 "reductions of weights write to a new array.", action="Leave out= away."
             )
-        result = found.astype(self.dtype if dtype is None else dtype)
+        try:
+            result = found.astype(self.dtype if dtype is None else np.dtype(dtype))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise DTypeError(
+                f"dtype={shown(dtype)} is no type of numbers.", action="Pass one of NumPy's."
+            ) from error
         if keepdims:
             return result.reshape([1 if n in axes else size for n, size in enumerate(self.shape)])
         return result[()]

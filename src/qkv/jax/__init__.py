@@ -1,4 +1,7 @@
-"""Attention with JAX's own signature; `qkv.attention` takes JAX arrays as well."""
+"""Attention with JAX's own signature, and over devices; `qkv.attention` takes JAX arrays as well.
+
+ring    `ring_attention`, keys that travel between devices inside of `jax.shard_map`
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ import jax.numpy as jnp
 from qkv._api import attention
 from qkv.declarations import checked
 from qkv.errors import ArgumentError, DTypeError, ShapeError
+from qkv.jax.ring import ring_attention
 from qkv.variants import Bias, Causal, KeyLengths, Mask, SlidingWindow
 
-__all__ = ["dot_product_attention"]
+__all__ = ["dot_product_attention", "ring_attention"]
 
 
 @checked
@@ -146,14 +150,17 @@ def dot_product_attention(
     return out, jax.lax.stop_gradient(residual)
 
 
-def _four_dimensions(array: Any) -> Any:
+def _array(given: Any, name: str) -> Any:
     try:
-        made = jnp.asarray(array)
-    except (TypeError, ValueError, OverflowError) as error:
+        return jnp.asarray(given)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise DTypeError(
-            f"query, key or value is a {type(array).__name__}, not an array.",
-            action="Pass jax.numpy arrays.",
+            f"{name} is a {type(given).__name__}, not an array.", action="Pass jax.numpy arrays."
         ) from error
+
+
+def _four_dimensions(array: Any) -> Any:
+    made = _array(array, "query, key or value")
     return made.reshape((1,) * (4 - made.ndim) + made.shape)
 
 
@@ -192,7 +199,7 @@ def _added(bias: Any) -> Any:
 
 
 def _lengths(lengths: Any, name: str, batch: int) -> Any:
-    made = jnp.asarray(lengths)
+    made = _array(lengths, name)
     if made.shape != (batch,) or made.dtype != jnp.int32:
         raise ShapeError(
             f"{name} is {made.dtype} {made.shape}; the batch is {batch}.",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv.declarations import NotNegative, Size, Whole, checked
+from qkv.declarations import NotNegative, Size, Whole, as_array, checked
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.positions.rotation import array_namespace, cast, check_positions
 from qkv.positions.scaling import inverse_frequencies, positive
@@ -71,7 +71,7 @@ class SinusoidalPositions:
         """
         try:
             given = np.asarray(positions, np.float64)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (OverflowError, TypeError, ValueError, RuntimeError) as error:
             raise DTypeError(
                 f"positions are a {type(positions).__name__}, not integers.",
                 action="Pass an integer array.",
@@ -201,6 +201,11 @@ class LearnedPositions:
                 f"{self.table.shape[0]} rows.",
                 action="Pass shorter rows, or a longer table.",
             )
+        if array_namespace(self.table) not in (np, xp):
+            raise DTypeError(
+                f"x is a {type(x).__name__} and the table a {type(self.table).__name__}.",
+                action="Pass x of the library of the table, or a table of NumPy.",
+            )
         rows = self.table[at]
         if xp.__name__ == "torch":
             return x + xp.as_tensor(rows).to(x)
@@ -216,6 +221,6 @@ def _check_width(x: Any, embed_dim: int) -> None:
 
 
 def _positions_of(x: Any, positions: ArrayLike | None) -> NDArray[Any]:
-    at = np.arange(x.shape[-2]) if positions is None else np.asarray(positions)
+    at = np.arange(x.shape[-2]) if positions is None else as_array("positions", positions)
     check_positions(at, x)
     return at

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import as_array
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 
 __all__ = ["array_namespace", "cast", "check_positions", "rotate"]
@@ -43,6 +44,9 @@ def array_namespace(x: Any) -> Any:
     """The array library of `x`, which must hold real floating numbers."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
+        if x.is_nested or x.layout is not torch.strided:
+            kind = "nested" if x.is_nested else x.layout
+            raise DTypeError(f"x is a {kind} tensor.", action="Pass a dense one, or x.to_dense().")
         floating = x.is_floating_point()
         xp: Any = torch
     elif isinstance(x, np.ndarray) or (hasattr(x, "__array_namespace__") and hasattr(x, "shape")):
@@ -105,7 +109,7 @@ def _compute_dtype(torch: Any, x: Any) -> Any:
 def _on_host(values: Any) -> NDArray[Any] | None:
     """The values as a NumPy array, if this can see them without waiting for a device."""
     if isinstance(values, _HOST):
-        return np.asarray(values)
+        return as_array("positions", values)
     if hasattr(values, "__array_namespace__"):
         traced = isinstance(values, sys.modules["jax"].core.Tracer)
         return None if traced else np.asarray(values)

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from qkv.declarations import as_array
 from qkv.errors import AmbiguityError, ArgumentError, DTypeError, ShapeError
 from qkv.problem.expressions import Kind, Var, conjunction, text, variables
 from qkv.problem.spec import Dropout, Origin, Rotation, Stage, TableSpec
@@ -132,7 +133,7 @@ class Builder:
 
     def dense_mask(self, array: ArrayLike) -> Expr:
         """Whether a boolean array that broadcasts to the scores allows the pair."""
-        given = np.asarray(array)
+        given = as_array("mask", array)
         if given.dtype != bool:
             raise DTypeError(
                 f"a mask has dtype {given.dtype}, not bool.",

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv._api import attention
-from qkv.declarations import Size, Whole, checked
+from qkv.declarations import Size, Whole, checked, shown
 from qkv.errors import ArgumentError
 from qkv.interventions import HeadChange, HeadInputs, changed_heads
 from qkv.variants import Causal, RoPE, SlidingWindow
@@ -144,6 +144,13 @@ class TinyModel:
         """Changes by layer and head, with the inputs of other ids computed."""
         found: dict[int, dict[int, HeadChange]] = {}
         others: dict[tuple[int, ...], list[HeadInputs]] = {}
+        if not isinstance(changes, Mapping) or not all(
+            isinstance(place, tuple) and len(place) == 2 for place in changes
+        ):
+            raise ArgumentError(
+                f"changes={shown(changes)} is not a dict by layer and head.",
+                action="Pass {(layer, head): change}.",
+            )
         for (layer, head), change in changes.items():
             if not 0 <= layer < len(LAYERS):
                 raise ArgumentError(

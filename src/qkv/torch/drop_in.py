@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import qkv
+from qkv.declarations import checked_flag
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 
 __all__ = ["scaled_dot_product_attention"]
@@ -77,6 +78,14 @@ def scaled_dot_product_attention(
                 f"{name} is a {type(given).__name__}, not a tensor.",
                 action=f"Pass torch.as_tensor({name}), or call qkv.attention.",
             )
+    if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
+        raise DTypeError(
+            f"attn_mask is a {type(attn_mask).__name__}, not a tensor.",
+            action="Pass torch.as_tensor(attn_mask), or None.",
+        )
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if flag is not True and flag is not False and not isinstance(flag, torch.SymBool):
+            checked_flag(name, flag)
     if any(t.is_nested for t in inputs):
         raise UnsupportedError(
             "a nested tensor was given.",

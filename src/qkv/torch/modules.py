@@ -12,9 +12,16 @@ import qkv
 from qkv.backends.torch.attention import softmax
 from qkv.cache import ContiguousCache
 from qkv.cache.arguments import checked_integer
-from qkv.classical import checked_d_k
-from qkv.declarations import checked
-from qkv.errors import ArgumentError, DTypeError, ShapeError
+from qkv.call.unknown_keywords import keyword_error
+from qkv.declarations import Size, checked, checked_size
+from qkv.errors import ArgumentError, ShapeError
+from qkv.torch.layer_arguments import (
+    Device,
+    FloatingType,
+    first_line,
+    require_fitting,
+    require_tensors,
+)
 
 __all__ = ["Cache", "MultiHeadAttention", "ScaledDotProductAttention"]
 
@@ -58,7 +65,7 @@ class ScaledDotProductAttention(nn.Module):
 
     def __init__(self, d_k: int) -> None:
         super().__init__()
-        self.d_k = checked_d_k(d_k)
+        self.d_k = checked_size("d_k", d_k)
         self.scale = sqrt(self.d_k)
 
     def extra_repr(self) -> str:
@@ -83,11 +90,14 @@ class ScaledDotProductAttention(nn.Module):
         ShapeError
             If rows of Q or K do not have length d_k.
         """
-        _require_tensors(Q=Q, K=K, V=V, mask=mask)
+        require_tensors(Q=Q, K=K, V=V)
+        if mask is not None:
+            require_tensors(mask=mask)
         for name, rows in (("Q", Q), ("K", K)):
-            if rows.shape[-1] != self.d_k:
+            if not rows.ndim or rows.shape[-1] != self.d_k:
                 raise ShapeError(
-                    f"{name} has rows of length {rows.shape[-1]}; d_k={self.d_k}.",
+                    f"{name} has rows of length {rows.shape[-1] if rows.ndim else 0}; "
+                    f"d_k={self.d_k}.",
                     [("Q", str(tuple(Q.shape))), ("K", str(tuple(K.shape)))],
                     "Pass tensors (..., length, d_k).",
                 )
@@ -98,15 +108,6 @@ class ScaledDotProductAttention(nn.Module):
         with torch.autocast(Q.device.type, enabled=False):
             weights = _weights(Q.to(output.dtype), K.to(output.dtype), mask, 1 / self.scale)
         return weights.to(output.dtype), output
-
-
-def _require_tensors(**given: Any) -> None:
-    for name, tensor in given.items():
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise DTypeError(
-                f"{name} is a {type(tensor).__name__}, not a tensor.",
-                action=f"Pass torch.as_tensor({name}), or call qkv.attention.",
-            )
 
 
 def _weights(Q: Tensor, K: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -188,7 +189,10 @@ class MultiHeadAttention(nn.Module):
     Raises
     ------
     ArgumentError
-        If embed_dim is not a multiple of num_heads, or num_heads of num_kv_heads.
+        If a size is not a positive integer, embed_dim is not a multiple of num_heads, or num_heads
+        of num_kv_heads, or torch cannot make such weights on the device.
+    DTypeError
+        If dtype is not one of torch's floating types of 16, 32 or 64 bits.
 
     Notes
     -----
@@ -206,22 +210,22 @@ class MultiHeadAttention(nn.Module):
     @checked
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int,
+        embed_dim: Size,
+        num_heads: Size,
         *,
-        num_kv_heads: int | None = None,
+        num_kv_heads: Size | None = None,
         causal: bool = False,
         rope: qkv.RoPE | None = None,
         alibi: bool = False,
         dropout: float = 0.0,
         bias: bool = True,
-        kv_dim: int | None = None,
-        device: Any = None,
-        dtype: Any = None,
+        kv_dim: Size | None = None,
+        device: Device = None,
+        dtype: FloatingType = None,
     ) -> None:
         super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if min(embed_dim, num_heads, kv_heads) < 1 or embed_dim % num_heads:
+        if embed_dim % num_heads:
             raise ArgumentError(
                 f"embed_dim={embed_dim} cannot be divided into num_heads={num_heads} heads.",
                 action="Choose a multiple of num_heads.",
@@ -236,10 +240,17 @@ class MultiHeadAttention(nn.Module):
         self.causal, self.rope, self.alibi, self.dropout = causal, rope, alibi, dropout
         kv_dim = embed_dim if kv_dim is None else kv_dim
         like = {"bias": bias, "device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(embed_dim, embed_dim, **like)
-        self.k_proj = nn.Linear(kv_dim, kv_heads * self.head_dim, **like)
-        self.v_proj = nn.Linear(kv_dim, kv_heads * self.head_dim, **like)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, **like)
+        try:
+            self.q_proj = nn.Linear(embed_dim, embed_dim, **like)
+            self.k_proj = nn.Linear(kv_dim, kv_heads * self.head_dim, **like)
+            self.v_proj = nn.Linear(kv_dim, kv_heads * self.head_dim, **like)
+            self.out_proj = nn.Linear(embed_dim, embed_dim, **like)
+        except RuntimeError as error:
+            raise ArgumentError(
+                f"torch cannot make weights for embed_dim={embed_dim} and kv_dim={kv_dim}.",
+                [("torch says", first_line(error))],
+                "Choose sizes whose weights fit into memory.",
+            ) from error
         self.register_load_state_dict_pre_hook(_rename_state)
 
     def extra_repr(self) -> str:
@@ -253,6 +264,7 @@ class MultiHeadAttention(nn.Module):
         value: Tensor | None = None,
         *variants: Any,
         cache: qkv.cache.Cache | None = None,
+        **unknown: Any,
     ) -> Tensor:
         """Attend from `query` to `key` and `value`, or to itself.
 
@@ -274,12 +286,28 @@ class MultiHeadAttention(nn.Module):
         Raises
         ------
         DTypeError, ArgumentError
-            What is given is no tensor, or `cache` no cache.
+            What is given is no tensor, or of another type or device than the weights, or `cache`
+            is no cache.
+        ShapeError
+            Rows do not have the width of the weights that they are multiplied with.
+        KeywordError
+            A keyword of `torch.nn.MultiheadAttention`; the message has the call to write.
         """
+        if unknown:
+            raise keyword_error(
+                "MultiHeadAttention",
+                unknown,
+                ("query", "key", "value", "cache"),
+                called=("query", "key", "value"),
+                name="layer",
+            )
         key = query if key is None else key
         value = key if value is None else value
-        _require_tensors(query=query, key=key, value=value)
-        if cache is not None and not hasattr(cache, "append"):
+        require_tensors(query=query, key=key, value=value)
+        require_fitting("query", query, self.q_proj)
+        require_fitting("key", key, self.k_proj)
+        require_fitting("value", value, self.v_proj)
+        if cache is not None and not (hasattr(cache, "append") and hasattr(cache, "q_offset")):
             raise ArgumentError(
                 f"cache is a {type(cache).__name__}, not a cache.", action="Pass qkv.torch.Cache."
             )

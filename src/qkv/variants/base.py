@@ -129,8 +129,8 @@ class Variant(ABC):
     uses_batch_index : bool
         Whether `lower` may tell batch rows apart by their flat index, as a score mod can. Batching
         transformations of other libraries then make a call of each instead of a wider one.
-    constant_fields : tuple of str
-        Arrays that have no gradient.
+    constant_fields : Mapping
+        Arrays that have no gradient, and what to write instead for one that is learned.
 
     Examples
     --------
@@ -148,7 +148,7 @@ class Variant(ABC):
     positions_only: ClassVar[bool] = False
     length_key: ClassVar[Callable[[Any, int], Hashable] | None] = None
     uses_batch_index: ClassVar[bool] = True
-    constant_fields: ClassVar[tuple[str, ...]] = ()
+    constant_fields: ClassVar[Mapping[str, str]] = {}
 
     def __repr__(self) -> str:
         """The constructor call, without defaults and with arrays by shape."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from qkv.declarations import as_array
 from qkv.errors import DTypeError, MaskLooksBooleanWarning
 from qkv.problem.builder import Builder, Shape, kind_of_array
 from qkv.problem.dense import Dense
@@ -51,7 +52,7 @@ class Bias(Variant):
     array: ArrayLike
 
     def lower(self, builder: Builder) -> None:
-        array = np.asarray(self.array)
+        array = as_array("array", self.array)
         if kind_of_array(array, "a bias") != "float":
             raise DTypeError(
                 f"a bias has dtype {array.dtype}, not a floating type.",
@@ -92,7 +93,7 @@ def warn_of_zeros_and_ones(array: NDArray[Any]) -> None:
     nothing. Evenly spaced entries are looked at, and all of them only if those hold zeros and ones
     and nothing else.
     """
-    if array.dtype.kind in "iu":
+    if array.dtype.kind in "iu" or array.dtype.names:
         return  # Integers are refused, with both fixes named.
     if _is_zeros_and_ones(array[_evenly_spaced(array.shape)]) and _is_zeros_and_ones(array):
         warnings.warn(

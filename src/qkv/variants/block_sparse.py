@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from qkv.declarations import as_array
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
@@ -65,7 +66,7 @@ class BlockSparse(MaskVariant):
                 )
 
     def lower(self, builder: Builder) -> None:
-        mask = np.asarray(self.mask)
+        mask = as_array("mask", self.mask)
         if mask.dtype != bool:
             raise DTypeError(
                 f"the block mask has dtype {mask.dtype}, not bool.",

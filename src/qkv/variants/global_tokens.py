@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from qkv.declarations import as_array
 from qkv.errors import ArgumentError
 from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
@@ -60,7 +61,7 @@ class GlobalTokens(MaskVariant):
             self._positions()
 
     def _positions(self) -> NDArray[np.int64]:
-        positions = np.asarray(self.positions)
+        positions = as_array("positions", self.positions)
         if positions.ndim != 1 or (positions.size and positions.dtype.kind not in "iu"):
             raise ArgumentError(
                 f"GlobalTokens takes a list of positions, not {self.positions!r}.",

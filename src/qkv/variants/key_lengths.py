@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from qkv.declarations import as_array
 from qkv.errors import DTypeError, ShapeError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
@@ -46,7 +47,7 @@ class KeyLengths(MaskVariant):
     kv_lens: ArrayLike
 
     def lower(self, builder: Builder) -> None:
-        lens = np.asarray(self.kv_lens)
+        lens = as_array("kv_lens", self.kv_lens)
         if lens.dtype.kind not in "iu":
             raise DTypeError(
                 f"kv_lens has dtype {lens.dtype}, not an integer type.",

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from qkv.declarations import as_array
 from qkv.errors import ArgumentError
 from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
@@ -53,7 +54,7 @@ class Prefix(MaskVariant):
             self._lengths()
 
     def _lengths(self) -> NDArray[np.int64]:
-        length = np.asarray(self.length)
+        length = as_array("length", self.length)
         if length.dtype.kind not in "iu" or (length < 0).any():
             raise ArgumentError(
                 f"Prefix length={self.length!r} is not a whole number of positions.",

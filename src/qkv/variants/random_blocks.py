@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import checked_flag
 from qkv.errors import ArgumentError
 from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
@@ -98,6 +99,8 @@ class RandomBlocks(MaskVariant):
                     f"RandomBlocks {name}={value!r:.60} is not an integer from {least} to {most}.",
                     action="Pass BigBird's numbers, as in RandomBlocks(64, 3, seed=0).",
                 )
+
+        checked_flag("RandomBlocks causal", self.causal)
 
     def length_key(self, kv_len: int) -> int:
         """Number of blocks, N, all that is drawn from."""

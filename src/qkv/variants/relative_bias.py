@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv.declarations import shown
+from qkv.declarations import as_array, shown
 from qkv.errors import ArgumentError, ShapeError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
@@ -89,7 +89,7 @@ class RelativeBias(Variant):
             )
 
     def lower(self, builder: Builder) -> None:
-        table = np.asarray(self.table)
+        table = as_array("table", self.table)
         if table.shape[1] != builder.shape.num_heads:
             raise ShapeError(
                 f"the relative bias table has {table.shape[1]} heads; "

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from qkv.declarations import shown
 from qkv.errors import ArgumentError
 from qkv.positions import hf_config, scaling
 from qkv.positions.rotation import rotate
@@ -64,7 +65,7 @@ class RoPE(Variant):
     roles: ClassVar[Mapping[str, Role]] = {"base": "static", "layout": "static"}
     uses_batch_index: ClassVar[bool] = False
     positions_only: ClassVar[bool] = True
-    constant_fields: ClassVar[tuple[str, ...]] = ("inv_freq",)
+    constant_fields: ClassVar[Mapping[str, str]] = {"inv_freq": "rotate query and key by rotate"}
 
     base: float = 10000.0
     layout: Pairs = "half_split"
@@ -73,9 +74,10 @@ class RoPE(Variant):
     attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.layout not in ("half_split", "interleaved"):
+        known = isinstance(self.layout, str) and self.layout in ("half_split", "interleaved")
+        if not known:
             action = "Use 'half_split' (Hugging Face Llama) or 'interleaved' (GPT-J)."
-            raise ArgumentError(f"RoPE layout={self.layout!r} is not known.", action=action)
+            raise ArgumentError(f"RoPE layout={shown(self.layout)} is not known.", action=action)
         scaling.positive("base", self.base)
         scaling.positive("attention_factor", self.attention_factor)
         if self.rotary_dim is not None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from qkv.declarations import as_array
 from qkv.errors import DTypeError, ShapeError
 from qkv.problem.builder import Builder, Restart, Shape
 from qkv.problem.dense import Dense
@@ -67,9 +68,11 @@ class Segments(MaskVariant):
         ShapeError
             If the lengths do not start at 0 and rise, or are of different numbers of sequences.
         """
-        if cu_kv is not None and np.shape(cu_q) != np.shape(cu_kv):
+        cu_q = as_array("cu_q", cu_q)
+        cu_kv = None if cu_kv is None else as_array("cu_kv", cu_kv)
+        if cu_kv is not None and cu_q.shape != cu_kv.shape:
             raise ShapeError(
-                f"cu_q is of {np.size(cu_q) - 1} sequences and cu_kv of {np.size(cu_kv) - 1}.",
+                f"cu_q is of {cu_q.size - 1} sequences and cu_kv of {cu_kv.size - 1}.",
                 [("cu_q", f"{cu_q!s:.100}"), ("cu_kv", f"{cu_kv!s:.100}")],
                 "Give each sequence of queries one of keys; one without keys repeats its end.",
             )
@@ -137,7 +140,7 @@ class Segments(MaskVariant):
 
 
 def _ids_from_cu_seqlens(cu_seqlens: ArrayLike, name: str) -> NDArray[np.int64]:
-    edges = np.asarray(cu_seqlens)
+    edges = as_array(name, cu_seqlens)
     lengths = np.diff(edges) if edges.ndim == 1 and edges.dtype.kind in "iu" else np.array([-1])
     if not len(edges.reshape(-1)) or edges.reshape(-1)[0] != 0 or (lengths < 0).any():
         raise ShapeError(
@@ -149,7 +152,7 @@ def _ids_from_cu_seqlens(cu_seqlens: ArrayLike, name: str) -> NDArray[np.int64]:
 
 
 def _rows(ids: ArrayLike, name: str, length: int, length_name: str) -> NDArray[Any]:
-    array = np.asarray(ids)
+    array = as_array(name, ids)
     if array.dtype.kind not in "iu":
         raise DTypeError(
             f"{name} has dtype {array.dtype}, not an integer type.",

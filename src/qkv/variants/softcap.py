@@ -45,6 +45,9 @@ class Softcap(Variant):
     roles: ClassVar[Mapping[str, Role]] = {"cap": "value"}
     uses_batch_index: ClassVar[bool] = False
     positions_only: ClassVar[bool] = True
+    constant_fields: ClassVar[Mapping[str, str]] = {
+        "cap": "learn it in ScoreMod(lambda s, b, h, i, j: cap * np.tanh(s / cap))"
+    }
 
     cap: float
 

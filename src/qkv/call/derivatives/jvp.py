@@ -31,6 +31,7 @@ from qkv.call.variant_arrays import (
     wanted,
     without_repeats,
 )
+from qkv.declarations import checked_flag, shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.partial import Partial
 from qkv.problem.builder import FLOATS
@@ -130,6 +131,7 @@ def jvp(
     """
     bound = bind(query, key, value, variants, option_values("jvp", options))
     out, moved = jvp_of(bound, tangents, variants)
+    return_lse = checked_flag("return_lse", return_lse)
     return (out, moved) if return_lse else (out[0], moved[0])
 
 
@@ -138,12 +140,25 @@ def jvp_of(
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """Output and lse of a bound call, and how both change; `given` as for `check_call`."""
     if isinstance(tangents, Tangents):
-        bound = without_repeats(bound, [entry[0] for entry in tangents.of_variants], given)
+        bound = without_repeats(bound, [entry[0] for entry in _entries(tangents)], given)
     call = _check(bound, given)
     direction = _direction(call, tangents, _shapes(call))
     partial = call.run_for_backward()
     moved = _moved(call, partial.lse, direction)
     return (call.output(partial), call.rows(partial.lse)), moved
+
+
+def _entries(tangents: Tangents) -> Sequence[tuple[Any, Any, Any]]:
+    """What a caller has given as `of_variants`, if it is a sequence of three each."""
+    given = tangents.of_variants
+    if not isinstance(given, list | tuple) or not all(
+        isinstance(entry, list | tuple) and len(entry) == 3 for entry in given
+    ):
+        raise ArgumentError(
+            f"of_variants={shown(given)} is not a list of (variant, array, tangent).",
+            action="Pass of_variants=[(variant, None, tangent)].",
+        )
+    return given
 
 
 def tangents_of(bound: BoundCall, lse: Array, tangents: Tangents) -> tuple[Any, Any]:

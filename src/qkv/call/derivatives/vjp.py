@@ -16,6 +16,7 @@ from qkv.call.derivatives.gradients import Gradients, gradients_of
 from qkv.call.derivatives.pull_back import Residuals, pull_back
 from qkv.call.options import Options, option_values, with_options
 from qkv.call.variant_arrays import without_repeats
+from qkv.declarations import checked_flag, shown
 from qkv.errors import ArgumentError
 from qkv.partial import Partial
 
@@ -97,6 +98,7 @@ def vjp(
         out = view(found.out, "out") if found.unrounded is None else found.unrounded
         residuals = Residuals(out, view(found.lse, "lse"), found.lse_rest)
         pullback = Pullback(bound, variants, shapes, residuals, None, None)
+    return_lse = checked_flag("return_lse", return_lse)
     return ((found.out, found.lse) if return_lse else found.out), pullback
 
 
@@ -135,14 +137,24 @@ class Pullback:
             raise ArgumentError(
                 f"wrt is a {type(wrt).__name__}, not a list of variants.", action="Pass a list."
             )
-        if self._residuals is not None:
+        try:
             named = tuple(wrt)
+        except (RuntimeError, TypeError) as error:
+            raise ArgumentError(
+                f"wrt is a {type(wrt).__name__}, not a list of variants.", action="Pass a list."
+            ) from error
+        if any(isinstance(variant, int) for variant in named):
+            raise ArgumentError(
+                f"wrt={shown(wrt)} holds integers, not variants.",
+                action="Name variants of the call, the very objects.",
+            )
+        if self._residuals is not None:
             return pull_back(
                 self._bound, self._residuals, grad_out, grad_lse, named, self._variants
             )
         assert self._call is not None
         assert self._partial is not None
-        named, call = tuple(wrt), self._call
+        call = self._call
         dense = without_repeats(self._bound, named, self._variants) if named else self._bound
         if dense is not self._bound:
             call = check_call(dense, self._variants, backward=True)

@@ -5,16 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qkv.arrays import kind_of
 from qkv.declarations import shown
-from qkv.errors import ArgumentError, ShapeError
+from qkv.errors import ArgumentError, DTypeError, ShapeError
 
 __all__ = ["all_three", "one_sequence", "refuse_options", "token_names"]
 
 
 def all_three(x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-    """Query, key and value: the key is the query unless given, and the value is the key."""
+    """Query, key and value: the key is the query unless given, and the value is the key.
+
+    Raises
+    ------
+    DTypeError
+        They are of several libraries, or tensors of several types or devices.
+    """
     key = x if key is None else key
-    return x, key, key if value is None else value
+    value = key if value is None else value
+    for name, array in (("key", key), ("value", value)):
+        if array is not x and _library_and_type(array) != _library_and_type(x):
+            raise DTypeError(
+                f"{name} is of {_library_and_type(array)} and x of {_library_and_type(x)}.",
+                action=f"Convert {name} to what x is.",
+            )
+    return x, key, value
+
+
+def _library_and_type(array: Any) -> str:
+    """What has to agree; NumPy and JAX find a common type themselves."""
+    kind = kind_of(array)
+    return f"{array.dtype} on {array.device}" if kind == "torch" else str(kind)
 
 
 def one_sequence(*arrays: Any) -> None:

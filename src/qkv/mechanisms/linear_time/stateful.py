@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from qkv.declarations import shown
 from qkv.errors import ArgumentError, ShapeError
 from qkv.mechanisms.base.mechanism import Mechanism
 from qkv.mechanisms.base.namespace import array_namespace, like
@@ -84,7 +85,7 @@ class StatefulMechanism(Mechanism):
         if not isinstance(state, Mapping) or state.keys() != shapes.keys():
             raise ArgumentError(
                 f"the state of {self.name} has the entries {', '.join(shapes)}.",
-                [("state", ", ".join(state) if isinstance(state, Mapping) else repr(state)[:60])],
+                [("state", shown(list(state) if isinstance(state, Mapping) else state))],
                 "Pass what its step returned.",
             )
         for name, shape in shapes.items():

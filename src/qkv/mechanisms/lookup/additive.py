@@ -7,6 +7,7 @@ from typing import Any, Self
 import numpy as np
 
 from qkv.declarations import Size, Whole
+from qkv.errors import ShapeError
 from qkv.inspection.steps import softmax
 from qkv.ledger import Count, Ledger, matmul, step, symbols
 from qkv.ledger import softmax as softmax_ledger
@@ -105,6 +106,12 @@ class Additive(Mechanism):
         array (..., q_len, v_dim)
         """
         query, key, value = self.sequences(x, key, value)
+        if key.shape[-2] != value.shape[-2]:
+            raise ShapeError(
+                f"key has {key.shape[-2]} rows and value {value.shape[-2]}.",
+                [("key", str(tuple(key.shape))), ("value", str(tuple(value.shape)))],
+                "Pass as many of one as of the other.",
+            )
         hidden_q, hidden_k = self.linear("q_proj", query), self.linear("k_proj", key)
         vector = self.weight("score.weight", x)
         namespace = array_namespace(x)

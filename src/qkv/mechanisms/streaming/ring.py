@@ -121,7 +121,7 @@ class Ring(ProjectedAttention):
         q, k, v = self.heads(x, x, x)
         n = x.shape[-2]
         size = -(-n // self.num_devices)
-        blocks = [slice(first, min(first + size, n)) for first in range(0, n, size)]
+        blocks = [slice(first, min(first + size, n)) for first in range(0, n, max(size, 1))]
         for device, rows in enumerate(blocks):
             for hop in range(len(blocks)):
                 source = (device - hop) % len(blocks)

@@ -9,6 +9,7 @@ import numpy as np
 
 from qkv.backends.cpu.compiler.compile import Kernel, Runnable, build
 from qkv.backends.cpu.forward.bf16_dot import BF16_DOT
+from qkv.backends.cpu.forward.boundary_blocks import skips_keys_within_blocks
 from qkv.backends.cpu.forward.frame import ForwardKey
 from qkv.backends.cpu.forward.kernel import ONLINE_SOFTMAX, ForwardKernel
 from qkv.backends.cpu.forward.score_blocks import QUARTERS
@@ -71,7 +72,16 @@ def _kernel_schedule(problem: Problem, shape: TileShape) -> Schedule:
     block_kv = _kernel_of(shape).block_kv
     block_filter = block_skipping(problem, block_q, block_kv)
     if shape.product == "elements":
-        return schedule(problem, block_q, tile_kv=tile_kv, block_filter=block_filter)
+        # Tables with an element for each pair are not read by the kernel to leave keys out.
+        whole_blocks = tile_kv < block_kv and skips_keys_within_blocks(problem.spec.mask)
+        return schedule(
+            problem,
+            block_q,
+            tile_kv=tile_kv,
+            block_kv=block_kv if whole_blocks else None,
+            block_filter=block_filter,
+            in_quarters=False,
+        )
     tile_kv = max(tile_kv, block_kv // QUARTERS)
     return schedule(
         problem,

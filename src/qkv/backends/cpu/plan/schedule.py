@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.forward.frame import TASK
+from qkv.backends.cpu.forward.boundary_blocks import skips_keys_within_blocks
+from qkv.backends.cpu.forward.frame import RUN, TASK
 from qkv.backends.cpu.forward.score_blocks import QUARTERS
-from qkv.problem.expressions import Node, Op, conjunction, tables, variables
+from qkv.problem.expressions import Load, Node, Op, conjunction, tables, variables, walk
 from qkv.problem.spec import Problem, Spec
 from qkv.problem.tiles import TileGrid, TileKind
 
@@ -69,11 +71,20 @@ def fine_tile(problem: Problem, block_q: int) -> int:
     With small tiles, less is computed along the edge of a mask.
     """
     spec, arrays = problem.spec, problem.operands.tables
-    rows = spec.q_len + spec.kv_len
-    if any(arrays[name].size > rows for name in tables(spec.mask)):
+    if not _small_tables(spec, arrays).issuperset(tables(spec.mask)):
         return TILE_KV
     cells = -(-spec.q_len // block_q) * spec.kv_len
     return next((keys for keys in _FINE_TILES if cells <= keys * _MOST_FINE_TILES), TILE_KV)
+
+
+def _small_tables(spec: Spec, arrays: Mapping[str, Array]) -> set[str]:
+    """Tables of which a mask reads no more elements for a batch row than it has tokens."""
+    found: dict[str, int] = {}
+    for load in (node for node in walk(spec.mask) if isinstance(node, Load)):
+        sizes = zip(load.indices, arrays[load.table].shape, strict=True)
+        own = prod(size for index, size in sizes if "batch" not in variables(index))
+        found[load.table] = max(own, found.get(load.table, 0))
+    return {name for name, size in found.items() if size <= spec.q_len + spec.kv_len}
 
 
 def schedule(
@@ -84,6 +95,8 @@ def schedule(
     tile_kv: int = TILE_KV,
     block_kv: int | None = None,
     block_filter: BlockFilter | None = None,
+    *,
+    in_quarters: bool = True,
 ) -> Schedule:
     """Tasks and runs of keys for every block of queries; in each head, those with most keys first.
 
@@ -91,7 +104,10 @@ def schedule(
     With `block_kv`, of which a tile is at least a quarter, runs are of blocks of keys, `BLOCK_RUN`.
     Blocks are whole but for quarters at their ends that no query of the task may see, which are
     not read; the first and the last quarter that a block of queries sees are counted from where
-    the run begins.
+    the run begins. Without `in_quarters` they are rows of `RUN`, for one block of queries a task.
+
+    So which keys a kernel takes in one block follows from their positions: a sum has the same
+    order whether tiles were found to be empty or full before, or by the kernel.
     """
     spec, (mask, has_costly) = problem.spec, cheap_conditions(problem, CHEAP_OPERATIONS)
     if pack_gqa:
@@ -100,10 +116,14 @@ def schedule(
     sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, block_q, tile_kv)
     contents = table_contents(mask, problem.operands.tables)
     if contents is not None and blocks <= _KEPT_TASKS and block_filter is None:
-        return _cached_schedule(mask, contents, has_costly, *sizes, q_blocks_per_task, block_kv)
+        return _cached_schedule(
+            mask, contents, has_costly, *sizes, q_blocks_per_task, block_kv, in_quarters
+        )
     grid = TileGrid(mask, problem.operands.tables, spec.q_len, spec.kv_len, block_q, tile_kv)
     shape = (spec.batch_size, spec.num_heads)
-    return _schedule(grid, has_costly, *shape, q_blocks_per_task, block_kv, block_filter)
+    return _schedule(
+        grid, has_costly, *shape, q_blocks_per_task, block_kv, in_quarters, block_filter
+    )
 
 
 def cheap_conditions(problem: Problem, most: float) -> tuple[Node, bool]:
@@ -112,14 +132,18 @@ def cheap_conditions(problem: Problem, most: float) -> tuple[Node, bool]:
     Conditions that read no arrays cost nothing: they have been bounded before. In a problem of up
     to `most` operations, no others are worth their cost. Bounding a bias reads it all; a bias that
     few heads share is read in about the time that its tiles take, and seldom empties any.
+
+    Fine tiles of small tables with elements for pairs decide the order in which a row is added up.
+    So it is the operations of one batch row that count there, whatever the others are.
     """
     spec, arrays = problem.spec, problem.operands.tables
     pairs = spec.batch_size * spec.num_heads * spec.q_len * spec.kv_len
-    alone = 2.0 * (spec.head_dim + spec.v_head_dim) * pairs <= most
+    operations = 2.0 * (spec.head_dim + spec.v_head_dim) * pairs
+    fine = set() if skips_keys_within_blocks(spec.mask) else _small_tables(spec, arrays)
     costly = {
         name
         for name, array in arrays.items()
-        if (alone and array.ndim)
+        if (array.ndim and operations <= most * (spec.batch_size if name in fine else 1))
         or (
             array.dtype.kind != "b"
             and array.size > max(4 * (spec.q_len + spec.kv_len), pairs // _LEAST_SHARING)
@@ -183,10 +207,11 @@ def _cached_schedule(
     tile_kv: int,
     q_blocks_per_task: int,
     block_kv: int | None,
+    in_quarters: bool,
 ) -> Schedule:
     """The schedule of a mask and the contents of its tables, cached."""
     grid = TileGrid(mask, arrays_of(contents), q_len, kv_len, block_q, tile_kv)
-    return _schedule(grid, has_costly, batches, heads, q_blocks_per_task, block_kv)
+    return _schedule(grid, has_costly, batches, heads, q_blocks_per_task, block_kv, in_quarters)
 
 
 def _schedule(
@@ -196,6 +221,7 @@ def _schedule(
     heads: int,
     q_blocks_per_task: int = 1,
     block_kv: int | None = None,
+    in_quarters: bool = True,
     block_filter: BlockFilter | None = None,
 ) -> Schedule:
     """The schedule of a grid. If costly conditions were left out of its mask, no tile is full."""
@@ -238,7 +264,8 @@ def _schedule(
                     [_packed_kinds(part, q_blocks_per_task) for part in parts], axis=-1
                 )
                 rows, found = _find_runs(words, block_kv, grid.kv_len, seen)
-            if q_blocks_per_task == 1 and block_kv is None:
+                found = found if in_quarters else found[:, : len(RUN)]
+            if q_blocks_per_task == 1 and (block_kv is None or not in_quarters):
                 found[:, 2] = found[:, 2] == TileKind.PARTIAL
             runs.append(found)
             counts.append(np.bincount(rows, minlength=min(step, blocks - first)))

@@ -1,0 +1,241 @@
+"""Attention of JAX arrays whose rows are spread over devices: keys travel around a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qkv._api import attention
+from qkv.call.flatten import Leaves, flatten, unflatten
+from qkv.errors import ShapeError, UnsupportedError
+from qkv.variants import (
+    ALiBi,
+    Causal,
+    GlobalTokens,
+    Prefix,
+    RelativeBias,
+    RoPE,
+    ScoreMod,
+    Sinks,
+    SlidingWindow,
+    Softcap,
+    Strided,
+)
+from qkv.variants.algebra import AllOf, AnyOf, Not
+
+__all__ = ["ring_attention"]
+
+OF_POSITIONS = (
+    ALiBi, Causal, GlobalTokens, Prefix, RelativeBias, RoPE, ScoreMod, SlidingWindow, Softcap,
+    Strided,
+)  # fmt: skip
+"""Variants that read where rows stand, and no array of the rows."""
+
+
+def ring_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *variants: Any,
+    axis_name: str,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention over rows that devices share, inside of `jax.shard_map`; O(n / devices) memory.
+
+        out = softmax(scale * Q K^T + ...) V   over the rows of all devices along the axis
+
+    Device i holds the i-th of as many equal parts of the rows. Keys and values go once around.
+
+    Parameters
+    ----------
+    query : array (..., num_heads, own rows, head_dim)
+    key : array (..., num_kv_heads, own rows, head_dim)
+    value : array (..., num_kv_heads, own rows, v_head_dim)
+    *variants
+        Those that read positions, which are those of the whole sequence: `Causal`,
+        `SlidingWindow`, `Prefix`, `GlobalTokens`, `Strided`, `&`, `|` and `~` of them, `ALiBi`,
+        `RelativeBias`, `RoPE`, `Softcap`, `ScoreMod`; and `Sinks`.
+    axis_name : str
+        Of the mesh.
+    scale : float, optional
+        `head_dim ** -0.5` unless given.
+    return_lse : bool
+        Return `(output, lse)`.
+
+    Returns
+    -------
+    array like query, or (array, array (..., num_heads, own rows))
+        Differentiable once, in reverse. Gradients of arrays of variants are summed over devices as
+        JAX does for other operations.
+
+    Raises
+    ------
+    UnsupportedError
+        For other variants, which hold arrays of the rows.
+
+    Notes
+    -----
+    The backward pass sends keys around again, with their gradients, and computes each step's
+    forward pass anew, so that no device ever holds more than two parts. Parts are merged in
+    float32 (float64 for float64), by steps of the ring: every run has the same bits.
+    Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers" (2023).
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp, qkv.jax
+    >>> from jax.sharding import AxisType, PartitionSpec as P
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("rows",), axis_types=(AxisType.Auto,))
+    >>> def attend(q, k, v):
+    ...     return qkv.jax.ring_attention(q, k, v, qkv.Causal(), axis_name="rows")
+    >>> rows = P(None, "rows", None)
+    >>> x = jnp.ones((2, 8 * jax.device_count(), 4))
+    >>> jax.shard_map(attend, mesh=mesh, in_specs=rows, out_specs=rows)(x, x, x).shape[0]
+    2
+    """
+    for variant in variants:
+        _require_positions(variant)
+    if jnp.shape(key)[-2] != jnp.shape(value)[-2]:
+        raise ShapeError(
+            f"key has {jnp.shape(key)[-2]} rows and value {jnp.shape(value)[-2]}.",
+            action="Pass the same rows of both.",
+        )
+    sinks = tuple(v for v in variants if isinstance(v, Sinks))
+    others = tuple(v for v in variants if not isinstance(v, Sinks))
+    leaves = Leaves.none()
+    tree = flatten((sinks, others), leaves)
+    # Each device has a gradient of its own of what all devices share; the transpose adds them up.
+    shared = [_varying(jnp.asarray(leaf), axis_name) for leaf in leaves.arrays]
+    ring = _Ring(axis_name, tree, scale)
+    out, lse = _attend(ring, query, key, value, shared)
+    return (out, lse) if return_lse else out
+
+
+def _require_positions(variant: Any) -> None:
+    match variant:
+        case AllOf() | AnyOf():
+            for part in variant.masks:
+                _require_positions(part)
+        case Not():
+            _require_positions(variant.mask)
+        case Sinks():
+            pass
+        case _ if not isinstance(variant, OF_POSITIONS):
+            raise UnsupportedError(
+                f"{type(variant).__name__} is not a variant of positions, so that a device cannot "
+                "read it for the rows of others.",
+                [("variants of positions", ", ".join(kind.__name__ for kind in OF_POSITIONS))],
+                "Say it with one of those, or gather the keys with jax.lax.all_gather.",
+            )
+
+
+def _varying(leaf: Any, axis_name: str) -> Any:
+    """The same array, of which each device counts as having one of its own."""
+    # A choice by device; functions that say so have other names in each version of JAX.
+    return jnp.where(jax.lax.axis_index(axis_name) >= 0, leaf, leaf)
+
+
+class _Ring:
+    """What is static in one call."""
+
+    def __init__(self, axis_name: str, tree: Any, scale: float | None) -> None:
+        self.axis_name, self.tree, self.scale = axis_name, tree, scale
+        self.devices: int = jax.lax.axis_size(axis_name)
+
+    def sent(self, arrays: Sequence[Any]) -> list[Any]:
+        """The arrays of the device before this one."""
+        ring = [(i, (i + 1) % self.devices) for i in range(self.devices)]
+        return [jax.lax.ppermute(array, self.axis_name, ring) for array in arrays]
+
+    def step(self, number: Any, query: Any, key: Any, value: Any, leaves: Any) -> tuple[Any, Any]:
+        """`(out, lse)` of the own queries with the keys that came in this step."""
+        own = jax.lax.axis_index(self.axis_name)
+        owner = (own - number) % self.devices
+        sinks, others = unflatten(self.tree, iter(leaves).__next__)
+        # Sinks belong to the whole, so that one step has them.
+        variants = others + (sinks if isinstance(number, int) else ())
+        return attention(  # type: ignore[no-any-return]
+            query, key, value, *variants,
+            scale=self.scale, q_offset=own * query.shape[-2],
+            kv_offset=owner * key.shape[-2], return_lse=True,
+        )  # fmt: skip
+
+
+def _attend(ring: _Ring, query: Any, key: Any, value: Any, leaves: list[Any]) -> tuple[Any, Any]:
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+
+    @jax.custom_vjp
+    def whole(q: Any, k: Any, v: Any, leaves: Any) -> tuple[Any, Any]:
+        out, lse = ring.step(0, q, k, v, leaves)
+
+        def advance(number: Any, carried: Any) -> Any:
+            k, v, out, lse = carried
+            k, v = ring.sent((k, v))
+            own_out, own_lse = ring.step(number, q, k, v, leaves)
+            total = jnp.logaddexp(lse, own_lse)
+            weights = [_weight(part, total)[..., None] for part in (lse, own_lse)]
+            return k, v, out * weights[0] + own_out.astype(wide) * weights[1], total
+
+        state = k, v, out.astype(wide), lse
+        *_, out, lse = jax.lax.fori_loop(1, ring.devices, advance, state)
+        return out.astype(q.dtype), lse
+
+    def forward(q: Any, k: Any, v: Any, leaves: Any) -> Any:
+        out, lse = whole(q, k, v, leaves)
+        return (out, lse), (q, k, v, leaves, out, lse)
+
+    def backward(kept: Any, cotangents: Any) -> Any:
+        q, k, v, leaves, out, lse = kept
+        learned = [leaf for leaf in leaves if _is_floating(leaf)]
+        d_out, d_lse = (cotangent.astype(wide) for cotangent in cotangents)
+        of_whole = (d_out * out.astype(wide)).sum(-1)
+
+        def gradients(number: Any, k: Any, v: Any) -> Any:
+            """Of one step, of its own result: d out_i = w d out, with the weight w of the step."""
+
+            def step(q: Any, k: Any, v: Any, learned: Any) -> Any:
+                own = iter(learned)
+                given = [next(own) if _is_floating(leaf) else leaf for leaf in leaves]
+                return ring.step(number, q, k, v, given)
+
+            (own_out, own_lse), pull = jax.vjp(step, q, k, v, learned)
+            weight = _weight(own_lse, lse)
+            of_step = (d_out * own_out.astype(wide)).sum(-1)
+            d_own_out = (d_out * weight[..., None]).astype(own_out.dtype)
+            d_own_lse = (weight * (of_step - of_whole + d_lse)).astype(own_lse.dtype)
+            return jax.tree.map(lambda d: d.astype(wide), pull((d_own_out, d_own_lse)))
+
+        d_q, d_k, d_v, d_learned = gradients(0, k, v)
+
+        def advance(number: Any, carried: Any) -> Any:
+            *travelling, summed = carried
+            k, v, d_k, d_v = ring.sent(travelling)
+            own_q, own_k, own_v, own_learned = gradients(number, k, v)
+            summed = jax.tree.map(jnp.add, summed, (own_q, own_learned))
+            return k, v, d_k + own_k, d_v + own_v, summed
+
+        state = k, v, d_k, d_v, (d_q, d_learned)
+        *_, d_k, d_v, (d_q, d_learned) = jax.lax.fori_loop(1, ring.devices, advance, state)
+        d_k, d_v = ring.sent((d_k, d_v))  # The last step leaves them one device before their own.
+        own = iter(d_learned)
+        d_leaves = [
+            next(own).astype(leaf.dtype) if _is_floating(leaf) else
+            np.zeros(leaf.shape, jax.dtypes.float0) for leaf in leaves
+        ]  # fmt: skip
+        return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_leaves
+
+    whole.defvjp(forward, backward)
+    return whole(query, key, value, leaves)
+
+
+def _is_floating(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
+def _weight(lse: Any, total: Any) -> Any:
+    """exp(lse - total), 0 where no key was seen."""
+    return jnp.exp(jnp.where(total > -jnp.inf, lse - total, -jnp.inf))

@@ -1,0 +1,99 @@
+"""What layers are made of and called with, as far as torch could not tell it in our words."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from qkv.arrays.torch_arrays import check_dense
+from qkv.declarations import shown
+from qkv.errors import ArgumentError, DTypeError, ShapeError
+
+__all__ = ["Device", "FloatingType", "first_line", "require_fitting", "require_tensors"]
+
+
+def _device(name: str, given: Any) -> torch.device | None:
+    if given is None:
+        return None
+    try:
+        device = torch.device(given)
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"{name}={shown(given)} is no device on which torch makes tensors here.",
+            [("torch says", first_line(error))],
+            f"Pass {name} as torch.device('cpu'), or as another one that this machine has.",
+        ) from error
+    return device
+
+
+def _dtype(name: str, given: Any) -> torch.dtype | None:
+    if given is None or (isinstance(given, torch.dtype) and given in _DTYPES):
+        return given
+    raise DTypeError(
+        f"{name}={shown(given)} is no type that weights can have here.",
+        action=f"Pass one of {', '.join(map(str, _DTYPES))}.",
+    )
+
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+Device: TypeAlias = Annotated[Any, _device]
+"""What torch takes for a device, or None."""
+FloatingType: TypeAlias = Annotated[Any, _dtype]
+"""A type that rows and weights can have, or None."""
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an exception, and how its message begins."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.120}"
+
+
+def require_tensors(**given: Any) -> None:
+    """Refuse what is no tensor, or one whose rows have lengths of their own."""
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            raise DTypeError(
+                f"{name} is a {type(tensor).__name__}, not a tensor.",
+                action=f"Pass torch.as_tensor({name}), or call qkv.attention.",
+            )
+        if tensor.is_nested:
+            check_dense(tensor, name)
+
+
+def require_fitting(name: str, rows: Tensor, projection: nn.Module) -> None:
+    """Refuse rows that a projection cannot be multiplied with.
+
+    Of a projection that somebody replaced (adapters, quantized weights), or that is called with
+    hooks, which may convert rows or weights before they meet, only the dimensions are known.
+    """
+    if rows.ndim < 2:
+        raise ShapeError(
+            f"{name} has {rows.ndim} dimensions.",
+            [(name, str(tuple(rows.shape)))],
+            "Pass a tensor (..., length, width).",
+        )
+    changed = projection._forward_pre_hooks or "forward" in vars(projection)
+    if type(projection) is not nn.Linear or changed:
+        return
+    weight = projection.weight
+    if rows.shape[-1] != projection.in_features:
+        raise ShapeError(
+            f"{name} has rows of length {rows.shape[-1]}; those of its projection have "
+            f"{projection.in_features}.",
+            [(name, str(tuple(rows.shape))), ("weight", str(tuple(weight.shape)))],
+            "Pass rows of that length, or make the layer with another embed_dim or kv_dim.",
+        )
+    kind = rows.device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    if rows.dtype != weight.dtype and not (autocast and rows.is_floating_point()):
+        raise DTypeError(
+            f"{name} has dtype {rows.dtype}; the weights of its projection have {weight.dtype}.",
+            action=f"Pass {name}.to({weight.dtype}), or convert the layer.",
+        )
+    if rows.device != weight.device:
+        raise ArgumentError(
+            f"{name} is on {rows.device}; the weights of its projection are on {weight.device}.",
+            action=f"Pass {name}.to({str(weight.device)!r}), or move the layer.",
+        )

@@ -1,0 +1,108 @@
+"""Calls with hostile values that once raised no error of qkv, one for each kind of fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="hostile tensors need torch: pip install torch")
+
+import qkv  # noqa: E402
+import qkv.cache  # noqa: E402
+import qkv.cost  # noqa: E402
+import qkv.mechanisms  # noqa: E402
+import qkv.samples  # noqa: E402
+import qkv.torch  # noqa: E402
+
+X = np.random.default_rng(0).normal(size=(2, 5, 8))
+T = torch.ones(1, 2, 5, 8)
+AMBIGUOUS = np.ones((3, 2))
+ITSELF: list[Any] = []
+ITSELF.append(ITSELF)
+STRUCTURED = np.zeros((5, 5), [("a", "f4")])
+META = torch.ones(2, 2, device="meta")
+NESTED = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
+SPARSE = torch.ones(5, 8).to_sparse()
+
+
+def rows() -> Any:
+    cache = qkv.cache.PagedCache()
+    return cache.append(X, X)
+
+
+def pages() -> Any:
+    cache = qkv.cache.PagedCache()
+    cache.append(X[None], X[None])
+    return cache
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    "a list that holds itself": lambda: qkv.attention(X, X, X, ITSELF),
+    "flags: causal": lambda: qkv.RandomBlocks(2, 1, causal=AMBIGUOUS),
+    "flags: return_lse": lambda: rows().attention(X, return_lse=AMBIGUOUS),
+    "flags: enable_gqa": lambda: qkv.torch.scaled_dot_product_attention(
+        T, T, T, enable_gqa=AMBIGUOUS
+    ),
+    "words: layout of RoPE": lambda: qkv.RoPE(layout=AMBIGUOUS),
+    "words: layout of merge": lambda: qkv.merge((X, X[..., 0]), layout=AMBIGUOUS),
+    "words: backend": lambda: qkv.attention(X, X, X, backend=AMBIGUOUS),
+    "types: an array": lambda: qkv.inspect(X, X, X).weights.sum(dtype=AMBIGUOUS),
+    "types: half a character": lambda: qkv.inspect(X, X, X).weights.mean(dtype="\ud800"),
+    "no array: a module": lambda: qkv.inspect(torch.nn.Linear(2, 2), X, X),
+    "no array: in a cache": lambda: pages().append(torch.nn.Linear(2, 2), X[None]),
+    "no array: ragged mask": lambda: qkv.attention(X, X, X, qkv.Mask([1, [2]])),
+    "no array: ragged positions": lambda: qkv.RoPE().rotate(X, [1, [2]]),
+    "no array: mask of the drop-in": lambda: qkv.torch.scaled_dot_product_attention(
+        T, T, T, [None]
+    ),
+    "no array: a generator": lambda: pages().append(np.random.default_rng(0), X[None]),
+    "no array: ragged ids": lambda: qkv.attention(X, X, X, qkv.Segments([1, [2]])),
+    "no array: ragged edges": lambda: qkv.Segments.from_cu_seqlens([1, [2]], [0, 1]),
+    "no array: itself": lambda: qkv.SinusoidalPositions(8)(X, ITSELF),
+    "no array: ragged places": lambda: qkv.attention(X, X, X, qkv.GlobalTokens([1, [2]])),
+    "nested beside text": lambda: qkv.cache.ContiguousCache().append("x", NESTED),
+    "a table of another library": lambda: qkv.LearnedPositions(torch.ones(9, 8).bfloat16())(X),
+    "flags: return_lse of jvp": lambda: qkv.jvp(
+        X, X, X, tangents=qkv.Tangents(query=X), return_lse=AMBIGUOUS
+    ),
+    "names of a state": lambda: qkv.mechanisms.RWKV6(8, 2).step(X, {1: 2}),
+    "names of a config": lambda: qkv.cost.read_config({1: 2}),
+    "no variant of the call": lambda: qkv.vjp(X, X, X)[1](X).of(7),
+    "no array: structured": lambda: qkv.inspect(X, X, X, STRUCTURED),
+    "no array: page table": lambda: pages().share(META, 1),
+    "no array: objects": lambda: qkv.cache.quantize(np.array([[None, "x"]], object)),
+    "no array: cumulative lengths": lambda: qkv.Segments.from_cu_seqlens(torch.ones(2), b"x"),
+    "no dense array": lambda: qkv.SinusoidalPositions(8)(SPARSE),
+    "several libraries": lambda: qkv.mechanisms.Linear(8, 2)(X, X, torch.ones(5, 8)),
+    "rows of value": lambda: qkv.mechanisms.Additive(8)(X, X, X[:, :3]),
+    "of_variants": lambda: qkv.jvp(X, X, X, tangents=qkv.Tangents(query=X, of_variants=3)),
+    "of_variants: entries": lambda: qkv.jvp(
+        X, X, X, tangents=qkv.Tangents(query=X, of_variants=[1])
+    ),
+    "wrt: integers": lambda: qkv.vjp(X, X, X)[1](X, wrt=b"x"),
+    "operations of a ledger": lambda: qkv.cost.Ledger(operations=1),
+    "steps of a ledger": lambda: qkv.cost.Ledger(operations={1: 1}),
+    "changes of a model": lambda: qkv.samples.tiny_model().loss([1, 2], {2: 3}),
+    "a distance beyond int64": lambda: qkv.inspect(X, X, X).mass_at(2**64),
+    "positions beyond float64": lambda: qkv.SinusoidalPositions(8).encoding(-(10**400)),
+    "width of a trace": lambda: qkv.explain(X[0], X[0], X[0]).text(width=-3),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_an_error_of_qkv(case: str) -> None:
+    with pytest.raises(qkv.QkvError):
+        CASES[case]()
+
+
+def test_a_ring_of_no_rows_has_no_hops() -> None:
+    layer = qkv.mechanisms.Ring(8, num_devices=2)
+    assert list(layer.hops(np.zeros((2, 0, 8), np.float32))) == []
+
+
+def test_a_trace_of_no_rows_of_a_gradient_is_text() -> None:
+    x = X[0]
+    assert "===" in qkv.explain(x, x, x).text(top=0)
