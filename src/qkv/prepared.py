@@ -92,15 +92,15 @@ class PreparedAttention:
     (2, 3, 4)
     """
 
-    def __init__(self, bound: BoundCall, passes: Passes, free: bool) -> None:
-        self._bound, self._passes, self._free = bound, passes, free
-        self._prepared, call = _prepared(bound, passes, free)
-        self.form = CallForm(*self._forms(bound.leaves))
-        library = library_of(bound.leaves[0], "query")
+    def __init__(self, _bound: BoundCall, _passes: Passes, _free: bool) -> None:
+        self._bound, self._passes, self._free = _bound, _passes, _free
+        self._prepared, call = _prepared(_bound, _passes, _free)
+        self.form = CallForm(*self._forms(_bound.leaves))
+        library = library_of(_bound.leaves[0], "query")
         self.plan: Plan = make_plan(call.problem, call.choice, library.name)
         # The arrays of variants are kept, query, key and value are not.
-        self._arrays = tuple(bound.leaves[3:])
-        self._bound = bound._replace(leaves=())
+        self._arrays = tuple(_bound.leaves[3:])
+        self._bound = _bound._replace(leaves=())
 
     def __call__(
         self,
