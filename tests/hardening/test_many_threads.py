@@ -182,3 +182,11 @@ def test_the_least_recently_used_goes_first() -> None:
     for n in range(102, 112):
         cache.insert(STRUCTURE, form_number(n), prepared_call(n))
     assert cache.entry(other) is None
+
+
+def test_what_was_prepared_under_other_conditions_is_not_kept() -> None:
+    """A backend may be registered while another thread prepares."""
+    cache, call = CallCache(), prepared_call(0)
+    call.conditions = (-1, None)
+    cache.insert(STRUCTURE, call.form, call)
+    assert cache.entry(STRUCTURE) is None

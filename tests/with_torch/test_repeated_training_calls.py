@@ -347,3 +347,14 @@ def test_threads() -> None:
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(train, range(4)))
+
+
+def test_another_machine_is_seen_between_the_passes(monkeypatch) -> None:
+    """What autograd keeps may outlast what it was prepared for."""
+    for seed in range(5):
+        check(operands(seed=seed), causal(40, 40), qkv.Causal())
+    *tensors, grad_out, _ = operands(seed=5)
+    out = qkv.attention(*tensors, qkv.Causal(), backend="auto")
+    monkeypatch.setenv("QKV_ISA", "no such thing")
+    with pytest.raises(qkv.QkvError, match="no such thing"):
+        torch.autograd.grad(out, tensors, grad_out)
