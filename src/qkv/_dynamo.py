@@ -29,8 +29,8 @@ _RULES = "torch._dynamo.trace_rules"
 READABLE = (
     "__init__.py", "_api.py", "arrays/__init__.py", "backends/__init__.py", "backends/torch",
     "bridges/__init__.py", "bridges/learnable.py", "bridges/torch_batches.py",
-    "bridges/torch_calls.py", "bridges/torch_functions.py", "bridges/torch_groups.py",
-    "bridges/torch_operators.py",
+    "bridges/torch_calls.py", "bridges/torch_compiled.py", "bridges/torch_functions.py",
+    "bridges/torch_groups.py", "bridges/torch_operands.py", "bridges/torch_operators.py",
     "call/__init__.py", "call/bound.py", "call/flatten.py", "call/numbered.py", "call/options.py",
     "call/structure_text.py",
     "call/unknown_keywords.py", "errors.py", "hf", "mechanisms", "positions", "torch",

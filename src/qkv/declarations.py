@@ -42,6 +42,7 @@ from qkv.errors import ArgumentError, DTypeError, FileError
 
 __all__ = [
     "LARGEST",
+    "Amount",
     "Indent",
     "Interval",
     "NotNegative",
@@ -148,6 +149,16 @@ def _integer(name: str, given: Any) -> int:
     return given if isinstance(given, int) else int(given)
 
 
+def _amount(name: str, given: Any) -> int:
+    """A whole number of 0 or more that may be beyond `LARGEST`, as products of sizes are."""
+    number = _integer(name, given)
+    if number < 0:
+        raise ArgumentError(
+            f"{name}={shown(given)} is below 0.", action=f"Pass {name} as a number of 0 or more."
+        )
+    return number
+
+
 def _number(least: float, *, above: bool = False) -> Rule:
     """A finite number that is not below `least`, nor equal to it if `above`."""
     words = {True: f" above {least:g}", False: f" not below {least:g}"}[above]
@@ -216,6 +227,8 @@ Size: TypeAlias = Annotated[int, _size(1)]
 """A positive integer."""
 Whole: TypeAlias = Annotated[int, _size(0)]
 """A whole number of 0 or more."""
+Amount: TypeAlias = Annotated[int, _amount]
+"""A whole number of 0 or more, such as one of operations, of up to 2**256."""
 Indent: TypeAlias = Annotated[int, _indent]
 """Spaces for each level of JSON."""
 Positive: TypeAlias = Annotated[float, _number(0.0, above=True)]

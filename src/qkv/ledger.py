@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qkv.count import Count, symbols
-from qkv.declarations import checked, shown
+from qkv.declarations import Amount, checked, shown
 from qkv.errors import ArgumentError
 
 __all__ = [
@@ -184,7 +184,7 @@ def _merged(a: dict[Any, Count], b: dict[Any, Count]) -> dict[Any, Count]:
 
 
 @checked
-def step(name: str, *, space: int = 0, **operations: int) -> Ledger:
+def step(name: str, *, space: Amount = 0, **operations: Amount) -> Ledger:
     """The ledger of one step.
 
     Parameters
@@ -212,7 +212,7 @@ def step(name: str, *, space: int = 0, **operations: int) -> Ledger:
 
 
 @checked
-def matmul(name: str, rows: int, inner: int, columns: int) -> Ledger:
+def matmul(name: str, rows: Amount, inner: Amount, columns: Amount) -> Ledger:
     """A matrix product `(rows, inner) @ (inner, columns)`.
 
     A sum of n numbers takes n - 1 additions.
@@ -234,7 +234,7 @@ def matmul(name: str, rows: int, inner: int, columns: int) -> Ledger:
 
 
 @checked
-def softmax(name: str, rows: int, columns: int) -> Ledger:
+def softmax(name: str, rows: Amount, columns: Amount) -> Ledger:
     """Softmax of every row: `exp(s - max) / sum exp(s - max)`.
 
     A maximum of n numbers takes n - 1 comparisons, their sum n - 1 additions.
@@ -263,7 +263,7 @@ def _one_less(size: int) -> int:
 
 @checked
 def attended_pairs(
-    q_len: int, kv_len: int, *, causal: bool = False, left: int | None = None
+    q_len: Amount, kv_len: Amount, *, causal: bool = False, left: Amount | None = None
 ) -> int:
     """Pairs of a query and a key that it may attend to; queries are the last of the keys.
 
@@ -300,7 +300,7 @@ def attended_pairs(
 
 
 @checked
-def attention_ledger(pairs: int, rows: int, head_dim: int, v_head_dim: int) -> Ledger:
+def attention_ledger(pairs: Amount, rows: Amount, head_dim: Amount, v_head_dim: Amount) -> Ledger:
     """Scalar operations of attention that computes only some pairs.
 
     Parameters
@@ -330,7 +330,7 @@ def attention_ledger(pairs: int, rows: int, head_dim: int, v_head_dim: int) -> L
 
 
 @checked
-def ledger(q_len: int, kv_len: int, head_dim: int, v_head_dim: int) -> Ledger:
+def ledger(q_len: Amount, kv_len: Amount, head_dim: Amount, v_head_dim: Amount) -> Ledger:
     """Every scalar operation of `softmax(Q K^T / sqrt(head_dim)) V` done by hand.
 
     Parameters
@@ -362,7 +362,7 @@ def ledger(q_len: int, kv_len: int, head_dim: int, v_head_dim: int) -> Ledger:
 
 
 @checked
-def attention_operations(pairs: int, head_dim: int, v_head_dim: int) -> int:
+def attention_operations(pairs: Amount, head_dim: Amount, v_head_dim: Amount) -> int:
     """Operations of the two matrix products: `2 * pairs * (head_dim + v_head_dim)`.
 
     The usual count: one multiply-add is two operations, softmax is left out. Self-attention of n
@@ -385,7 +385,9 @@ def attention_operations(pairs: int, head_dim: int, v_head_dim: int) -> int:
 
 
 @checked
-def score_entries(q_len: int, kv_len: int, *, num_heads: int = 1, num_layers: int = 1) -> int:
+def score_entries(
+    q_len: Amount, kv_len: Amount, *, num_heads: Amount = 1, num_layers: Amount = 1
+) -> int:
     """Entries of all score matrices; times the bytes of an entry, what holding them would take.
 
     Examples
@@ -398,7 +400,7 @@ def score_entries(q_len: int, kv_len: int, *, num_heads: int = 1, num_layers: in
 
 
 @checked
-def memory(size: int) -> str:
+def memory(size: Amount) -> str:
     """A number of bytes to read: B, KiB, MiB, GiB, TiB or PiB.
 
     Examples

@@ -70,6 +70,15 @@ CASES: dict[str, Callable[[], Any]] = {
     ),
     "names of a state": lambda: qkv.mechanisms.RWKV6(8, 2).step(X, {1: 2}),
     "names of a config": lambda: qkv.cost.read_config({1: 2}),
+    "ragged offsets": lambda: qkv.inspect(X, X, X, kv_offset=[1, [2]]),
+    "no rows of a key": lambda: qkv.mechanisms.Additive(8)(X, X[:, :0]),
+    "an index for no matrix": lambda: qkv.inspect(X, X, X).weights.matrix(np.array([1, 2, 3])),
+    "nested keys": lambda: pages().append(NESTED, X[None]),
+    "a mask of blocks beyond memory": lambda: qkv.mechanisms.BigBird(8, 2, block=2).block_mask(
+        2**31
+    ),
+    "fewer than no pairs": lambda: qkv.cost.attended_pairs(-1, 5),
+    "fewer than no bytes": lambda: qkv.cost.memory(-1),
     "no variant of the call": lambda: qkv.vjp(X, X, X)[1](X).of(7),
     "no array: structured": lambda: qkv.inspect(X, X, X, STRUCTURED),
     "no array: page table": lambda: pages().share(META, 1),
@@ -106,3 +115,10 @@ def test_a_ring_of_no_rows_has_no_hops() -> None:
 def test_a_trace_of_no_rows_of_a_gradient_is_text() -> None:
     x = X[0]
     assert "===" in qkv.explain(x, x, x).text(top=0)
+
+
+def test_states_of_bfloat16_are_read_into_tensors() -> None:
+    layer = qkv.mechanisms.RWKV4(8)
+    mixed = layer.token_mixing(torch.ones(5, 8, dtype=torch.bfloat16))
+    expected = layer.token_mixing(np.ones((5, 8), np.float32))
+    np.testing.assert_allclose(torch.as_tensor(mixed).float(), expected, rtol=0, atol=2**-7)

@@ -55,6 +55,12 @@ UNLESS_NONE = {
 }  # fmt: skip
 """Fields that stay as they are where their default is None."""
 
+GEMMA4 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+    "global_head_dim": 8,
+}
 OWN: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 4},
     "gptj": {"rotary_dim": 4},
@@ -75,6 +81,10 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 8},
     "ministral": {"head_dim": 8},
     "longcat_flash": {"num_layers": 2, "head_dim": 4},
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
 }
 """What a type needs beside, so that its sizes fit one another."""
 

@@ -5,8 +5,8 @@ import pytest
 
 from qkv.errors import ArgumentError
 from qkv.problem.evaluate import evaluate
-from qkv.problem.expressions import Const, Var, text, variables
-from qkv.problem.symbols import Expr, Table, as_node
+from qkv.problem.expressions import Const, Var, as_node, text, variables
+from qkv.problem.symbols import Expr, Table
 
 SCORE, Q, K = (Expr(Var(name)) for name in ("score", "q_pos", "kv_pos"))
 

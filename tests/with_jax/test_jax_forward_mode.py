@@ -308,7 +308,7 @@ def test_only_the_forward_pass_and_tangents_are_computed(monkeypatch: pytest.Mon
 
 @X64
 def test_where_xla_does_not_take_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax_rules, "_is_registered", lambda: False)
+    monkeypatch.setattr(jax_rules, "is_registered", lambda: False)
     jax.clear_caches()
     try:
         for way in (mapped_jvp, jvp_of_mapped):

@@ -322,7 +322,7 @@ def test_where_xla_does_not_take_the_function(
     if other_device:
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     else:
-        monkeypatch.setattr(jax_rules, "_is_registered", lambda: False)
+        monkeypatch.setattr(jax_rules, "is_registered", lambda: False)
     jax.clear_caches()
     try:
         text = jax.jit(gradient).lower(q, bias).as_text()

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import qkv  # noqa: E402
-from qkv.bridges import torch_calls, torch_prepared  # noqa: E402
+from qkv.bridges import torch_eager, torch_prepared  # noqa: E402
 from qkv.errors import QkvError  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_prepared_calls")
@@ -55,7 +55,7 @@ def test_a_repeated_call_is_the_first_one_tried(monkeypatch, lengths, variants) 
         raise AssertionError("the call was looked up")
 
     monkeypatch.setattr(torch_prepared, "_look_up", fail)
-    monkeypatch.setattr(torch_calls, "_attend", fail)
+    monkeypatch.setattr(torch_eager, "_attend", fail)
     for seed in range(5, 9):
         near(operands(*lengths, seed=seed), *variants)
 
@@ -77,7 +77,7 @@ def test_rotation_and_sinks(monkeypatch, length, with_sinks) -> None:
     variants = (qkv.Causal(), qkv.RoPE(), *([qkv.Sinks(sinks)] if with_sinks else []))
     for seed in range(8):
         if seed == 5:
-            monkeypatch.setattr(torch_calls, "_attend", None)
+            monkeypatch.setattr(torch_eager, "_attend", None)
         query, key, value = operands(length, length, seed=seed)
         out, lse = qkv.attention(query, key, value, *variants, return_lse=True)
         scores = turned(query) @ turned(key).mT / query.shape[-1] ** 0.5
@@ -205,7 +205,7 @@ def test_steps_and_other_calls_of_one_structure_take_turns(monkeypatch) -> None:
     for seed in range(3):
         for lengths in shapes:
             near(operands(*lengths, seed=seed))
-    monkeypatch.setattr(torch_calls, "_attend", None)
+    monkeypatch.setattr(torch_eager, "_attend", None)
     for seed in range(3, 6):
         for lengths in shapes:
             near(operands(*lengths, seed=seed))

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import qkv  # noqa: E402
-from qkv.bridges import torch_calls, torch_operators, torch_prepared  # noqa: E402
+from qkv.bridges import torch_eager, torch_operators, torch_prepared  # noqa: E402
 from qkv.call.cache import CALLS  # noqa: E402
 
 pytestmark = [
@@ -78,7 +78,7 @@ def only_prepared(monkeypatch):
 
     def close():
         for module, name in (
-            (torch_prepared, "_look_up"), (torch_calls, "_attend"),
+            (torch_prepared, "_look_up"), (torch_eager, "_attend"),
             (torch_operators, "compute_attention"), (torch_operators, "compute_gradients"),
         ):  # fmt: skip
             monkeypatch.setattr(module, name, fail)

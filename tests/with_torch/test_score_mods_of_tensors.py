@@ -166,6 +166,27 @@ def test_tensors_are_learned_in_compiled_functions(name: str, place: str) -> Non
         assert_close(one, other)
 
 
+WHOLE = {
+    "compile": lambda model: torch.compile(model, backend="eager", fullgraph=True)(QUERY),
+    "export": lambda model: torch.export.export(model, (QUERY,), strict=True),
+}
+
+
+@pytest.mark.parametrize("way", WHOLE)
+@pytest.mark.parametrize("place", ["inside", "outside"])
+def test_one_graph_with_tensors_of_score_mods_is_refused(place: str, way: str) -> None:
+    mod = CAPTURES["parameter"]
+    made = qkv.ScoreMod(mod)
+
+    class Whole(torch.nn.Module):
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return qkv.attention(q, KEY, VALUE, qkv.ScoreMod(mod) if place == "inside" else made)
+
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"reads tensors.*strict=False"):
+        WHOLE[way](Whole())
+
+
 def test_masks_that_are_functions() -> None:
     document = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
     mask = qkv.Mask(lambda b, h, i, j: (document[i] == document[j]) & (i >= j))

@@ -6,6 +6,9 @@ arrays and constants, which are the leaves and the structure of a bound call (`q
 
 torch_calls, jax_calls
                 which way a call goes: computed at once, or as an operation
+torch_eager, torch_compiled
+                the two ways of tensors, the second while torch's compiler reads the call
+torch_operands  operands and arrays of a call as tensors
 torch_operators, jax_operations
                 the operations: a text and arrays in, arrays out
 torch_functions, jax_derivatives
@@ -18,6 +21,7 @@ torch_runs      how prepared calls run on tensors: one pass, a decoding step, bo
 torch_layouts   what prepared calls ask of tensors, and the empty tensors of results
 torch_observers whether torch traces, transforms or converts what operations are given
 torch_passes    prepared forward and backward passes, which torch_functions carries
+torch_onnx      calls while torch exports to ONNX
 torch_outside   attention between two graphs of torch's compiler
 learnable       scales that are learned
 torch_guards    whether tensors are like earlier ones

@@ -23,7 +23,9 @@ from qkv.call.dispatch import checked
 from qkv.call.options import OptionValues
 from qkv.errors import DTypeError, QkvError, ShapeError
 
-__all__ = ["Shapes", "call_operation", "shapes_of_results", "stand_in", "varying"]
+__all__ = [
+    "Shapes", "call_operation", "is_registered", "shapes_of_results", "stand_in", "varying",
+]  # fmt: skip
 
 _TARGET = "qkv"
 Shapes = tuple[jax.ShapeDtypeStruct, ...]
@@ -42,7 +44,7 @@ def call_operation(operation: Operation, shapes: Shapes, inputs: Sequence[Any]) 
         on_host = partial(_on_host, operation, shapes, mapped)
         return jax.pure_callback(on_host, shapes, *inputs, vmap_method="expand_dims")
 
-    if not _is_registered():
+    if not is_registered():
         results = python(*inputs)
     elif jax.default_backend() == "cpu":
         results = foreign(*inputs)
@@ -52,8 +54,8 @@ def call_operation(operation: Operation, shapes: Shapes, inputs: Sequence[Any]) 
 
 
 @lru_cache(maxsize=1)
-def _is_registered() -> bool:
-    """Whether XLA takes the foreign function; it is registered with the first call."""
+def is_registered() -> bool:
+    """Whether XLA takes the foreign function; the first question registers it."""
     try:
         jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(_handler_address()), platform="cpu")
     except Exception:

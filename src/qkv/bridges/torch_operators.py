@@ -71,18 +71,25 @@ def is_rounded(query: Tensor) -> bool:
     return query.itemsize < 4
 
 
-@torch.library.custom_op("qkv::attention", mutates_args=(), device_types="cpu")
+@torch.library.custom_op(
+    "qkv::attention",
+    mutates_args=(),
+    device_types="cpu",
+    # AOTInductor passes None for a list without entries.
+    schema="(Tensor query, Tensor key, Tensor value, Tensor[]? arrays, str structure, "
+    "bool backward) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    arrays: Sequence[Tensor],
+    arrays: Sequence[Tensor] | None,
     structure: str,
     backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `compute_attention`."""
     made = Structure.from_text(structure)
-    out, lse, rest, unrounded = compute_attention(query, key, value, arrays, made, backward)
+    out, lse, rest, unrounded = compute_attention(query, key, value, arrays or (), made, backward)
     if unrounded is None:
         unrounded = lse.new_empty(*out.shape[:-1], 0)
     return out, lse, rest, unrounded
@@ -93,7 +100,7 @@ def _(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    arrays: Sequence[Tensor],
+    arrays: Sequence[Tensor] | None,
     structure: str,
     backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -5,22 +5,16 @@ Importing this imports the compiler; only what the compiler reads does so.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+
+from qkv.bridges.torch_eager import attention
 
 __all__ = ["attention_outside"]
 
-
-def _attention(*arguments: Any) -> Any:
-    from qkv.bridges.torch_calls import attention
-
-    return attention(*arguments)
-
-
 attention_outside = torch.compiler.disable(
-    _attention,
+    attention,
     reason="this call of qkv.attention has a score mod that is made inside of the compiled "
     "function, or that reads tensors, which are no constants of a graph. Compile without "
-    "fullgraph=True, or make a score mod that reads no tensors outside of the function",
+    "fullgraph=True, export with strict=False, or make a score mod that reads no tensors outside "
+    "of the function",
 )

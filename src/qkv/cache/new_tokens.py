@@ -85,6 +85,11 @@ def check(
         return [("key", _shown(key)), ("value", _shown(value))]
 
     libraries = {name: library_of(t, name).name for name, t in (("key", key), ("value", value))}
+    for name, array in (("key", key), ("value", value)):
+        if libraries[name] == "torch" and array.is_nested:
+            from qkv.arrays.torch_arrays import check_dense
+
+            check_dense(array, name)
     if min(key.ndim, value.ndim) < 2 or key.shape[-2] != value.shape[-2]:
         raise ShapeError(
             "key and value are not rows of as many tokens.",

@@ -166,7 +166,8 @@ class PagedCache:
         """The format of new rows and the tokens of each sequence, if they fit what is there."""
         first = self._pool.storage.row_format
         if first is not None:  # The pool is shared with forks, which may have another batch size.
-            first = first.with_batch((*getattr(key, "shape", ()), 0)[0])
+            nested = getattr(key, "is_nested", False)
+            first = first.with_batch((*(() if nested else getattr(key, "shape", ())), 0)[0])
         row_format, counts = check(key, value, new_lens, first, batched=True)
         if held.lengths.ndim and counts.shape != held.lengths.shape:
             raise ShapeError(

@@ -22,6 +22,9 @@ __all__ = ["DeviceCall", "check_device_call", "is_device_call", "is_on_device"]
 
 Array = NDArray[Any]
 
+_READ_ON_DEVICE = ("Sinks", "ScoreMod", "_Expressed")
+"""Variants whose floating arrays are read by the backend alone, so that they may be traced."""
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceCall(CheckedCall):
@@ -103,7 +106,8 @@ def check_device_call(bound: BoundCall, given: Sequence[Any] | None = None) -> D
     owners = [type(owner).__name__ for owner in bound.unflatten().owners]
     views = [library.described(leaf) for leaf in bound.leaves[:3]]
     for n, leaf in enumerate(bound.leaves[3:], start=3):
-        views.append(library.on_host(leaf, owners[n], by_value=n in by_value))
+        read = n in by_value and owners[n] not in _READ_ON_DEVICE
+        views.append(library.on_host(leaf, owners[n], by_value=read))
     call = bound._replace(leaves=views).unflatten()
     options, problem = call.options, checked_problem(call, library)
     device = getattr(bound.leaves[0].device, "type", "cpu")

@@ -10,7 +10,7 @@ from importlib import resources
 from typing import NamedTuple
 
 from qkv import get_num_threads
-from qkv.declarations import checked
+from qkv.declarations import Amount, checked
 from qkv.errors import ArgumentError, KernelBuildError, UnsupportedError
 
 __all__ = ["DTYPE_BYTES", "Machine", "Roofline", "bytes_of", "machine", "machine_names"]
@@ -98,7 +98,7 @@ class Machine:
     source: str
     estimated: bool = False
 
-    def roofline(self, operations: int, bytes_moved: int, dtype: str) -> Roofline | None:
+    def roofline(self, operations: Amount, bytes_moved: Amount, dtype: str) -> Roofline | None:
         """The least time for so many operations and bytes; None without a peak for the dtype.
 
         Parameters

@@ -119,35 +119,26 @@ class HeadExchange:
         return torch.from_numpy(np.argsort(np.concatenate(numbers), kind="stable"))
 
 
-class _ToHeads(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
+    """An exchange in one direction; the gradient takes the other, which is its transpose."""
+
     @staticmethod
-    def forward(ctx: Any, exchange: HeadExchange, x: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.to_heads(x)
+    def forward(ctx: Any, exchange: HeadExchange, back: bool, x: Tensor) -> Tensor:
+        ctx.exchange, ctx.back = exchange, back
+        return exchange.from_heads(x) if back else exchange.to_heads(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, _FromHeads.apply(ctx.exchange, gradient)
-
-
-class _FromHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: HeadExchange, x: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.from_heads(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, _ToHeads.apply(ctx.exchange, gradient)
+        return None, None, _Exchanged.apply(ctx.exchange, not ctx.back, gradient)
 
 
 def to_heads(exchange: HeadExchange | None, x: Tensor) -> Tensor:
     """`HeadExchange.to_heads`, followed by autograd; the tensor itself without an exchange."""
-    found: Tensor = x if exchange is None else _ToHeads.apply(exchange, x)
+    found: Tensor = x if exchange is None else _Exchanged.apply(exchange, False, x)
     return found
 
 
 def from_heads(exchange: HeadExchange | None, x: Tensor) -> Tensor:
     """`HeadExchange.from_heads`, followed by autograd; the tensor itself without an exchange."""
-    found: Tensor = x if exchange is None else _FromHeads.apply(exchange, x)
+    found: Tensor = x if exchange is None else _Exchanged.apply(exchange, True, x)
     return found

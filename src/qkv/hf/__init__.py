@@ -11,6 +11,7 @@ attention       the function that models call; what each keyword with a meaning 
 ignored_keywords
                 keywords without one; a name in neither file is refused
 layer_call      the call that comes of it, as arguments of `qkv.attention`
+positions       how many positions a model has
 layer_weights   its weights, a tensor that is computed where it is read
 layer_steps     decoding steps that layers prepare for one another
 masks           masks without storage; mask_functions, groups: functions read as masks

@@ -10,10 +10,11 @@ from threading import Lock, local
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from qkv.errors import UnsupportedError
 
-__all__ = ["LayerNumbers", "around_forward", "in_backward", "parts_of"]
+__all__ = ["BackwardAfter", "LayerNumbers", "around_forward", "in_backward", "parts_of"]
 
 Around = Callable[
     [torch.nn.Module, tuple[Any, ...], Mapping[str, Any]], AbstractContextManager[Any]
@@ -33,7 +34,8 @@ def parts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 @contextmanager
 def around_forward(models: Iterable[torch.nn.Module], around: Around) -> Iterator[None]:
-    """Run every `forward` of some models inside of `around(model, args, kwargs)`.
+    """Run every `forward` of some models inside of `around(model, args, kwargs)`, which may give a
+    function to be told what `forward` returned.
 
     Hooks would not do: some callers, such as sentence-transformers, call `model.forward` itself,
     which runs none.
@@ -56,10 +58,43 @@ def _surrounded(model: torch.nn.Module, around: Around) -> Callable[..., Any]:
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with around(model, args, kwargs):
-            return inner(*args, **kwargs)
+        with around(model, args, kwargs) as told:
+            found = inner(*args, **kwargs)
+        if told is not None:
+            told(found)
+        return found
 
     return forward
+
+
+class BackwardAfter:
+    """Raises an error in a backward pass that begins after a `with` and computes layers again.
+
+    With gradient checkpointing it would compute them as they are outside of the `with`: gradients
+    of another function, or an error of torch about shapes.
+    """
+
+    def __init__(self, name: str, model: torch.nn.Module) -> None:
+        self.name, self.model, self.has_ended = name, model, False
+
+    def watch(self, output: Any) -> None:
+        """Look at what a model returned; the hook runs before the layers are computed again."""
+        checkpointed = torch.is_grad_enabled() and any(
+            getattr(module, "gradient_checkpointing", False) and module.training
+            for module in self.model.modules()
+        )
+        for tensor in tree_leaves(output) if checkpointed else ():
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._require_open)
+
+    def _require_open(self, _: torch.Tensor) -> None:
+        if self.has_ended:
+            raise UnsupportedError(
+                f"backward runs after the `with` of {self.name}, and with gradient checkpointing "
+                "it computes the layers again, without what the `with` did.",
+                action="Call backward inside of the `with`, or "
+                "model.gradient_checkpointing_disable().",
+            )
 
 
 class _InThread(local):
@@ -83,8 +118,9 @@ class LayerNumbers:
         How often the model, or a part of it alone, has been called.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, told: Callable[[Any], None] | None = None) -> None:
         self.runs = 0
+        self._told = told
         self._names = Counter(module for _, module in model.named_modules(remove_duplicate=False))
         self._numbers: dict[tuple[torch.nn.Module, int], int] = {}
         self._in_thread = _InThread()
@@ -94,7 +130,7 @@ class LayerNumbers:
         return len(self._numbers)
 
     @contextmanager
-    def around(self, model: Any, args: Any, kwargs: Any) -> Iterator[None]:
+    def around(self, model: Any, args: Any, kwargs: Any) -> Iterator[Any]:
         """For `around_forward`: the outermost call is a run."""
         here = self._in_thread
         if in_backward():
@@ -105,7 +141,7 @@ class LayerNumbers:
             self.runs += 1
         here.depth += 1
         try:
-            yield
+            yield self._told if here.depth == 1 else None
         finally:
             here.depth -= 1
 

@@ -12,7 +12,7 @@ import torch
 
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.attention import change_outputs, observe
-from qkv.hf.forward_calls import LayerNumbers, around_forward, parts_of
+from qkv.hf.forward_calls import BackwardAfter, LayerNumbers, around_forward, parts_of
 from qkv.hf.layer_call import LayerCall
 from qkv.hf.switching import inner_model, switched, uncompiled
 from qkv.interventions import HeadChange, HeadInputs, changed_heads
@@ -72,7 +72,8 @@ def intervene(model: torch.nn.Module, changes: Mapping[tuple[int, int], Change])
     ShapeError
         The other prompt has another length.
     UnsupportedError
-        The model computes its attention without asking for an implementation.
+        The model computes its attention without asking for an implementation. A backward pass that
+        computes layers again (gradient checkpointing) begins after the `with`.
 
     Notes
     -----
@@ -97,12 +98,16 @@ def intervene(model: torch.nn.Module, changes: Mapping[tuple[int, int], Change])
     enable()
     found = inner_model(model)
     wanted = _checked(changes)
-    layers = LayerNumbers(found)
+    after = BackwardAfter("qkv.hf.intervene", found)
+    layers = LayerNumbers(found, after.watch)
     with switched(found), uncompiled(), around_forward(parts_of(found), layers.around):
         copied = _copied(found, wanted, layers)
         layers.runs = 0
-        with change_outputs(_Run(layers, wanted, copied).change):
-            yield
+        try:
+            with change_outputs(_Run(layers, wanted, copied).change):
+                yield
+        finally:
+            after.has_ended = True
     _require_layers(found, wanted, layers)
 
 

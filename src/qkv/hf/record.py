@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.attention import observe
-from qkv.hf.forward_calls import around_forward, in_backward
+from qkv.hf.forward_calls import BackwardAfter, around_forward, in_backward
 from qkv.hf.layer_call import LayerCall
+from qkv.hf.positions import positions_of, warn_beyond
 from qkv.hf.sequences import CallArguments, Sequence
 from qkv.hf.switching import inner_model, switched, uncompiled
 from qkv.hf.usage import SilentLayers, warn_of_silent
@@ -61,6 +62,8 @@ def inspect(
 
     Warns
     -----
+    UserWarning
+        The text has more tokens than the model has positions.
     NotUsedWarning
         Some attention layers that ran did not call qkv, so that the record lacks them.
 
@@ -102,7 +105,8 @@ def inspect(
     _require_cpu(model)
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
     record = ModelRecord(name, top=top, keep=keep)
-    run = _Run(model, record, progress)
+    after = BackwardAfter("qkv.hf.inspect", model)
+    run = _Run(model, record, progress, after)
     surrounded = around_forward([model], run.around)
     with (
         switched(model),
@@ -112,7 +116,10 @@ def inspect(
         run.silent.followed(),
         observe(run.see),
     ):
-        yield record
+        try:
+            yield record
+        finally:
+            after.has_ended = True
     run.require_layers()
     warn_of_silent(model, run.silent.names, len(record))
 
@@ -124,6 +131,7 @@ class _Run:
     model: torch.nn.Module
     record: ModelRecord
     progress: Progress | None
+    after: BackwardAfter
     names: dict[torch.nn.Module, str] = field(init=False)
     arguments: CallArguments = field(init=False)
     silent: SilentLayers = field(init=False)
@@ -139,7 +147,7 @@ class _Run:
     @contextmanager
     def around(
         self, module: torch.nn.Module, args: tuple[Any, ...], inputs: Mapping[str, Any]
-    ) -> Iterator[None]:
+    ) -> Iterator[Any]:
         """One call of the model; layers that run elsewhere meanwhile are not recorded."""
         if in_backward():
             yield
@@ -149,7 +157,7 @@ class _Run:
         self.arguments.enter(module, args, inputs)
         self.thread = get_ident()
         try:
-            yield
+            yield self.after.watch
         finally:
             self.thread = None
 
@@ -166,6 +174,9 @@ class _Run:
         self.inputs = {"input_ids": args[0], **inputs} if args else inputs
         ids = self._given("input_ids")
         self.record.tokens = None if ids is None else np.array(ids)
+        positions = positions_of(getattr(self.model, "config", None))
+        if ids is not None and positions is not None and ids.shape[1] > positions:
+            warn_beyond(ids.shape[1], positions)
 
     def see(self, call: LayerCall) -> None:
         """Add the scores of one layer, before its output is computed."""

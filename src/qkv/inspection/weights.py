@@ -243,8 +243,16 @@ class LazyWeights(NDArrayOperatorsMixin):
 
     def matrix(self, leading: Sequence[int]) -> tuple[int, int]:
         """Flat batch index and head of leading coordinates."""
+        if len(leading) != self.ndim - 2 or not all(
+            -n <= i < n for i, n in zip(leading, self.shape, strict=False)
+        ):
+            raise ArgumentError(
+                f"leading={shown(leading)} names no matrix of weights {self.shape}.",
+                action="Pass an index for each dimension before the last two.",
+            )
         if not leading:
             return 0, 0
+        leading = [i % n for i, n in zip(leading, self.shape, strict=False)]
         flat = int(np.ravel_multi_index(leading, self.shape[:-2]))
         return divmod(flat, self.replay.problem.spec.num_heads)
 

@@ -11,12 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from qkv._api import attention
+from qkv.bridges.jax_rules import is_registered
 from qkv.declarations import checked
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.jax.ring import ring_attention
 from qkv.variants import Bias, Causal, KeyLengths, Mask, SlidingWindow
 
 __all__ = ["dot_product_attention", "ring_attention"]
+
+is_registered()  # Registers the foreign function, which programs that were exported name.
 
 
 @checked

@@ -12,9 +12,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from qkv.declarations import as_array
 from qkv.errors import AmbiguityError, ArgumentError, DTypeError, ShapeError
-from qkv.problem.expressions import Kind, Var, conjunction, text, variables
+from qkv.problem.expressions import Kind, Var, as_node, conjunction, text, variables
 from qkv.problem.spec import Dropout, Origin, Rotation, Stage, TableSpec
-from qkv.problem.symbols import Expr, Table, as_node
+from qkv.problem.symbols import Expr, Table
 
 Array = NDArray[Any]
 Align: TypeAlias = Literal["start", "end"]

@@ -8,6 +8,7 @@ be cached, compared, compiled and written to files, and equal ones are one objec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +38,9 @@ from qkv.problem.nodes import (
 
 __all__ = [
     "FALSE", "OPERATIONS", "SCORE", "TRUE", "VARIABLES", "Const", "Kind", "Load", "Node", "Number",
-    "Op", "Operation", "Var", "children", "conjunction", "constant", "fields_of", "landings",
-    "operation", "rebuilt", "substitute", "tables", "text", "upwards", "variables", "walk",
+    "Op", "Operation", "Var", "as_node", "children", "conjunction", "constant", "fields_of",
+    "landings", "operation", "rebuilt", "substitute", "tables", "text", "upwards", "variables",
+    "walk",
 ]  # fmt: skip
 
 
@@ -212,3 +214,27 @@ def conjunction(nodes: Iterator[Node] | list[Node] | tuple[Node, ...]) -> Node:
     for node in nodes:
         result = operation("and", result, node)
     return result
+
+
+def as_node(value: Any) -> Node:
+    """The node of what has one, a symbol of a score mod; itself; or a constant for a number."""
+    if isinstance(value, Const | Load | Op | Var):
+        return value
+    own = getattr(value, "node", None)
+    if isinstance(own, Const | Load | Op | Var):
+        return own
+    if isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
+        if isinstance(value, float | np.floating) and math.isnan(value):
+            raise ArgumentError("NaN is not a constant that a score may use.")
+        return constant(value)  # type: ignore[arg-type]  # NumPy scalars too
+    number = getattr(value, "as_number", None)  # Of an array without dimensions.
+    if number is not None:
+        found: Node = number().node
+        return found
+    has_one = hasattr(value, "item") and not getattr(value, "shape", True)
+    if has_one and not getattr(value, "requires_grad", False):
+        return as_node(value.item())
+    raise ArgumentError(
+        f"{type(value).__name__} cannot be used in a score expression.",
+        action="Use numbers, positions, the score, and elements of arrays.",
+    )

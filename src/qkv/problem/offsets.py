@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import as_array
 from qkv.errors import AmbiguityError, ArgumentError
 from qkv.problem.builder import INDEX_LIMIT, Align, Builder
 from qkv.problem.expressions import Node, Var, variables
@@ -53,7 +54,7 @@ def positions_of(
 
 def _offset(value: Any, name: str, builder: Builder) -> Array:
     """One integer offset for each batch row, or a single one."""
-    array = np.asarray(value)
+    array = as_array(name, value)
     if array.dtype.kind not in "iu":
         words = ", 'start' or 'end'" if name == "q_offset" else ""
         raise ArgumentError(

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from qkv.errors import ArgumentError
-from qkv.problem import symbols
-from qkv.problem.expressions import Const
+from qkv.problem.expressions import Const, Node, as_node, operation
 
 __all__ = ["NAMES", "call", "power"]
 
@@ -21,13 +20,14 @@ _MAX_POWER = 64
 """The largest exponent that is written as products."""
 
 
-def build(name: str, *args: Any) -> Any:
-    return symbols.build(name, *args)
+def build(name: str, *args: Any) -> Node:
+    """`operation` on anything that `as_node` takes."""
+    return operation(name, *map(as_node, args))
 
 
-def power(base: Any, exponent: Any) -> Any:
+def power(base: Any, exponent: Any) -> Node:
     """`base ** exponent`: of any base for whole constant exponents, else of bases from 0 on."""
-    node, of_base = symbols.as_node(exponent), symbols.as_node(base)
+    node, of_base = as_node(exponent), as_node(base)
     if isinstance(node, Const):
         value = node.value
         if value == 0.5:
@@ -46,7 +46,7 @@ def power(base: Any, exponent: Any) -> Any:
     )
 
 
-def _product(base: Any, times: int) -> Any:
+def _product(base: Any, times: int) -> Node:
     """`base` multiplied with itself, by squares."""
     found: Any = None
     while times:
@@ -54,7 +54,7 @@ def _product(base: Any, times: int) -> Any:
             found = base if found is None else build("mul", found, base)
         times //= 2
         base = build("mul", base, base) if times else base
-    return symbols.Expr(symbols.as_node(1)) if found is None else found
+    return as_node(1) if found is None else as_node(found)
 
 
 _PI = (3.1414794921875, 0.00011315941810607910156, 1.9841872589410058936e-09)

@@ -8,7 +8,6 @@ formula in its paper, and builds a node of `qkv.problem.expressions`:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -16,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from qkv.errors import ArgumentError
-from qkv.problem.expressions import Const, Kind, Load, Node, constant, operation, text
+from qkv.problem import score_functions as functions
+from qkv.problem.expressions import Const, Kind, Load, Node, as_node, constant, operation, text
 
 _UFUNCS: Mapping[Any, str] = {
     np.add: "add",
@@ -76,10 +76,10 @@ class Expr:
     __float__ = __int__ = __index__ = __len__ = __iter__ = _refuse_number
 
     def __pow__(self, exponent: Any) -> Any:
-        return functions.power(self, exponent)
+        return Expr(functions.power(self, exponent))
 
     def __rpow__(self, base: Any) -> Any:
-        return functions.power(base, self)
+        return Expr(functions.power(base, self))
 
     def _refuse_operator(self, *_: Any) -> Any:
         raise ArgumentError(
@@ -96,7 +96,7 @@ class Expr:
         if name.startswith("__"):  # Python and NumPy look for optional methods of any object.
             raise AttributeError(name)
         if name in functions.NAMES:  # Methods of torch's tensors.
-            return partial(functions.call, name, self)
+            return partial(_called, name, self)
         raise ArgumentError(
             f".{name} is not part of the expression language.",
             [("expression", text(self.node))],
@@ -110,21 +110,21 @@ class Expr:
             swapped = np.less if ufunc is np.greater else np.less_equal
             return self.__array_ufunc__(swapped, method, *inputs[::-1])
         name = _UFUNCS.get(ufunc)
-        return functions.call(ufunc.__name__, *inputs) if name is None else build(name, *inputs)
+        return _called(ufunc.__name__, *inputs) if name is None else build(name, *inputs)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is np.where and len(args) == 3 and not kwargs:
             return build("where", *args)
         if func is np.clip and len(args) == 3 and not kwargs:
             return Expr(as_node(args[0])).clip(*args[1:])
-        return functions.call(func.__name__, *args, **kwargs)
+        return _called(func.__name__, *args, **kwargs)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """torch's functions and operators, by their names."""
-        return functions.call(func.__name__, *args, **(kwargs or {}))
+        return _called(func.__name__, *args, **(kwargs or {}))
 
     def __add__(self, other: Any) -> Expr:
         return build("add", self, other)
@@ -207,25 +207,9 @@ class Expr:
         return build("max", build("min", self, high), low)
 
 
-def as_node(value: Any) -> Node:
-    """The node of an `Expr`, or a constant for a plain number."""
-    if isinstance(value, Expr):
-        return value.node
-    if isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
-        if isinstance(value, float | np.floating) and math.isnan(value):
-            raise ArgumentError("NaN is not a constant that a score may use.")
-        return constant(value)  # type: ignore[arg-type]  # NumPy scalars too
-    number = getattr(value, "as_number", None)  # Of an array without dimensions.
-    if number is not None:
-        found: Node = number().node
-        return found
-    has_one = hasattr(value, "item") and not getattr(value, "shape", True)
-    if has_one and not getattr(value, "requires_grad", False):
-        return as_node(value.item())
-    raise ArgumentError(
-        f"{type(value).__name__} cannot be used in a score expression.",
-        action="Use numbers, positions, the score, and elements of arrays.",
-    )
+def _called(name: str, *args: Any, **kwargs: Any) -> Expr:
+    """A function by the name that NumPy or torch has for it."""
+    return Expr(as_node(functions.call(name, *args, **kwargs)))
 
 
 def build(name: str, *args: Any) -> Expr:
@@ -299,7 +283,3 @@ class _Row:
     def __getitem__(self, index: Any) -> Any:
         more = index if isinstance(index, tuple) else (index,)
         return self._table[(*self._indices, *more)]
-
-
-# It builds expressions, which have its functions as methods.
-from qkv.problem import score_functions as functions  # noqa: E402

@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike
 
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
+from qkv.problem.expressions import as_node
 from qkv.problem.reading import Reading, explained, with_replaced_values
-from qkv.problem.symbols import as_node
 from qkv.variants.algebra import MaskVariant
 from qkv.variants.base import Expression, Role
 
@@ -45,6 +45,8 @@ class Mask(MaskVariant):
     roles: ClassVar[Mapping[str, Role]] = {"array": "in_place"}
     positions_only: ClassVar[bool] = True
     uses_batch_index: ClassVar[bool] = False
+    dense_field: ClassVar[str] = "array"
+    """Has a boolean for each pair, which a bias of 0 and -inf can stand for."""
 
     array: ArrayLike | Callable[..., Any]
 

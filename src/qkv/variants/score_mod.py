@@ -15,7 +15,7 @@ import numpy as np
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.problem.expressions import Var, text
+from qkv.problem.expressions import Var, as_node, text
 from qkv.problem.reading import (
     Reading,
     explained,
@@ -24,7 +24,7 @@ from qkv.problem.reading import (
     kind_of_table,
     with_replaced_values,
 )
-from qkv.problem.symbols import Expr, Table, as_node
+from qkv.problem.symbols import Expr, Table
 from qkv.variants.base import Expression, Opaque, Variant
 
 

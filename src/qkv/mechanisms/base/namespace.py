@@ -76,7 +76,9 @@ def like(array: Any, x: Any, name: str = "array") -> Any:
             action="Convert it, to float32 for example.",
         )
     if kind_of(array) != kind_of(x):
-        array = namespace.asarray(as_numpy(array, name))
+        plain = as_numpy(array, name)
+        array = library_of(x, "x").restore(plain) if kind_of(x) == "torch" else plain
+        array = namespace.asarray(array)
     if kind_of(x) == "torch":
         array = array.to(x.device)
     return namespace.astype(array, x.dtype, copy=False)

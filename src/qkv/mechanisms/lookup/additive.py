@@ -106,11 +106,11 @@ class Additive(Mechanism):
         array (..., q_len, v_dim)
         """
         query, key, value = self.sequences(x, key, value)
-        if key.shape[-2] != value.shape[-2]:
+        if key.shape[-2] != value.shape[-2] or not key.shape[-2]:
             raise ShapeError(
                 f"key has {key.shape[-2]} rows and value {value.shape[-2]}.",
                 [("key", str(tuple(key.shape))), ("value", str(tuple(value.shape)))],
-                "Pass as many of one as of the other.",
+                "Pass one row or more, and as many of one as of the other.",
             )
         hidden_q, hidden_k = self.linear("q_proj", query), self.linear("k_proj", key)
         vector = self.weight("score.weight", x)

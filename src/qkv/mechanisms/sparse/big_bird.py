@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.declarations import Size, Whole
-from qkv.errors import ShapeError
+from qkv.errors import ArgumentError, ShapeError
 from qkv.ledger import Count
 from qkv.mechanisms.base.loading import (
     named_weights,
@@ -17,6 +17,7 @@ from qkv.mechanisms.base.loading import (
     require_attributes,
 )
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
+from qkv.mechanisms.base.rows import MOST_RANDOM
 from qkv.variants import BlockSparse, RandomBlocks
 
 __all__ = ["BigBird"]
@@ -104,6 +105,12 @@ class BigBird(ProjectedAttention):
             random_blocks were given, for another number of blocks.
         """
         blocks = -(-n // self.block)
+        if self.num_heads * blocks**2 > MOST_RANDOM:
+            raise ArgumentError(
+                f"the mask of {self.num_heads} heads and {blocks} x {blocks} blocks would take "
+                f"{self.num_heads * blocks**2} bytes; at most {MOST_RANDOM} are taken.",
+                action="Ask for fewer tokens, or choose larger blocks.",
+            )
         # The last column receives the entries -1 of blocks with fewer draws.
         mask = np.pad(np.repeat(_near(blocks)[None], self.num_heads, 0), ((0, 0), (0, 0), (0, 1)))
         np.put_along_axis(mask, self._drawn(blocks), True, axis=2)

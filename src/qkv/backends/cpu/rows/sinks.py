@@ -57,7 +57,7 @@ class Sinks:
         keeps: bool = False,
     ) -> None:
         wide = host().shape_of(np.dtype(np.float64))
-        key = SinksKey(dtype.name, out_dtype.name, wide.lanes, wide.halves, keeps)
+        key = SinksKey(dtype.name, out_dtype.name, wide.lanes, wide.halves, wide.fused, keeps)
         self._sinks = np.array(sinks, np.float64)
         *lead, heads, length, dim = shape
         count = math.prod(lead) * heads

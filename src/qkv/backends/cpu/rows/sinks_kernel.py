@@ -30,12 +30,13 @@ class SinksKey:
     out_dtype: str
     lanes: int
     halves: bool
+    fused: bool
     keeps: bool = False
 
 
 def emit_sinks(key: SinksKey) -> str:
     """The module of one kernel; `job(arguments, worker)` takes the rows of a head for each task."""
-    e = Emitter("sinks", key.lanes, DOUBLE, halves=key.halves)
+    e = Emitter("sinks", key.lanes, DOUBLE, halves=key.halves, fused=key.fused)
     item, out_item = storage.ITEM_BYTES[key.dtype], storage.ITEM_BYTES[key.out_dtype]
     scale = _scale_function(e, key)
     several, single = (_rows_function(e, key, scale, count) for count in (key.lanes, 1))

@@ -1,0 +1,168 @@
+"""`qkv.attention` of torch tensors while Dynamo, torch's compiler, reads the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qkv.backends import device_backend
+from qkv.bridges import torch_functions as functions
+from qkv.bridges.learnable import refuse_constants
+from qkv.bridges.torch_eager import attend_on_device, refuse_export
+from qkv.bridges.torch_onnx import refuse_sizes
+from qkv.bridges.torch_operands import as_tensor, autocast
+from qkv.call.bound import BoundCall, Structure, bind
+from qkv.call.flatten import declared_fields
+from qkv.call.merging import merge_parts
+from qkv.call.options import OptionValues
+from qkv.call.structure_text import keep_for_good, names_objects
+from qkv.errors import ArgumentError, UnsupportedError
+from qkv.problem.stored_rows import Paged, Quantized
+
+__all__ = ["attention", "merge_in_graph"]
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    variants: tuple[Any, ...],
+    options: OptionValues,
+    return_lse: bool,
+) -> Any:
+    """The call while Dynamo reads it: variants of one's own and functions are constants."""
+    if isinstance(key, (Paged, Quantized)) or isinstance(value, (Paged, Quantized)):
+        raise UnsupportedError(
+            "torch compiles this call, and paged or quantised rows are no tensors.",
+            action="Call it outside of torch.compile, or gather the rows into a tensor first.",
+        )
+    _tell_dynamo()
+    if _is_for_onnx():
+        refuse_sizes()
+    refuse_constants(variants, _wants_gradient, ".detach()")
+    for variant in variants:
+        if _stays_whole(variant) and _kept_number(variant) < 0:
+            from qkv.bridges.torch_outside import attention_outside
+
+            return attention_outside(query, key, value, variants, options, return_lse)
+    bound = bind(query, key, value, variants, options, _keep)
+    query, key, value, *tensors = [as_tensor(leaf) for leaf in bound.leaves]
+    operands = autocast(query, key, value)
+    text = _text(tuple(bound.structure))
+    if torch.compiler.is_exporting() and _names_objects(text):
+        refuse_export()
+    if not operands[0].is_cpu or _is_of_a_device(options.backend):
+        return _node(*operands, tensors, text, return_lse)
+    out, lse = functions.attend(*operands, tensors, text)
+    return (out, lse) if return_lse else out
+
+
+def _is_in_onnx_export() -> bool:
+    return torch.onnx.is_in_onnx_export()
+
+
+def _wants_gradient(array: Any) -> bool:
+    return isinstance(array, Tensor) and array.requires_grad and torch.is_grad_enabled()
+
+
+def _constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compiler.assume_constant_result`, which would import the compiler to set this."""
+    # mypy does not know attributes of functions.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+_constant_result(declared_fields)
+_is_for_onnx = _constant_result(_is_in_onnx_export)
+
+
+def _keep_if_whole(variant: Any) -> int:
+    """A number for a variant; none of one that Dynamo has no fields of, or that reads tensors."""
+    if not vars(variant):
+        return -1
+    if hasattr(type(variant), "tree_flatten"):
+        _, arrays = variant.tree_flatten()
+        if any(isinstance(array, Tensor) for array in arrays):
+            return -1
+    return keep_for_good(variant)
+
+
+_kept_number = _constant_result(_keep_if_whole)
+
+
+def _keep(variant: Any) -> int:
+    """Compiled code, and what it names, may live as long as the process. It takes score mods that
+    were made outside it, and their arrays, as constants.
+    """
+    number: int = _kept_number(variant)
+    if number < 0:
+        raise ArgumentError(
+            "a mask is made of a variant that is made inside of a function that torch compiles.",
+            action="Make it before: compiled code takes such variants as constants.",
+        )
+    return number
+
+
+def _stays_whole(variant: Any) -> bool:
+    """Whether a variant declares nothing of what it holds; arrays are masks."""
+    if isinstance(variant, (Tensor, np.ndarray)):
+        return False
+    kind = type(variant)
+    return hasattr(kind, "lower") and getattr(kind, "roles", None) is None
+
+
+def _is_device_backend(name: str) -> bool:
+    return name != "auto" and device_backend(name) is not None
+
+
+_is_of_a_device = _constant_result(_is_device_backend)
+
+
+def _text_of_tuple(structure: tuple[Any, ...]) -> str:
+    return Structure(*structure).text
+
+
+_text = _constant_result(_text_of_tuple)
+
+
+def _node(
+    query: Tensor, key: Tensor, value: Tensor, arrays: list[Tensor], text: str, return_lse: bool
+) -> Any:
+    """The call as one node of a graph that Dynamo writes: checks stay outside of what it reads."""
+    bound = BoundCall(Structure.from_text(text), (query, key, value, *arrays))
+    return attend_on_device(bound, return_lse)
+
+
+@_constant_result
+def _tell_dynamo() -> None:
+    """Dynamo runs this before it reads a call that becomes a node: only now is it imported."""
+    torch.compiler.allow_in_graph(_node)
+    torch.compiler.allow_in_graph(_merge_tensors)
+
+
+def merge_in_graph(parts: tuple[tuple[Any, Any], ...], layout: Any) -> Any:
+    """`qkv.merge` as one node of the graph that Dynamo writes; None if Dynamo does not read this.
+
+    The node runs on stand-ins, where torch sees what it is made of.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return None
+    for out, lse in parts:
+        if not (isinstance(out, Tensor) and isinstance(lse, Tensor)):
+            raise UnsupportedError(
+                "torch compiles this call of merge, and a part is not of tensors.",
+                action="Pass torch.as_tensor of its arrays.",
+            )
+    _tell_dynamo()
+    return _merge_tensors(parts, layout)
+
+
+def _merge_tensors(parts: Any, layout: Any) -> Any:
+    return merge_parts(parts, layout, torch)
+
+
+_names_objects = _constant_result(names_objects)

@@ -1,0 +1,189 @@
+"""`qkv.attention` of torch tensors that no compiler reads.
+
+Where nobody can ask for derivatives and nothing looks on, qkv computes at once on the tensors'
+memory. Else the call becomes an operation that torch differentiates, batches or traces.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkv._dynamo import ends_graph
+from qkv.arrays.torch_arrays import check_dense
+from qkv.arrays.views import view_beside
+from qkv.bridges import torch_functions as functions
+from qkv.bridges.learnable import refuse_constants
+from qkv.bridges.torch_observers import looks_on
+from qkv.bridges.torch_onnx import as_torch_operations
+from qkv.bridges.torch_openmp import on_torch_threads
+from qkv.bridges.torch_operands import (
+    LIBRARY,
+    PLAIN,
+    as_tensor,
+    autocast,
+    check_devices,
+    is_tracked,
+    kept_tensor,
+    operand,
+)
+from qkv.bridges.torch_operators import contiguous
+from qkv.bridges.torch_prepared import run_prepared
+from qkv.call.attend import attend
+from qkv.call.bound import BoundCall, Structure, bind
+from qkv.call.device_call import check_device_call, is_device_call
+from qkv.call.options import OptionValues
+from qkv.call.structure_text import hold, names_objects
+from qkv.errors import QkvError, UnsupportedError
+from qkv.problem.stored_rows import Paged, Quantized
+
+__all__ = ["attend_on_device", "attention", "refuse_export"]
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    variants: tuple[Any, ...],
+    options: OptionValues,
+    return_lse: bool,
+) -> Any:
+    """See `qkv.attention`."""
+    bound = bind(query, key, value, variants, options)
+    try:
+        found = run_prepared(bound, return_lse)
+        if found is not None:
+            return found
+        with on_torch_threads():
+            refuse_constants(variants, is_tracked, ".detach()")
+            if torch.onnx.is_in_onnx_export():
+                operands = query, key, value
+                bound = bind(*operands, *as_torch_operations(*operands, variants, options))
+            return _attend(bound, return_lse)
+    except QkvError as error:
+        raise error.with_action(LIBRARY.in_words(error.action)) from None
+
+
+def _attend(bound: BoundCall, return_lse: bool) -> Any:
+    """A call that was not prepared."""
+    if not bound.structure.is_plain:
+        query, key, value, *_ = bound.unflatten()
+        _refuse_gradients(query, *_within(key), *_within(value))
+        found = attend(bound)
+        return (found.out, found.lse) if return_lse else found.out
+    query, key, value = map(operand, bound.leaves[:3], _ROLES)
+    for leaf in bound.leaves[3:]:
+        if isinstance(leaf, Tensor):
+            check_dense(leaf, "an array of the call")
+    operands = query, key, value
+    leaves = autocast(*operands)
+    if is_device_call(bound):
+        check_devices(*leaves)
+        tensors = tuple(map(as_tensor, bound.leaves[3:]))
+        return attend_on_device(BoundCall(bound.structure, (*leaves, *tensors)), return_lse)
+    if _is_watched(*leaves, *bound.leaves[3:]):
+        check_devices(*leaves)
+        query, key, value = map(kept_tensor, leaves, bound.leaves)
+        leaves = query, key, value
+        tensors = tuple([kept_tensor(as_tensor(leaf), leaf) for leaf in bound.leaves[3:]])
+        _refuse_half_fake(*leaves, *tensors)
+        _hold_if_seen(bound.structure)
+        try:
+            out, lse = functions.attend(*leaves, tensors, bound.structure)
+        except (NotImplementedError, TypeError) as error:
+            _explain_subclasses(error, *leaves, *tensors)
+            raise
+        return (out, lse) if return_lse else out
+    views = [view_beside(LIBRARY, leaf, "an array of the call") for leaf in bound.leaves[3:]]
+    seen = BoundCall(bound.structure, (*map(LIBRARY.view, leaves, _ROLES), *views))
+    attended = attend(seen, rows=return_lse)
+    out = contiguous(LIBRARY.restore(attended.out))
+    return (out, contiguous(LIBRARY.restore(attended.lse))) if return_lse else out
+
+
+def attend_on_device(bound: BoundCall, return_lse: bool) -> Any:
+    device = bound.leaves[0].device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        # Autocast converts the operands; scores and sums keep their own type.
+        with torch.autocast(device, enabled=False):
+            return attend_on_device(bound, return_lse)
+    out, lse = check_device_call(bound).attend(lse=return_lse)
+    return (out, lse) if return_lse else out
+
+
+_NOT_PORTABLE = "this call is exported with a variant that only this process knows"
+_INSTEAD = (
+    "Make its class a dataclass with roles, in a module that can be imported; export a ScoreMod of "
+    "operators and functions, whose arrays are tensors, with strict=False."
+)
+
+
+def refuse_export() -> None:
+    raise UnsupportedError(f"{_NOT_PORTABLE}.", action=_INSTEAD)
+
+
+ends_graph(refuse_export, reason=f"{_NOT_PORTABLE}. {_INSTEAD}")
+
+
+def _hold_if_seen(structure: Structure) -> None:
+    """Whatever looks on may write the text of the structure down."""
+    if torch.compiler.is_exporting() and names_objects(structure.text):
+        refuse_export()
+    if torch._C._len_torch_dispatch_stack() > 0:
+        hold(structure)
+
+
+def _refuse_gradients(*arrays: Any) -> None:
+    """Better to hear that there are none than to train nothing."""
+    if any(isinstance(array, Tensor) and LIBRARY.is_tracked(array) for array in arrays):
+        raise UnsupportedError(
+            "torch differentiates this call, and paged or quantised rows have no way back.",
+            action="Call it under torch.no_grad(), or gather the rows into a tensor first.",
+        )
+
+
+def _within(rows: Any) -> list[Any]:
+    """The arrays that keys or values are read from."""
+    match rows:
+        case Paged(pages=pages):
+            return _within(pages)
+        case Quantized(values=values, scales=scales, offset=offset):
+            return [values, scales, offset]
+    return [rows]
+
+
+def _explain_subclasses(error: Exception, *tensors: Any) -> None:
+    """Tensors of classes of their own decide which operators they take."""
+    names = {type(t).__name__ for t in tensors if isinstance(t, Tensor) and type(t) not in PLAIN}
+    if names and "qkv" in str(error):
+        raise UnsupportedError(
+            f"{' and '.join(sorted(names))} refuses operators that it does not know.",
+            [("torch says", str(error).splitlines()[0][:200])],
+            "Pass plain tensors.",
+        ) from error
+
+
+def _refuse_half_fake(*tensors: Any) -> None:
+    """Fake tensors beside real ones, which torch joins only inside a mode that makes them."""
+    fake = [type(t).__module__ == "torch._subclasses.fake_tensor" for t in tensors]
+    if any(fake) and not all(fake) and torch._C._len_torch_dispatch_stack() == 0:
+        raise UnsupportedError(
+            "fake tensors, which have no values, stand beside real ones.",
+            [("fake", f"{sum(fake)} of {len(fake)} arrays of the call")],
+            "Call attention inside their FakeTensorMode, or convert all arrays with it.",
+        )
+
+
+_ROLES = ("query", "key", "value")
+
+
+def _is_watched(*arrays: Any) -> bool:
+    """Whether torch must see the operation, or changes what it is given."""
+    tensors = [array for array in arrays if isinstance(array, Tensor)]
+    return (
+        looks_on()
+        or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+        or any(type(t) not in PLAIN for t in tensors)
+    )

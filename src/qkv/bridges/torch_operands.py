@@ -1,0 +1,89 @@
+"""Operands and arrays of a call as tensors that torch's operators take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qkv.arrays import is_array, library_of
+from qkv.arrays.torch_arrays import TorchArrays, check_dense
+from qkv.arrays.views import view_beside
+from qkv.call.bound import ARRAY_TYPES
+from qkv.errors import UnsupportedError
+
+__all__ = [
+    "LIBRARY",
+    "PLAIN",
+    "as_tensor",
+    "autocast",
+    "check_devices",
+    "is_tracked",
+    "kept_tensor",
+    "operand",
+]
+
+LIBRARY = TorchArrays()
+
+PLAIN = (Tensor, torch.nn.Parameter)
+ARRAY_TYPES.update(PLAIN)
+
+
+def is_tracked(array: Any) -> bool:
+    return isinstance(array, Tensor) and LIBRARY.is_tracked(array)
+
+
+def as_tensor(array: Any) -> Any:
+    """An array of any library as a tensor of the same memory, where torch can have that."""
+    if isinstance(array, Tensor):
+        return array
+    if torch.compiler.is_dynamo_compiling() and isinstance(array, np.ndarray):
+        return torch.as_tensor(array)  # Dynamo can trace this check.
+    if not is_array(array):
+        return array
+    seen = view_beside(LIBRARY, array, "an array of the call")
+    dense = seen.flags.writeable and min(seen.strides, default=0) >= 0
+    return LIBRARY.restore(seen if dense else seen.copy())
+
+
+def operand(array: Any, role: str) -> Tensor:
+    """An operand as a dense tensor."""
+    tensor: Tensor = as_tensor(array)
+    if not isinstance(tensor, Tensor):
+        library_of(array, role, LIBRARY)  # Raises, because it is an array of none.
+    check_dense(tensor, role)
+    return tensor
+
+
+def kept_tensor(tensor: Any, given: Any) -> Any:
+    """The tensor of an array; a copy of a NumPy array that a backward pass may read again.
+
+    torch notices that a tensor has changed since the forward pass, but not that an array has.
+    """
+    if not isinstance(given, np.ndarray) or not torch.is_grad_enabled():
+        return tensor
+    narrow = tensor[tuple([slice(None) if step else slice(0, 1) for step in tensor.stride()])]
+    return narrow.clone().expand(tensor.shape) if tensor.numel() else tensor
+
+
+def check_devices(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if not query.device == key.device == value.device:
+        raise UnsupportedError(
+            "query, key and value are on different devices.",
+            [("query", str(query.device)), ("key", str(key.device)), ("value", str(value.device))],
+            "Move them to one, as in key.to(query.device).",
+        )
+
+
+def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Operands in the type that autocast asks for, as torch's own attention would take them."""
+    device = query.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device)
+    query, key, value = (
+        t if t.dtype is torch.float64 else t.to(dtype) for t in (query, key, value)
+    )
+    return query, key, value

@@ -1,0 +1,119 @@
+"""Programs for other runtimes: ONNX, and AOTInductor's compiled packages."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import qkv
+import qkv.torch
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+GENERATOR = torch.Generator().manual_seed(0)
+QUERY = torch.randn(2, 4, 7, 8, generator=GENERATOR)
+KEY, VALUE = (torch.randn(2, 2, 9, 8, generator=GENERATOR) for _ in range(2))
+ALLOWED = torch.rand(7, 9, generator=GENERATOR) > 0.4
+ALLOWED[2] = False
+ALLOWED[:, 0], ALLOWED[2, 0], ALLOWED[:, 8] = True, False, False
+VALUE[:, :, 8] = torch.nan
+
+
+class Model(torch.nn.Module):
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.call = call
+        self.sinks = torch.nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 0.0]))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor) -> Any:
+        return self.call(q, k, v, m, self.sinks)
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "mask": lambda q, k, v, m, sinks: qkv.attention(q, k, v, m),
+    "drop-in": lambda q, k, v, m, sinks: qkv.torch.scaled_dot_product_attention(
+        q, k, v, attn_mask=m, enable_gqa=True
+    ),
+    "variants": lambda q, k, v, m, sinks: qkv.attention(
+        q, k, v, qkv.RoPE(), qkv.Causal(), qkv.ALiBi(), qkv.Softcap(2.0), qkv.Mask(m), q_offset=2
+    ),
+    "sinks": lambda q, k, v, m, sinks: qkv.attention(q, k, v, qkv.Sinks(sinks), m),
+    "score mod": lambda q, k, v, m, sinks: qkv.attention(
+        q, k, v, qkv.ScoreMod(lambda s, b, h, i, j: s * sinks[h] - 0.1 * abs(i - j)), m, q_offset=0
+    ),
+}
+
+
+def exported(model: torch.nn.Module, **options: Any) -> Any:
+    pytest.importorskip(
+        "onnxscript", reason="torch exports to ONNX with it: pip install onnxscript"
+    )
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    inputs = QUERY, KEY, VALUE, ALLOWED
+    return torch.onnx.export(model, inputs, dynamo=True, verbose=False, **options)
+
+
+@pytest.mark.sampled("name", list(CALLS), one_in=2)
+def test_onnx_programs_give_the_same_in_onnx_runtime(name: str) -> None:
+    """No value behind a mask, and zeros of rows without keys; the right values are NumPy's way."""
+    runtime = pytest.importorskip("onnxruntime", reason="it runs them: pip install onnxruntime")
+    model = Model(CALLS[name])
+    program = exported(model).model_proto.SerializeToString()
+    session = runtime.InferenceSession(program, providers=["CPUExecutionProvider"])
+    given = dict(zip("qkvm", (QUERY, KEY, VALUE, ALLOWED), strict=True))
+    taken = {i.name: given[i.name].numpy() for i in session.get_inputs()}
+    (found,) = session.run(None, taken)
+    expected = model(QUERY, KEY, VALUE, ALLOWED).detach().numpy()
+    assert not found[:, :, 2].any()
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_onnx_programs_of_any_length_are_refused() -> None:
+    lengths = {2: "q_len"}, None, None, {0: "q_len"}
+    with pytest.raises(Exception, match="Export without dynamic_shapes"):
+        exported(Model(CALLS["mask"]), dynamic_shapes=lengths)
+
+
+class Plain(torch.nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return qkv.attention(q, k, v)
+
+
+LOADED = """
+import sys, torch, qkv.torch
+program = torch._inductor.aoti_load_package(sys.argv[1])
+query, key, value, out = torch.load(sys.argv[2])
+torch.testing.assert_close(program(query, key, value), out)
+"""
+
+
+@pytest.mark.sampled("way", ["operator", "package"], one_in=2)
+def test_compiled_packages_run_in_another_process(way: str, tmp_path: Path) -> None:
+    """They give the operator None for an empty list of masks."""
+    inputs = QUERY, KEY, KEY.cos()
+    right = torch.nn.functional.scaled_dot_product_attention(*inputs, enable_gqa=True)
+    program = torch.export.export(Plain(), inputs)
+    if way == "operator":
+        (node,) = [n for n in program.graph.nodes if n.target is torch.ops.qkv.attention.default]
+        assert node.args[3] == []
+        out, *_ = torch.ops.qkv.attention(*inputs, None, *node.args[4:])
+        torch.testing.assert_close(out, right)
+        return
+    package, values = str(tmp_path / "model.pt2"), tmp_path / "values.pt"
+    torch.save((*inputs, right), values)
+    torch._inductor.aoti_compile_and_package(
+        program,
+        package_path=package,
+        inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},
+    )
+    command = [sys.executable, "-c", LOADED, package, str(values)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
