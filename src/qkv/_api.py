@@ -16,11 +16,12 @@ from qkv.call.dispatch import checked
 from qkv.call.inspected import attend_for_inspection
 from qkv.call.merging import merge_parts
 from qkv.call.options import DEFAULTS, Options, option_values, with_options
-from qkv.declarations import checked_flag, shown
+from qkv.declarations import shown
 from qkv.errors import ArgumentError
 from qkv.inspection.record import Record
 from qkv.planning import Plan, make_plan
 from qkv.problem.check import Layout
+from qkv.readable_checks import checked_flag
 
 __all__ = ["attention", "inspect", "merge", "plan"]
 

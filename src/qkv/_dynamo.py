@@ -33,8 +33,8 @@ READABLE = (
     "bridges/torch_groups.py", "bridges/torch_operands.py", "bridges/torch_operators.py",
     "call/__init__.py", "call/bound.py", "call/flatten.py", "call/numbered.py", "call/options.py",
     "call/structure_text.py",
-    "call/unknown_keywords.py", "errors.py", "hf", "mechanisms", "positions", "torch",
-    "variants",
+    "call/unknown_keywords.py", "errors.py", "hf", "mechanisms", "positions",
+    "readable_checks.py", "torch", "variants",
 )  # fmt: skip
 """Files and folders that Dynamo may read: they hand no address to compiled code."""
 

@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fractions import Fraction
 from operator import index
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
-from qkv.declarations import checked, shown
+from qkv.declarations import checked, checked_integer, shown
 from qkv.errors import ArgumentError
 
-__all__ = ["Count", "symbols"]
+__all__ = ["Amount", "Count", "symbols"]
+
+
+def _amount(name: str, given: Any) -> int:
+    number = checked_integer(name, given)
+    if number < 0:
+        raise ArgumentError(f"{name}={shown(number)} is below 0.", action="Pass 0 or more.")
+    return number
+
+
+Amount: TypeAlias = Annotated[int, _amount]
+"""A whole number of 0 or more, such as one of operations, of up to 2**256."""
 
 _Powers = tuple[tuple[str, int], ...]
 """The symbols of one term with their exponents, sorted by symbol."""

@@ -36,13 +36,11 @@ from typing import (
 )  # fmt: skip
 
 import numpy as np
-from numpy.typing import NDArray
 
-from qkv.errors import ArgumentError, DTypeError, FileError
+from qkv.errors import ArgumentError, FileError
 
 __all__ = [
     "LARGEST",
-    "Amount",
     "Indent",
     "Interval",
     "NotNegative",
@@ -51,9 +49,8 @@ __all__ = [
     "Rule",
     "Size",
     "Whole",
-    "as_array",
     "checked",
-    "checked_flag",
+    "checked_integer",
     "checked_size",
     "shown",
 ]
@@ -93,38 +90,6 @@ def checked_size(name: str, given: Any, least: int = 1) -> int:
     raise ArgumentError(f"{name}={shown(given)} is not {what}.", action=f"Pass {advice}.")
 
 
-def checked_flag(name: str, given: Any) -> bool:
-    """A truth value: a bool of Python or NumPy, or an integer.
-
-    Raises
-    ------
-    ArgumentError
-        Naming the argument.
-    """
-    if isinstance(given, bool | np.bool_ | int):
-        return bool(given)
-    raise ArgumentError(
-        f"{name}={shown(given)} is not True or False.", action=f"Pass {name} as a bool."
-    )
-
-
-def as_array(name: str, given: Any) -> NDArray[Any]:
-    """A NumPy array of what may be no array yet, such as a list.
-
-    Raises
-    ------
-    DTypeError
-        Its rows differ in length, or it holds itself.
-    """
-    try:
-        return np.asarray(given)
-    except (ValueError, TypeError, RecursionError, OverflowError, RuntimeError) as error:
-        raise DTypeError(
-            f"{name}={shown(given)} cannot be read as an array of numbers.",
-            action=f"Pass {name} as an array, or as a list with rows of one length.",
-        ) from error
-
-
 def shown(given: Any) -> str:
     """A value in a message: short, and without fail."""
     try:
@@ -137,7 +102,7 @@ def _size(least: int) -> Rule:
     return lambda name, given: checked_size(name, given, least)
 
 
-def _integer(name: str, given: Any) -> int:
+def checked_integer(name: str, given: Any) -> int:
     """A whole number whose products with two others like it are float64 as well."""
     whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
     if not whole or abs(int(given)) > 2**256:
@@ -147,16 +112,6 @@ def _integer(name: str, given: Any) -> int:
             action=f"Pass {name} as an integer.",
         )
     return given if isinstance(given, int) else int(given)
-
-
-def _amount(name: str, given: Any) -> int:
-    """A whole number of 0 or more that may be beyond `LARGEST`, as products of sizes are."""
-    number = _integer(name, given)
-    if number < 0:
-        raise ArgumentError(
-            f"{name}={shown(given)} is below 0.", action=f"Pass {name} as a number of 0 or more."
-        )
-    return number
 
 
 def _number(least: float, *, above: bool = False) -> Rule:
@@ -227,8 +182,6 @@ Size: TypeAlias = Annotated[int, _size(1)]
 """A positive integer."""
 Whole: TypeAlias = Annotated[int, _size(0)]
 """A whole number of 0 or more."""
-Amount: TypeAlias = Annotated[int, _amount]
-"""A whole number of 0 or more, such as one of operations, of up to 2**256."""
 Indent: TypeAlias = Annotated[int, _indent]
 """Spaces for each level of JSON."""
 Positive: TypeAlias = Annotated[float, _number(0.0, above=True)]
@@ -345,7 +298,7 @@ def _rule(hint: Any) -> Rule | None:
     if origin in (Union, UnionType):
         return _rule_of_union(parts)
     if hint is int:
-        return _integer
+        return checked_integer
     if hint is float:
         return _number(-math.inf)
     if origin is Literal:

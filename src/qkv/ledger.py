@@ -6,25 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from qkv.count import Count, symbols
-from qkv.declarations import Amount, checked, shown
+from qkv.count import Amount, Count, symbols
+from qkv.declarations import checked, shown
 from qkv.errors import ArgumentError
 
 __all__ = [
-    "KINDS",
-    "Count",
-    "Ledger",
-    "attended_pairs",
-    "attention_ledger",
-    "attention_operations",
-    "ledger",
-    "matmul",
-    "memory",
-    "score_entries",
-    "softmax",
-    "step",
-    "symbols",
-]
+    "KINDS", "Count", "Ledger", "attended_pairs", "attention_ledger", "attention_operations",
+    "ledger", "matmul", "memory", "score_entries", "softmax", "step", "symbols",
+]  # fmt: skip
 
 KINDS = (
     "multiply", "add", "subtract", "divide", "compare", "exp", "log", "sqrt", "tanh", "sin", "cos",
@@ -72,19 +61,10 @@ class Ledger:
     bytes_written: Count = _ZERO
 
     def __post_init__(self) -> None:
-        for name in ("operations", "space"):
-            if not isinstance(getattr(self, name), Mapping):
-                raise ArgumentError(
-                    f"{name} is a {type(getattr(self, name)).__name__}, not a dict of counts.",
-                    action=f"Pass {name} as a dict.",
-                )
-        for step in self.operations:
-            if not isinstance(step, tuple) or len(step) != 2:
-                raise ArgumentError(
-                    f"{shown(step)} is not a step and a kind of operation.",
-                    action="Pass (step, kind) as keys of operations.",
-                )
-        for _, kind in self.operations:
+        if not (isinstance(self.operations, Mapping) and isinstance(self.space, Mapping)):
+            raise ArgumentError("operations and space are dicts.", action="Pass dicts of counts.")
+        for place in self.operations:
+            kind: Any = place[1] if isinstance(place, tuple) and len(place) == 2 else None
             if not isinstance(kind, str) or kind not in KINDS:
                 raise ArgumentError(
                     f"{shown(kind)} is no kind of operation.",

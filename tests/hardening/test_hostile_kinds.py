@@ -74,9 +74,13 @@ CASES: dict[str, Callable[[], Any]] = {
     "no rows of a key": lambda: qkv.mechanisms.Additive(8)(X, X[:, :0]),
     "an index for no matrix": lambda: qkv.inspect(X, X, X).weights.matrix(np.array([1, 2, 3])),
     "nested keys": lambda: pages().append(NESTED, X[None]),
-    "a mask of blocks beyond memory": lambda: qkv.mechanisms.BigBird(8, 2, block=2).block_mask(
-        2**31
+    "blocks beyond memory": lambda: qkv.mechanisms.BigBird(8, 2, block=2).block_mask(2**31),
+    "a scale beyond float64": lambda: qkv.inspect(X, X, X, scale=10**400),
+    "tokens beyond memory": lambda: qkv.samples.tiny_model().repeated_sequence(2**31),
+    "no number: dropout_p": lambda: qkv.torch.scaled_dot_product_attention(
+        T, T, T, dropout_p=torch.ones(2)
     ),
+    "no dense query": lambda: qkv.torch.scaled_dot_product_attention(SPARSE, T[0, 0], T[0, 0]),
     "fewer than no pairs": lambda: qkv.cost.attended_pairs(-1, 5),
     "fewer than no bytes": lambda: qkv.cost.memory(-1),
     "no variant of the call": lambda: qkv.vjp(X, X, X)[1](X).of(7),

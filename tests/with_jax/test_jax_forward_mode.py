@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +12,7 @@ pytest.importorskip("jax", minversion="0.10", reason="compared with jax 0.10 or 
 
 import jax
 import jax.numpy as jnp
+from several_devices import run_on_devices
 
 import qkv
 from qkv.bridges import jax_operations, jax_rules
@@ -381,14 +379,4 @@ print(len(jax.devices()))
 
 def test_shard_map() -> None:
     """On two devices, outside of jit and inside, and derivatives on either side of it."""
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_ENABLE_X64": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", SHARDED],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, **flags},
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip() == "2"
+    run_on_devices(SHARDED, 2, JAX_ENABLE_X64="1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ pytest.importorskip("jax", minversion="0.10", reason="compared with jax 0.10 or 
 
 import jax
 import jax.numpy as jnp
+from several_devices import run_on_devices
 
 import qkv
 from qkv.bridges import jax_operations, jax_rules
@@ -293,17 +293,7 @@ print(len(jax.devices()))
 
 def test_shard_map() -> None:
     """Each device its rows, at the same time; a bias that all share has the sum of gradients."""
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    ran = subprocess.run(
-        [sys.executable, "-c", SHARDED],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, **flags},
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip() == "4"
+    run_on_devices(SHARDED, 4)
 
 
 @pytest.mark.parametrize("other_device", [False, True], ids=["refused", "other device"])

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays import kind_of, library_of
-from qkv.declarations import as_array, shown
+from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError
+from qkv.readable_checks import as_array
 
 __all__ = ["Lengths", "checked_integer", "sequence_indices", "shorter_lengths", "whole_numbers"]
 

@@ -12,8 +12,8 @@ import qkv
 from qkv.arrays import is_array
 from qkv.arrays.views import view
 from qkv.cache.arguments import Lengths
-from qkv.declarations import checked_flag
 from qkv.errors import UnsupportedError
+from qkv.readable_checks import checked_flag
 
 __all__ = ["Part", "Rows", "as_offset"]
 

@@ -78,11 +78,6 @@ def read_config(
     >>> model.layers[0].attention.head_dim
     128
     """
-    if isinstance(config, Mapping) and not all(isinstance(name, str) for name in config):
-        raise ArgumentError(
-            f"config={shown(config)} has names that are no strings.",
-            action="Pass what config.json holds.",
-        )
     path = None if isinstance(config, Mapping) else Path(config)
     fields: Mapping[str, Any] = config if isinstance(config, Mapping) else _contents(Path(config))
     notes = []

@@ -10,7 +10,8 @@ from importlib import resources
 from typing import NamedTuple
 
 from qkv import get_num_threads
-from qkv.declarations import Amount, checked
+from qkv.count import Amount
+from qkv.declarations import checked
 from qkv.errors import ArgumentError, KernelBuildError, UnsupportedError
 
 __all__ = ["DTYPE_BYTES", "Machine", "Roofline", "bytes_of", "machine", "machine_names"]

@@ -52,7 +52,7 @@ def unlike_llama(fields: Mapping[str, Any]) -> Iterator[str]:
     ['but the config has alibi True, which a llama has not: the count may be off']
     """
     said = {name: value for name, value in fields.items() if value not in (None, False, 0, [], {})}
-    others = [name for name in said if _NO_ATTENTION.search(name)]
+    others = [name for name in said if _NO_ATTENTION.search(str(name))]
     if others:
         raise UnsupportedError(
             f"model_type {fields.get('model_type', '')!r:.40} is not known, and its config says "
@@ -60,7 +60,7 @@ def unlike_llama(fields: Mapping[str, Any]) -> Iterator[str]:
             [(name, f"{said[name]!r:.60}") for name in others[:4]],
             "Models whose every layer is attention are counted.",
         )
-    strange = [name for name in said if name not in _READ and _MEANS_MORE.search(name)]
+    strange = [name for name in said if name not in _READ and _MEANS_MORE.search(str(name))]
     if said.get("multi_query") and (said.get("num_kv_heads") or said.get("num_key_value_heads")):
         yield "multi_query says 1 key head and another field more; the larger number is counted"
     if strange:

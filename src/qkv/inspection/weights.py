@@ -242,7 +242,13 @@ class LazyWeights(NDArrayOperatorsMixin):
         return out.reshape(shape)
 
     def matrix(self, leading: Sequence[int]) -> tuple[int, int]:
-        """Flat batch index and head of leading coordinates."""
+        """Flat batch index and head of leading coordinates.
+
+        Raises
+        ------
+        ArgumentError
+            If they name no matrix.
+        """
         if len(leading) != self.ndim - 2 or not all(
             -n <= i < n for i, n in zip(leading, self.shape, strict=False)
         ):

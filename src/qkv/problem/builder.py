@@ -10,11 +10,11 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv.declarations import as_array
 from qkv.errors import AmbiguityError, ArgumentError, DTypeError, ShapeError
 from qkv.problem.expressions import Kind, Var, as_node, conjunction, text, variables
 from qkv.problem.spec import Dropout, Origin, Rotation, Stage, TableSpec
 from qkv.problem.symbols import Expr, Table
+from qkv.readable_checks import as_array
 
 Array = NDArray[Any]
 Align: TypeAlias = Literal["start", "end"]

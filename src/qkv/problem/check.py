@@ -308,11 +308,11 @@ def _scale(scale: Any, head_dim: int) -> float:
         return float(head_dim**-0.5)
     try:
         number = float(scale)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         number = float("nan")
     if not np.isfinite(number):
         raise ArgumentError(
-            f"scale={scale!r} is not a finite number.",
+            f"scale={shown(scale)} is not a finite number.",
             action=f"Leave it out for 1 / sqrt(head_dim) = {head_dim**-0.5:.6g}.",
         )
     return number

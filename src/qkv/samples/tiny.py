@@ -97,6 +97,8 @@ class TinyModel:
         -------
         list of int (2 * period,)
         """
+        if period > 2**24:
+            raise ArgumentError(f"period={period} is more than 2**24.", action="Choose fewer.")
         once = np.random.default_rng(seed).integers(0, len(ALPHABET), period)
         return [int(index) for index in np.tile(once, 2)]
 

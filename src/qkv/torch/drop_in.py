@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import qkv
-from qkv.declarations import checked_flag
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
+from qkv.readable_checks import checked_flag
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -86,6 +87,10 @@ def scaled_dot_product_attention(
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if flag is not True and flag is not False and not isinstance(flag, torch.SymBool):
             checked_flag(name, flag)
+    if isinstance(dropout_p, torch.Tensor | np.ndarray) and dropout_p.ndim:
+        raise ArgumentError("dropout_p is no single number.", action="Pass a number from 0 to 1.")
+    if any(t.layout is not torch.strided for t in inputs if not t.is_nested):
+        raise DTypeError("a sparse tensor was given.", action="Pass its to_dense().")
     if any(t.is_nested for t in inputs):
         raise UnsupportedError(
             "a nested tensor was given.",

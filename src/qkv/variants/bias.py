@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv.declarations import as_array
 from qkv.errors import DTypeError, MaskLooksBooleanWarning
 from qkv.problem.builder import Builder, Shape, kind_of_array
 from qkv.problem.dense import Dense
+from qkv.readable_checks import as_array
 from qkv.variants.base import Role, Variant
 
 

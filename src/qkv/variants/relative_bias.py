@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv.declarations import as_array, shown
+from qkv.declarations import shown
 from qkv.errors import ArgumentError, ShapeError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
+from qkv.readable_checks import as_array
 from qkv.variants.base import Role, Variant
 
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv.declarations import shown
 from qkv.errors import ArgumentError
 from qkv.positions import hf_config, scaling
 from qkv.positions.rotation import rotate
@@ -74,10 +73,9 @@ class RoPE(Variant):
     attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        known = isinstance(self.layout, str) and self.layout in ("half_split", "interleaved")
-        if not known:
+        if not isinstance(self.layout, str) or self.layout not in ("half_split", "interleaved"):
             action = "Use 'half_split' (Hugging Face Llama) or 'interleaved' (GPT-J)."
-            raise ArgumentError(f"RoPE layout={shown(self.layout)} is not known.", action=action)
+            raise ArgumentError(f"RoPE layout={self.layout!r:.60} is not known.", action=action)
         scaling.positive("base", self.base)
         scaling.positive("attention_factor", self.attention_factor)
         if self.rotary_dim is not None:

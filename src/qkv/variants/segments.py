@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv.declarations import as_array
 from qkv.errors import DTypeError, ShapeError
 from qkv.problem.builder import Builder, Restart, Shape
 from qkv.problem.dense import Dense
+from qkv.readable_checks import as_array
 from qkv.variants.algebra import MaskVariant
 from qkv.variants.base import Role
 

@@ -31,7 +31,7 @@ from qkv.call.variant_arrays import (
     wanted,
     without_repeats,
 )
-from qkv.declarations import checked_flag, shown
+from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.partial import Partial
 from qkv.problem.builder import FLOATS
@@ -45,6 +45,7 @@ from qkv.problem.second_backward import (
 from qkv.problem.spec import Origin
 from qkv.problem.stored_rows import plain
 from qkv.problem.tiles import TileGrid
+from qkv.readable_checks import checked_flag
 
 __all__ = ["SecondGradients", "Tangents", "jvp", "second_vjp"]
 

@@ -16,9 +16,10 @@ from qkv.call.derivatives.gradients import Gradients, gradients_of
 from qkv.call.derivatives.pull_back import Residuals, pull_back
 from qkv.call.options import Options, option_values, with_options
 from qkv.call.variant_arrays import without_repeats
-from qkv.declarations import checked_flag, shown
+from qkv.declarations import shown
 from qkv.errors import ArgumentError
 from qkv.partial import Partial
+from qkv.readable_checks import checked_flag
 
 __all__ = ["Gradients", "Pullback", "vjp"]
 

@@ -1,0 +1,45 @@
+"""Checks of single arguments that torch's compiler may read, unlike those of `declarations`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.declarations import shown
+from qkv.errors import ArgumentError, DTypeError
+
+__all__ = ["as_array", "checked_flag"]
+
+
+def checked_flag(name: str, given: Any) -> bool:
+    """A truth value: a bool of Python or NumPy, or an integer.
+
+    Raises
+    ------
+    ArgumentError
+        Naming the argument.
+    """
+    if isinstance(given, bool | np.bool_ | int):
+        return bool(given)
+    raise ArgumentError(
+        f"{name}={shown(given)} is not True or False.", action=f"Pass {name} as a bool."
+    )
+
+
+def as_array(name: str, given: Any) -> NDArray[Any]:
+    """A NumPy array of what may be no array yet, such as a list.
+
+    Raises
+    ------
+    DTypeError
+        Its rows differ in length, or it holds itself.
+    """
+    try:
+        return np.asarray(given)
+    except (ValueError, TypeError, RecursionError, OverflowError, RuntimeError) as error:
+        raise DTypeError(
+            f"{name}={shown(given)} cannot be read as an array of numbers.",
+            action=f"Pass {name} as an array, or as a list with rows of one length.",
+        ) from error
