@@ -45,6 +45,7 @@ from qkv.inspection.trace_fields import Projections
 from qkv.inspection.weights import LazyWeights
 from qkv.planning import Plan
 from qkv.positions import LearnedPositions, SinusoidalPositions
+from qkv.prepared import ArrayForm, CallForm, PreparedAttention, prepare
 from qkv.problem.stored_rows import Paged, Quantized
 from qkv.saturation import ScalingCurve, ScalingPoint, scaling_curve
 from qkv.variants import (
@@ -74,8 +75,10 @@ __all__ = [
     "ALiBi",
     "AmbiguityError",
     "ArgumentError",
+    "ArrayForm",
     "Bias",
     "BlockSparse",
+    "CallForm",
     "Causal",
     "DTypeError",
     "DistributedError",
@@ -97,6 +100,7 @@ __all__ = [
     "Paged",
     "Plan",
     "Prefix",
+    "PreparedAttention",
     "Projections",
     "Pullback",
     "QkvError",
@@ -128,6 +132,7 @@ __all__ = [
     "jvp",
     "merge",
     "plan",
+    "prepare",
     "scaling_curve",
     "set_num_threads",
     "vjp",

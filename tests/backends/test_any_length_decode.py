@@ -44,7 +44,9 @@ VARIANTS = {
 
 
 def prepared(query, key, value, variants=(), arrays=(), **keywords):
-    return CPU.prepare_any_length(check(query, key, value, variants, **keywords), arrays)
+    return CPU.prepare(
+        check(query, key, value, variants, **keywords), "forward", any_length=True, arrays=arrays
+    )
 
 
 def caches(dtype="float32", batch=(2,), heads=2, dim=24):
@@ -66,12 +68,12 @@ def test_a_step_gives_the_bits_of_a_first_call(name, q_len) -> None:
         query = normal(2, 4, q_len, 24, seed=seed)
         rows = keys[:, :, :length], values[:, :, :length]
         for key, value in (rows, [np.ascontiguousarray(r) for r in rows]):
-            out, lse, rest = steps(query, key, value, True, length - q_len)
+            out, lse, rest, _ = steps(query, key, value, True, (), length - q_len)
             expected = first_call(query, key, value, variants, q_offset="end")
             assert out.tobytes() == expected[0].tobytes()
             assert lse.tobytes() == expected[1].tobytes()
             assert rest is None
-            alone, none, _ = steps(query, key, value, False, length - q_len)
+            alone, none, *_ = steps(query, key, value, False, (), length - q_len)
             assert alone.tobytes() == out.tobytes()
             assert none is None
         right = qkv.attention(query, *rows, *variants, q_offset="end", backend="reference")
@@ -85,7 +87,7 @@ def test_every_type(dtype) -> None:
     steps = prepared(query, keys, values, (qkv.SlidingWindow(90, 0),), q_offset="end")
     for length in (30, 601):
         key, value = keys[:, :, :length], values[:, :, :length]
-        out, _, _ = steps(query, key, value, False, length - 2)
+        out, *_ = steps(query, key, value, False, (), length - 2)
         assert out.dtype == query.dtype
         keywords = {"q_offset": "end", "backend": "reference"}
         right = qkv.attention(query, key, value, qkv.SlidingWindow(90, 0), **keywords)
@@ -107,7 +109,7 @@ def test_strides_may_change_with_each_step(batch) -> None:
         doubled = np.repeat(query, 2, axis=-1)[..., ::2]
         for key, value in (views, turned, backwards, same, (views[0], same[1])):
             for asked in (query, doubled, np.ascontiguousarray(query[..., ::-1])[..., ::-1]):
-                out, lse, _ = steps(asked, key, value, True, 0)
+                out, lse, *_ = steps(asked, key, value, True, (), 0)
                 expected = first_call(query, key, value, ())
                 assert out.tobytes() == expected[0].tobytes()
                 assert lse.tobytes() == expected[1].tobytes()
@@ -135,7 +137,7 @@ def test_arrays_along_the_keys_are_read_where_they_lie(shape) -> None:
         key, value = keys[:, :, :length], values[:, :, :length]
         mask, bias = drawn(length)
         for m, b in ((mask, bias), (mask[..., ::-1], np.repeat(bias, 3, axis=-1)[..., ::3])):
-            out, lse, _ = steps(query, key, value, True, length - 1, (m, b))
+            out, lse, *_ = steps(query, key, value, True, (m, b), length - 1)
             variants = qkv.Mask(m), qkv.Bias(b), qkv.Causal()
             expected = first_call(query, key, value, variants, q_offset="end")
             assert out.tobytes() == expected[0].tobytes()
@@ -150,14 +152,14 @@ def test_what_a_mask_forbids_does_not_leak() -> None:
     mask = np.ones((2, 1, 1, CACHE), bool)
     mask[0, ..., 70:400] = mask[1, ..., 5:] = False
     steps = prepared(query, key, value, (qkv.Mask(mask),), (mask,))
-    clean = steps(query, key, value, True, 0, (mask,))
+    clean = steps(query, key, value, True, (mask,), 0)
     for array in (key, value):
         array[0, :, 70:400] = np.nan
         array[1, :, 5:] = np.inf
-    again = steps(query, key, value, True, 0, (mask,))
+    again = steps(query, key, value, True, (mask,), 0)
     assert [a.tobytes() for a in clean[:2]] == [a.tobytes() for a in again[:2]]
     nothing = np.zeros_like(mask)
-    out, lse, _ = steps(query, key, value, True, 0, (nothing,))
+    out, lse, *_ = steps(query, key, value, True, (nothing,), 0)
     assert not out.any()
     assert np.isneginf(lse).all()
 
@@ -167,15 +169,15 @@ def test_arrays_of_another_form_are_not_taken() -> None:
     mask = np.ones((2, 1, 1, 50), bool)
     rows = keys[:, :, :50], values[:, :, :50]
     steps = prepared(query, *rows, (qkv.Mask(mask),), (mask,))
-    assert steps(query, *rows, False, 0, (mask,)) is not None
+    assert steps(query, *rows, False, (mask,), 0) is not None
     for other in (mask[:1], mask[..., :49], mask[0], np.ones((2, 4, 1, 50), bool)):
-        assert steps(query, *rows, False, 0, (other,)) is None
-    assert steps(query, *rows, False, 0) is None
-    assert steps(query, *rows, False, 0, (mask, mask)) is None
+        assert steps(query, *rows, False, (other,), 0) is None
+    assert steps(query, *rows, False, (), 0) is None
+    assert steps(query, *rows, False, (mask, mask), 0) is None
     # A dimension that is the same for all may be long if its stride is 0.
     same = np.broadcast_to(mask, (2, 4, 1, 50))
-    out, _, _ = steps(query, *rows, False, 0, (same,))
-    assert out.tobytes() == steps(query, *rows, False, 0, (mask,))[0].tobytes()
+    out, *_ = steps(query, *rows, False, (same,), 0)
+    assert out.tobytes() == steps(query, *rows, False, (mask,), 0)[0].tobytes()
 
 
 def test_what_holds_one_length_is_not_prepared() -> None:
@@ -196,11 +198,11 @@ def test_lengths_and_shifts_beyond_what_was_prepared_for() -> None:
     query, key = normal(1, 2, 1, 16), normal(1, 2, 50, 16)
     steps = prepared(query, key, key, (qkv.Causal(),), q_offset="end")
     for shift in (LONGEST + 1, -LONGEST - 1):
-        assert steps(query, key, key, False, shift) is None
-    assert steps(query, key[:, :, :0], key[:, :, :0], False, 0) is None
-    whole = prepared(query, key, key)(query, key, key, False, 0)[0]
-    assert steps(query, key, key, False, LONGEST)[0].tobytes() == whole.tobytes()
-    out, lse, _ = steps(query, key, key, True, -LONGEST)
+        assert steps(query, key, key, False, (), shift) is None
+    assert steps(query, key[:, :, :0], key[:, :, :0], False, (), 0) is None
+    whole = prepared(query, key, key)(query, key, key, False, (), 0)[0]
+    assert steps(query, key, key, False, (), LONGEST)[0].tobytes() == whole.tobytes()
+    out, lse, *_ = steps(query, key, key, True, (), -LONGEST)
     assert not out.any()
     assert np.isneginf(lse).all()
 
@@ -237,7 +239,7 @@ def test_many_threads_take_steps_at_once() -> None:
 
     def step(length):
         key, value = keys[:, :, :length], values[:, :, :length]
-        return steps(query, key, value, False, length - 1)[0].tobytes()
+        return steps(query, key, value, False, (), length - 1)[0].tobytes()
 
     lengths = [*range(1, CACHE, 29)] * 8
     alone = [step(length) for length in lengths]

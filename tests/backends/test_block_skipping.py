@@ -176,8 +176,8 @@ def test_nothing_is_prepared_that_depends_on_values():
     flat = (qkv.ALiBi(1e-3), qkv.Causal())
     for variants, ready in ((flat, True), (STEEP, False)):
         problem = check(q, k, v, variants)
-        assert (CpuBackend().prepare(problem, False) is not None) == ready
-        assert (CpuBackend().prepare_backward(problem, inputs) is not None) == ready
+        assert (CpuBackend().prepare(problem, "forward") is not None) == ready
+        assert (CpuBackend().prepare(problem, "gradients", inputs=inputs) is not None) == ready
 
 
 # Problems of every kind

@@ -71,8 +71,7 @@ def test_a_repeated_call_looks_nothing_up(monkeypatch, lengths, variants) -> Non
     def fail(*arguments):
         raise AssertionError("the call was looked up")
 
-    monkeypatch.setattr(attend, "call_key", fail)
-    monkeypatch.setattr(attend, "decoding_step", fail)
+    monkeypatch.setattr(attend, "form_of", fail)
     for seed in range(4, 8):
         near(arrays_of(*lengths, seed=seed), *variants)
 
@@ -394,11 +393,10 @@ def test_rotation_and_sinks_around_a_repeated_call(monkeypatch, lengths, dtype) 
     for seed in range(4):
         check(seed, sinks[seed % 2])
 
-    def fail(*arguments):
-        raise AssertionError("the call was looked up")
+    def fail(*arguments, **keywords):
+        raise AssertionError("the call was checked again")
 
-    if max(lengths) <= 64:  # Longer rows are rotated by several threads, and looked up.
-        monkeypatch.setattr(attend, "call_key", fail)
+    monkeypatch.setattr(attend, "check_call", fail)
     for seed in range(4, 7):
         check(seed, sinks[seed % 2])
     sinks[0] += 1.0

@@ -117,7 +117,7 @@ def test_recalled_gradients_have_the_same_bits(name, dtype) -> None:
         check(operands(seed, dtype), VARIANTS[name](seed), q_offset="end")
     # Gradients of rotated rows of 16 bits are rounded after they were turned back, unprepared.
     prepared = name != "rotation" or dtype in (np.float32, np.float64)
-    assert CALLS.count("pull back") == int(prepared)
+    assert CALLS.count("gradients") == int(prepared)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_recalled_gradients_have_the_same_bits(name, dtype) -> None:
 def test_of_other_shapes(sizes) -> None:
     for seed in range(4):
         check(operands(seed, **sizes))
-    assert CALLS.count("pull back") == 1
+    assert CALLS.count("gradients") == 1
 
 
 def test_against_the_definition() -> None:
@@ -153,7 +153,7 @@ def test_heads_behind_rows() -> None:
         arrays = operands(seed)
         turned = [np.ascontiguousarray(a.swapaxes(-3, -2)) for a in arrays[:4]]
         check([*turned, arrays[4]], layout="blhd")
-    assert CALLS.count("pull back") == 1
+    assert CALLS.count("gradients") == 1
 
 
 def test_other_strides_are_other_calls() -> None:
@@ -168,7 +168,7 @@ def test_other_strides_are_other_calls() -> None:
             arrays = operands(seed)
             changed = [apart(a) if p else a for a, p in zip(arrays[:4], places, strict=True)]
             check([*changed, arrays[4]])
-    assert CALLS.count("pull back") == 16
+    assert CALLS.count("gradients") == 16
 
 
 def test_lse_of_any_order() -> None:
@@ -183,7 +183,7 @@ def test_lse_of_any_order() -> None:
         right = pullback(grad_out, grad_lse)
         for name in ("query", "key", "value"):
             assert getattr(found, name).tobytes() == getattr(right, name).tobytes()
-    assert CALLS.count("pull back") == 1
+    assert CALLS.count("gradients") == 1
 
 
 def test_lse_of_another_type() -> None:
@@ -194,7 +194,7 @@ def test_lse_of_another_type() -> None:
         found = pull_back(q, k, v, (), KEYWORDS, wide, grad_out, grad_lse.astype(np.float64))
         right = pullback(grad_out, grad_lse)
         np.testing.assert_allclose(found.query, right.query, rtol=0, atol=2e-6)
-    assert not CALLS.count("pull back")
+    assert not CALLS.count("gradients")
 
 
 def test_without_a_cotangent_of_lse() -> None:
@@ -202,7 +202,7 @@ def test_without_a_cotangent_of_lse() -> None:
         check([*operands(seed)[:4], None])
     for seed in range(4):
         check(operands(seed))
-    assert CALLS.count("pull back") == 2
+    assert CALLS.count("gradients") == 2
 
 
 def test_rows_that_see_nothing_are_looked_at_each_time() -> None:
@@ -225,7 +225,7 @@ def test_whole_blocks_of_queries_without_a_key(dtype) -> None:
         found = check(arrays, (qkv.Causal(),), q_offset=-260)
         assert not found.query[..., :260, :].any()
         assert found.query[..., 260:, :].any()
-    assert CALLS.count("pull back") == 1
+    assert CALLS.count("gradients") == 1
 
 
 def test_a_missing_lse_rest_is_computed_again() -> None:
@@ -245,7 +245,7 @@ def test_operands_that_are_broadcast_are_summed() -> None:
         _, k, v, *_ = operands(seed + 10, lead=(1,))
         found = check([q, k, v, grad_out, grad_lse])
         assert found.key.shape == k.shape
-    assert not CALLS.count("pull back")
+    assert not CALLS.count("gradients")
 
 
 def test_gradients_of_variants_are_not_recalled() -> None:
@@ -258,7 +258,7 @@ def test_gradients_of_variants_are_not_recalled() -> None:
             pullback(grad_out, grad_lse, [bias]).of(bias).tobytes()
         )
         check(arrays, (bias,))
-    assert CALLS.count("pull back") == 1
+    assert CALLS.count("gradients") == 1
 
 
 def test_another_instruction_set(monkeypatch) -> None:
@@ -304,7 +304,12 @@ def test_what_is_remembered_keeps_no_arrays() -> None:
     gone = [weakref.ref(a) for a in (*arrays, *left)]
     for _ in range(3):
         pull_back(*arrays[:3], VARIANTS["mask"](0), KEYWORDS, left, *arrays[3:])
-    (ready,) = [p for key, p in CALLS._prepared.items() if key[0] == "pull back"]
+    (ready,) = [
+        call
+        for entry in CALLS._entries.values()
+        for form, call in entry.calls.items()
+        if form.passes == "gradients"
+    ]
     del arrays, left
     gc.collect()
     assert not any(reference() is not None for reference in gone)

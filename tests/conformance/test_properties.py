@@ -60,7 +60,9 @@ class WrongWhenPrepared(BlockedBackend):
 
     name = "wrong-when-prepared"
 
-    def prepare(self, problem, backward, arrays=()):
+    def prepare(self, problem, passes, *, any_length=False, arrays=(), inputs=None):
+        if passes != "forward" or any_length:
+            return None
         found = self.run(problem)
         return lambda *given: (found.out, found.lse, found.lse_rest, None)
 
@@ -70,9 +72,11 @@ class WrongSteps(BlockedBackend):
 
     name = "wrong-steps"
 
-    def prepare_any_length(self, problem, arrays=()):
+    def prepare(self, problem, passes, *, any_length=False, arrays=(), inputs=None):
+        if not any_length:
+            return None
         found = self.run(problem)
-        return lambda *given: (found.out, found.lse, None)
+        return lambda *given: (found.out, found.lse, None, None)
 
 
 class WrongInspection(BlockedBackend):

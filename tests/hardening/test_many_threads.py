@@ -9,12 +9,15 @@ kind was at hand when this was written.
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 import qkv
-from qkv.call.cache import CALLS, CallCache
+from qkv.backends import conditions
+from qkv.call.bound import bind
+from qkv.call.cache import CALLS, CallCache, Form, PreparedCall
 
 THREADS, ROUNDS = 8, 12
 
@@ -91,21 +94,32 @@ def test_every_thread_gets_what_one_alone_gets(clearing: bool, two_threads: None
     assert not wrong
 
 
+STRUCTURE = bind(*np.zeros((3, 1, 1, 1)), ()).structure
+
+
+def form_number(n: int) -> Form:
+    return Form("forward", False, (n,), ())
+
+
+def prepared_call(n: int) -> PreparedCall:
+    return PreparedCall(form_number(n), None, "cpu", conditions())
+
+
 def test_a_full_cache_is_emptied_by_another_thread() -> None:
-    """A key that one thread was about to drop had been dropped by another."""
+    """A call that one thread was about to drop had been dropped by another."""
     cache = CallCache(capacity=2)
 
     class Table(dict):
-        def __iter__(self) -> Iterator[object]:
-            found = super().__iter__()
+        def items(self) -> Any:
             thread = threading.Thread(target=cache.clear)
             thread.start()
             thread.join(timeout=0.2)
-            return found
+            return super().items()
 
-    cache._prepared = Table()
-    for n in range(3):
-        cache.insert((n,), n)
+    cache._entries = Table()
+    for n in range(4):
+        cache.insert(STRUCTURE, form_number(n), prepared_call(n))
+    assert cache.entry(STRUCTURE) is None or len(cache) <= 2
 
 
 def test_a_key_is_new_to_one_thread_only() -> None:
@@ -124,7 +138,7 @@ def test_a_key_is_new_to_one_thread_only() -> None:
 
     def ask() -> None:
         start.wait()
-        told.append(cache.is_new(("key",)))
+        told.append(cache.is_new(STRUCTURE, form_number(0)))
 
     threads = [threading.Thread(target=ask) for _ in range(THREADS)]
     for thread in threads:
@@ -134,37 +148,45 @@ def test_a_key_is_new_to_one_thread_only() -> None:
     assert sum(told) == 1
 
 
-def test_what_was_discarded_meanwhile_is_not_replaced() -> None:
-    cache = CallCache()
-
-    class Table(dict):
-        def __contains__(self, key: object) -> bool:
-            found = super().__contains__(key)
-            thread = threading.Thread(target=cache.discard, args=(key,))
-            thread.start()
-            thread.join(timeout=0.2)
-            threads.append(thread)
-            return found
-
-    threads: list[threading.Thread] = []
-    cache._prepared = Table({("key",): 1})
-    cache.replace(("key",), 2)
-    for thread in threads:
-        thread.join()
-    assert cache.get(("key",)) is None
+def test_what_took_the_place_of_a_call_is_not_discarded_with_it() -> None:
+    cache, before, after = CallCache(), prepared_call(0), prepared_call(0)
+    cache.insert(STRUCTURE, before.form, before)
+    entry = cache.entry(STRUCTURE)
+    assert entry is not None
+    cache.insert(STRUCTURE, after.form, after)
+    cache.discard(STRUCTURE, before)
+    assert entry.calls[after.form] is after
+    cache.discard(STRUCTURE, after)
+    assert cache.entry(STRUCTURE) is None
+    cache.discard(STRUCTURE, after)
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    """Against a list of keys in the order of their use."""
-    cache, order = CallCache(capacity=10), list(range(10))
-    for n in order:
-        cache.insert((n,), n)
-    for n in range(10, 200):
-        used = cache.get((3,))
-        assert used == 3, "it is used after every other, so it stays"
-        cache.insert((n,), n)
-        assert cache.get((n,)) == n
-        assert len(cache) == 10
-    assert not cache.replace((5,), 0)
-    assert cache.replace((3,), "other")
-    assert cache.get((3,)) == "other"
+    """Against a list of calls in the order of their use, of two structures."""
+    cache = CallCache(capacity=10)
+    assert cache.entry(STRUCTURE) is None
+    other = STRUCTURE._replace(variants=(True,))
+    kept = prepared_call(-1)
+    cache.insert(other, kept.form, kept)
+    for n in range(100):
+        kept.used = cache.clock
+        cache.insert(STRUCTURE, form_number(n), prepared_call(n))
+        entry = cache.entry(STRUCTURE)
+        assert entry is not None
+        assert [form.values[0] for form in entry.calls] == list(range(max(0, n - 8), n + 1))
+        assert cache.entry(other) is not None, "it is used after every other, so it stays"
+        assert len(cache) == min(n + 2, 10)
+    cache.insert(STRUCTURE, form_number(100), prepared_call(100))
+    cache.insert(STRUCTURE, form_number(101), prepared_call(101))
+    cache.clock += 20
+    for n in range(102, 112):
+        cache.insert(STRUCTURE, form_number(n), prepared_call(n))
+    assert cache.entry(other) is None
+
+
+def test_what_was_prepared_under_other_conditions_is_not_kept() -> None:
+    """A backend may be registered while another thread prepares."""
+    cache, call = CallCache(), prepared_call(0)
+    call.conditions = (-1, None)
+    cache.insert(STRUCTURE, call.form, call)
+    assert cache.entry(STRUCTURE) is None

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import qkv  # noqa: E402
-from qkv.bridges import torch_eager  # noqa: E402
+from qkv.bridges import torch_eager, torch_prepared  # noqa: E402
 from qkv.errors import QkvError  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_prepared_calls")
@@ -54,8 +54,8 @@ def test_a_repeated_call_is_the_first_one_tried(monkeypatch, lengths, variants) 
     def fail(*arguments):
         raise AssertionError("the call was looked up")
 
-    monkeypatch.setattr(torch_eager, "run_step", fail)
-    monkeypatch.setattr(torch_eager, "run_prepared", fail)
+    monkeypatch.setattr(torch_prepared, "_look_up", fail)
+    monkeypatch.setattr(torch_eager, "_attend", fail)
     for seed in range(5, 9):
         near(operands(*lengths, seed=seed), *variants)
 
@@ -197,3 +197,19 @@ def test_many_threads_take_the_same_steps() -> None:
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(call, range(6)))
+
+
+def test_steps_and_other_calls_of_one_structure_take_turns(monkeypatch) -> None:
+    """A guard of steps takes any sizes, also those of calls that are no steps."""
+    shapes = [(1, 1), (1, 9), (16, 16), (1, 30), (2, 9)]
+    for seed in range(3):
+        for lengths in shapes:
+            near(operands(*lengths, seed=seed))
+    monkeypatch.setattr(torch_eager, "_attend", None)
+    for seed in range(3, 6):
+        for lengths in shapes:
+            near(operands(*lengths, seed=seed))
+    for seed in range(70):  # Steps over as many keys again and again, and others then.
+        near(operands(1, 9, seed=seed % 3))
+    for lengths in shapes:
+        near(operands(*lengths))

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import qkv  # noqa: E402
-from qkv.bridges import torch_eager, torch_operators  # noqa: E402
+from qkv.bridges import torch_eager, torch_operators, torch_prepared  # noqa: E402
 from qkv.call.cache import CALLS  # noqa: E402
 
 pytestmark = [
@@ -78,7 +78,7 @@ def only_prepared(monkeypatch):
 
     def close():
         for module, name in (
-            (torch_eager, "run_step"), (torch_eager, "run_prepared"), (torch_eager, "_attend"),
+            (torch_prepared, "_look_up"), (torch_eager, "_attend"),
             (torch_operators, "compute_attention"), (torch_operators, "compute_gradients"),
         ):  # fmt: skip
             monkeypatch.setattr(module, name, fail)
@@ -347,3 +347,14 @@ def test_threads() -> None:
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(train, range(4)))
+
+
+def test_another_machine_is_seen_between_the_passes(monkeypatch) -> None:
+    """What autograd keeps may outlast what it was prepared for."""
+    for seed in range(5):
+        check(operands(seed=seed), causal(40, 40), qkv.Causal())
+    *tensors, grad_out, _ = operands(seed=5)
+    out = qkv.attention(*tensors, qkv.Causal(), backend="auto")
+    monkeypatch.setenv("QKV_ISA", "no such thing")
+    with pytest.raises(qkv.QkvError, match="no such thing"):
+        torch.autograd.grad(out, tensors, grad_out)

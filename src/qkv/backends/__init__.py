@@ -2,9 +2,8 @@
 
 A backend is any object with the protocol of `Backend`. What it has beyond that is a protocol each:
 `Differentiable`, `Inspectable`, `ReducingWeights`, `StoredRowsBackend`, `DeviceBackend`,
-`NotingBackend`, and for calls like an earlier one `Preparing`, `PreparingGradients` and
-`PreparingSteps`. Those of other packages are found through the entry point group `qkv.backends`;
-see docs/add-a-backend.md.
+`NotingBackend`, and for calls like an earlier one `Preparing`. Those of other packages are found
+through the entry point group `qkv.backends`; see docs/add-a-backend.md.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv._forks import importing
+from qkv.backends.conditions import Conditions, backends_changed, conditions
 from qkv.backends.prepared_calls import (
     AddressedCall,
     Addresses,
-    AnyLengthSteps,
+    Passes,
     Prepared,
-    PreparedBackward,
-    PreparedStatistics,
+    PreparedGradients,
     RepeatedCall,
     RepeatedStep,
     RepeatingCall,
@@ -38,9 +37,6 @@ from qkv.backends.protocols import (
     Inspectable,
     NotingBackend,
     Preparing,
-    PreparingGradients,
-    PreparingStatistics,
-    PreparingSteps,
     Progress,
     ReducingWeights,
     Refusal,
@@ -57,7 +53,6 @@ from qkv.problem.spec import Problem, Spec
 __all__ = [
     "AddressedCall",
     "Addresses",
-    "AnyLengthSteps",
     "Backend",
     "BrokenBackendWarning",
     "Choice",
@@ -65,13 +60,10 @@ __all__ = [
     "Differentiable",
     "Inspectable",
     "NotingBackend",
+    "Passes",
     "Prepared",
-    "PreparedBackward",
-    "PreparedStatistics",
+    "PreparedGradients",
     "Preparing",
-    "PreparingGradients",
-    "PreparingStatistics",
-    "PreparingSteps",
     "Progress",
     "ReducingWeights",
     "Refusal",
@@ -85,10 +77,10 @@ __all__ = [
     "backends",
     "broken_backends",
     "choose",
+    "conditions",
     "describe",
     "device_backend",
     "ensure_residuals",
-    "generation",
     "refusals",
     "register",
     "unregister",
@@ -116,10 +108,11 @@ def ensure_residuals(
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The backend that will run a problem, and why the others before it will not."""
+    """The backend that will run a problem, why others before it will not, and what held then."""
 
     backend: Backend
     refusals: tuple[tuple[str, tuple[Refusal, ...]], ...]
+    conditions: Conditions
 
 
 class BrokenBackendWarning(UserWarning):
@@ -128,7 +121,6 @@ class BrokenBackendWarning(UserWarning):
 
 _registered: dict[str, Backend] = {}
 _broken: dict[str, str] = {}
-_generation = 0
 
 
 @lru_cache(maxsize=1)
@@ -167,11 +159,6 @@ def broken_backends() -> dict[str, str]:
     return dict(_broken)
 
 
-def generation() -> int:
-    """A number that grows whenever a backend is registered or unregistered."""
-    return _generation
-
-
 def register(backend: Backend) -> None:
     """Add a backend in this process, without an entry point."""
     if not isinstance(backend, Backend):
@@ -179,16 +166,14 @@ def register(backend: Backend) -> None:
             f"{type(backend).__name__} lacks a part of the backend protocol.",
             action="Give it name, priority, refusals, blocks, scratch_bytes and run.",
         )
-    global _generation
     _registered[backend.name] = backend
-    _generation += 1
+    backends_changed()
 
 
 def unregister(name: str) -> None:
     """Remove a backend that `register` added."""
-    global _generation
     _registered.pop(name, None)
-    _generation += 1
+    backends_changed()
 
 
 def backends() -> tuple[Backend, ...]:
@@ -234,6 +219,7 @@ def choose(spec: Spec, name: str = "auto", *, backward: bool = False) -> Choice:
     UnsupportedError
         If none can run the problem; the message has every backend's reason.
     """
+    held = conditions()
     candidates = backends()
     if not isinstance(name, str) or name != "auto":
         candidates = tuple(b for b in candidates if isinstance(name, str) and b.name == name)
@@ -247,7 +233,7 @@ def choose(spec: Spec, name: str = "auto", *, backward: bool = False) -> Choice:
     for backend in candidates:
         reasons = refusals(backend, spec, backward=backward)
         if not reasons:
-            return Choice(backend, tuple(refused))
+            return Choice(backend, tuple(refused), held)
         refused.append((backend.name, reasons))
     which, advice = f"{name} cannot run", 'Pass backend="auto" to use one that can.'
     if name == "auto":

@@ -3,28 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
 
+Passes: TypeAlias = Literal["forward", "residuals", "statistics", "gradients"]
+"""What is computed: attention, attention that a backward pass follows, attention with statistics of
+its rows, gradients."""
+
+
 class Prepared(Protocol):
-    """A problem made ready for other arrays with the same dtypes, shapes and strides."""
+    """A problem made ready for other arrays with the same dtypes, shapes and strides.
+
+    If it was prepared for any number of keys, key and value have any number of rows, and all three
+    have any strides.
+    """
 
     def __call__(
-        self, query: Any, key: Any, value: Any, rows: bool, arrays: Any = ()
+        self, query: Any, key: Any, value: Any, rows: bool, arrays: Any = (), q_shift: int = 0
     ) -> tuple[Any, Any, Any, Any] | None:
-        """Output, lse, lse_rest and `unrounded` as `run` gives them, or as `run_for_backward` does
-        if a `backward` pass was said to follow; all but the output only if `rows` are wanted.
+        """Output, lse, lse_rest and `unrounded`, sinks included; all but the output only if `rows`
+        are wanted.
 
-        None in place of all if the machine is no longer what it was prepared for.
+        Parameters
+        ----------
+        query, key, value : array
+        rows : bool
+        arrays : sequence of array
+            In the order of those that were prepared for. For any number of keys, axes along the
+            keys have as many entries as there are keys now.
+        q_shift : int
+            What is added to the row of a query for its position. Passed where the number of keys
+            may be any.
+
+        Returns
+        -------
+        tuple or None
+            As `run` gives them, as `run_for_backward` if a backward pass follows, or with
+            `RowStatistics` of `run_with_statistics` in place of lse_rest. None if something is not
+            as it was prepared for, or an output is not finite: the call is then checked.
         """
         ...
 
 
-class PreparedBackward(Protocol):
+class PreparedGradients(Protocol):
     """Gradients made ready for other arrays with the same dtypes, shapes and strides."""
 
     def __call__(
@@ -41,54 +66,6 @@ class PreparedBackward(Protocol):
     ) -> tuple[Any, Any, Any] | None:
         """Gradients of query, key and value as `backward` gives them, and in their type; None for
         `grad_lse` is zeros. None in place of all if something is not as it was prepared for.
-        """
-        ...
-
-
-class PreparedStatistics(Protocol):
-    """A forward pass with statistics, made ready as `Prepared` is.
-
-    A backend may have `prepare_statistics(problem, arrays) -> PreparedStatistics | None`.
-    """
-
-    def __call__(
-        self, query: Any, key: Any, value: Any, rows: bool, arrays: Any = ()
-    ) -> tuple[Any, Any, Any, None] | None:
-        """Output, lse and `RowStatistics` as `run_with_statistics` gives them, and None."""
-        ...
-
-
-class AnyLengthSteps(Protocol):
-    """A problem of few queries made ready for any number of keys: decoding steps of any length.
-
-    A backend may have `prepare_any_length(problem, arrays=()) -> AnyLengthSteps | None`. `arrays`
-    are those that each step brings, of which tables of the problem are views; everything else that
-    variants hold is kept by value, and must serve any number of keys, or the result is None. Where
-    all queries stand is a number that each step brings too, if the problem has a table of it.
-    """
-
-    def __call__(
-        self, query: Any, key: Any, value: Any, rows: bool, q_shift: int, arrays: Any = ()
-    ) -> tuple[Any, Any, Any] | None:
-        """Output and lse of the call, sinks included, and None; lse only if `rows` are wanted.
-
-        Parameters
-        ----------
-        query, key, value : array
-            Like those that were prepared for, with any strides; key and value with any number of
-            rows.
-        rows : bool
-            Whether lse is wanted.
-        q_shift : int
-            What is added to the row of a query for its position.
-        arrays : sequence of array
-            In the order of those that were prepared for. Axes along the keys have as many entries
-            as there are keys now, others as many as before.
-
-        Returns
-        -------
-        tuple or None
-            None if something is not as it was prepared for; the caller then takes the general way.
         """
         ...
 
@@ -115,7 +92,7 @@ class RepeatedStep(Protocol):
         operands: tuple[Any, ...],
         keep_alive: Any,
     ) -> bool:
-        """Compute a step; False where `AnyLengthSteps` gives None.
+        """Compute a step; False where `Prepared` gives None.
 
         Parameters
         ----------
@@ -123,7 +100,7 @@ class RepeatedStep(Protocol):
         out, lse : int
             Addresses, lse 0 for none.
         q_shift : int
-            As for `AnyLengthSteps`.
+            As for `Prepared`.
         operands : tuple
             Of query, key, value and each array: address, sizes, and strides in elements, the latter
             two as tuples.
@@ -160,26 +137,23 @@ class RepeatedCall(AddressedCall, Protocol):
 
 @runtime_checkable
 class RepeatingCall(Protocol):
-    """A prepared call that can check arrays by itself, which is quicker than looking it up."""
+    """A prepared call that can check arrays by itself, which is quicker than a form."""
 
-    def repeated(self) -> RepeatedCall | None:
-        """The call for NumPy arrays, or None if there are arrays of variants."""
+    def repeated(self, at_end: bool = False) -> RepeatedCall | None:
+        """The call for NumPy arrays, or None if there are arrays of variants.
+
+        If it was prepared for any number of keys, the first query stands at 0, or with `at_end` the
+        last one at the last key.
+        """
         ...
 
 
 @runtime_checkable
 class RepeatingSteps(Protocol):
-    """The same for decoding steps of any length."""
-
-    def repeated_arrays(self, at_end: bool) -> RepeatedCall | None:
-        """The step for NumPy arrays, or None if variants have arrays.
-
-        The first query stands at 0, or with `at_end` the last one at the last key.
-        """
-        ...
+    """A call prepared for any number of keys that other libraries may make too."""
 
     def repeated_addresses(self, *, between_products: bool = False) -> RepeatedStep | None:
-        """The step for arrays of other libraries, or None.
+        """The step that is told addresses, sizes and strides, or None.
 
         `between_products` says that threads of such a library have just worked and will soon again,
         as around the layers of a model.

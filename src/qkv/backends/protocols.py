@@ -8,12 +8,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from numpy.typing import NDArray
 
-from qkv.backends.prepared_calls import (
-    AnyLengthSteps,
-    Prepared,
-    PreparedBackward,
-    PreparedStatistics,
-)
+from qkv.backends.prepared_calls import Passes, Prepared, PreparedGradients
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.spec import Problem, Spec
@@ -38,50 +33,34 @@ class Refusal:
 class Preparing(Protocol):
     """A backend that can prepare for repeated calls of one structure."""
 
-    def prepare(self, problem: Problem, backward: bool, arrays: Any = ()) -> Prepared | None:
-        """The problem made ready, None if values that calls may change decide what is computed.
+    def prepare(
+        self,
+        problem: Problem,
+        passes: Passes,
+        *,
+        any_length: bool = False,
+        arrays: Any = (),
+        inputs: BackwardInputs | None = None,
+    ) -> Prepared | PreparedGradients | None:
+        """The problem made ready, or None if calls like it are to be checked.
 
-        It is asked only for problems whose variants hold nothing but constants, and these arrays,
-        of which tables of the problem are views. Calls bring their own, in the same order, with
-        the same dtypes, shapes and strides, and with other values. `backward` says whether a
-        backward pass will follow.
+        It is asked only for problems whose variants hold nothing but constants, and `arrays`, of
+        which tables of the problem are views. Calls bring their own, in the same order, with the
+        same dtypes, shapes and strides, and with other values: it must not be prepared if these
+        decide what is computed.
+
+        Parameters
+        ----------
+        problem : Problem
+        passes : Passes
+        any_length : bool
+            Whether the number of keys, the position of the queries, and the strides are free, as in
+            steps of decoding. Everything that is kept must then serve any number of keys.
+        arrays : tuple of array
+        inputs : BackwardInputs, optional
+            For "gradients", which are those of query, key and value alone: later residuals and
+            cotangents have the same dtypes, shapes and strides.
         """
-        ...
-
-
-@runtime_checkable
-class PreparingGradients(Protocol):
-    """A backend that can prepare for repeated gradients of one structure."""
-
-    def prepare_backward(
-        self, problem: Problem, inputs: BackwardInputs, arrays: Any = ()
-    ) -> PreparedBackward | None:
-        """Like `Preparing.prepare`, for calls without table gradients and broadcast operands.
-
-        Later residuals and cotangents have the dtypes, shapes and strides of `inputs`.
-        """
-        ...
-
-
-@runtime_checkable
-class PreparingStatistics(Protocol):
-    """A backend that can prepare for repeated inspection of one structure."""
-
-    def prepare_statistics(
-        self, problem: Problem, arrays: tuple[Array, ...] = ()
-    ) -> PreparedStatistics | None:
-        """The problem made ready, or None; see `PreparedStatistics`."""
-        ...
-
-
-@runtime_checkable
-class PreparingSteps(Protocol):
-    """A backend that can prepare for decoding steps over any number of keys."""
-
-    def prepare_any_length(
-        self, problem: Problem, arrays: tuple[Array, ...] = ()
-    ) -> AnyLengthSteps | None:
-        """The problem made ready for any number of keys, or None; see `AnyLengthSteps`."""
         ...
 
 

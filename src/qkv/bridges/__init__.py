@@ -16,8 +16,10 @@ torch_functions, jax_derivatives
 jax_rules       how XLA is asked for an operation, and what it will give
 torch_groups, torch_batches
                 parts of torch_functions: groups of tensors, and `torch.vmap`
-torch_prepared, torch_steps, torch_training
-                repeated calls, decoding steps, and calls whose gradients are wanted
+torch_prepared  calls like an earlier one, found by the form of NumPy views
+torch_runs      how prepared calls run on tensors: one pass, a decoding step, both passes
+torch_layouts   what prepared calls ask of tensors, and the empty tensors of results
+torch_observers whether torch traces, transforms or converts what operations are given
 torch_passes    prepared forward and backward passes, which torch_functions carries
 torch_onnx      calls while torch exports to ONNX
 torch_outside   attention between two graphs of torch's compiler

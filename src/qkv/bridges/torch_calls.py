@@ -11,9 +11,10 @@ from qkv.bridges import torch_compiled, torch_eager
 from qkv.bridges.learnable import with_scale
 from qkv.bridges.torch_compiled import merge_in_graph
 from qkv.bridges.torch_operands import PLAIN, is_tracked
+from qkv.bridges.torch_prepared import run_alike
 from qkv.call.options import OptionValues
 
-__all__ = ["PLAIN", "attention", "merge_in_graph"]
+__all__ = ["PLAIN", "attention", "merge_in_graph", "run_alike"]
 
 
 def attention(

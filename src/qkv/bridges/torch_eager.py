@@ -6,7 +6,6 @@ memory. Else the call becomes an operation that torch differentiates, batches or
 
 from __future__ import annotations
 
-from operator import is_
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from qkv.arrays.torch_arrays import check_dense
 from qkv.arrays.views import view_beside
 from qkv.bridges import torch_functions as functions
 from qkv.bridges.learnable import refuse_constants
+from qkv.bridges.torch_observers import looks_on
 from qkv.bridges.torch_onnx import as_torch_operations
 from qkv.bridges.torch_openmp import on_torch_threads
 from qkv.bridges.torch_operands import (
@@ -30,9 +30,7 @@ from qkv.bridges.torch_operands import (
     operand,
 )
 from qkv.bridges.torch_operators import contiguous
-from qkv.bridges.torch_prepared import looks_on, prepare, run_latest, run_prepared
-from qkv.bridges.torch_steps import prepare_step, run_step
-from qkv.bridges.torch_training import prepare_training
+from qkv.bridges.torch_prepared import run_prepared
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, Structure, bind
 from qkv.call.device_call import check_device_call, is_device_call
@@ -55,15 +53,10 @@ def attention(
     """See `qkv.attention`."""
     bound = bind(query, key, value, variants, options)
     try:
-        found = run_latest(bound, return_lse)
+        found = run_prepared(bound, return_lse)
         if found is not None:
             return found
         with on_torch_threads():
-            found = run_step(bound, return_lse)
-            if found is None:
-                found = run_prepared(bound, return_lse)
-            if found is not None:
-                return found
             refuse_constants(variants, is_tracked, ".detach()")
             if torch.onnx.is_in_onnx_export():
                 operands = query, key, value
@@ -102,15 +95,11 @@ def _attend(bound: BoundCall, return_lse: bool) -> Any:
         except (NotImplementedError, TypeError) as error:
             _explain_subclasses(error, *leaves, *tensors)
             raise
-        if all(map(is_, leaves, operands)) and not looks_on():
-            prepare_training(bound, (*leaves, *tensors))
         return (out, lse) if return_lse else out
     views = [view_beside(LIBRARY, leaf, "an array of the call") for leaf in bound.leaves[3:]]
     seen = BoundCall(bound.structure, (*map(LIBRARY.view, leaves, _ROLES), *views))
     attended = attend(seen, rows=return_lse)
     out = contiguous(LIBRARY.restore(attended.out))
-    if leaves[0] is operands[0] and not prepare_step(bound, seen, out):
-        prepare(bound, seen, out)
     return (out, contiguous(LIBRARY.restore(attended.lse))) if return_lse else out
 
 

@@ -40,8 +40,8 @@ from qkv.bridges.torch_groups import (
     parted,
     results_first,
 )
+from qkv.bridges.torch_observers import follows
 from qkv.bridges.torch_passes import PreparedPasses
-from qkv.bridges.torch_prepared import follows
 from qkv.call.bound import Structure
 from qkv.errors import UnsupportedError
 

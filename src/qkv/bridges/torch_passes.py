@@ -9,11 +9,11 @@ import numpy as np
 from torch import Tensor
 
 from qkv.arrays.torch_arrays import TorchArrays
-from qkv.backends import Prepared, PreparedBackward
+from qkv.backends import Prepared, conditions
 from qkv.bridges.torch_guards import Guard, gradient_guard
 from qkv.bridges.torch_openmp import on_torch_threads
-from qkv.call.attend import prepared_for_backward
 from qkv.call.bound import BoundCall, Structure
+from qkv.call.cache import PreparedCall
 from qkv.call.derivatives.pull_back import Residuals, prepared_gradients
 
 __all__ = ["PreparedPasses"]
@@ -38,16 +38,10 @@ class PreparedPasses:
 
     def __init__(self, structure: Structure, leaves: int, forward: Prepared) -> None:
         self._forward = forward
-        self._backward: tuple[Guard, PreparedBackward] | None = None
+        self._backward: tuple[Guard, PreparedCall] | None = None
         self._attempts = 0
         self._rows_first = structure.layout == "blhd"
         self._in_place = [n for n in range(3, leaves) if n not in structure.by_value]
-
-    @classmethod
-    def of(cls, structure: Structure, tensors: Sequence[Tensor]) -> PreparedPasses | None:
-        """Those of a call of these leaves; None if its forward pass was not prepared."""
-        forward = prepared_for_backward(BoundCall(structure, tuple(map(_view, tensors))))
-        return None if forward is None else cls(structure, len(tensors), forward)
 
     def attend(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         """As `qkv.bridges.torch_operators.compute_attention`; None if that has to be called."""
@@ -71,14 +65,17 @@ class PreparedPasses:
         The parameters are the groups of `qkv.bridges.torch_functions`.
         """
         known = self._backward
-        if known is None or not known[0](*self._read(results, cotangents, inputs)):
+        # What autograd keeps may outlast what it was prepared for.
+        if known is None or known[1].conditions != conditions():
+            return None
+        if not known[0](*self._read(results, cotangents, inputs)):
             return None
         query, key, value = map(self._view, inputs[:3])
         out, lse, rest = self._view(results[0]), _view(results[1]), _view(results[2])
         grad_out, grad_lse = self._view(cotangents[0]), _view(cotangents[1])
         arrays = self._arrays(inputs)
         with on_torch_threads():
-            found = known[1](query, key, value, out, lse, rest, grad_out, grad_lse, arrays)
+            found = known[1].run(query, key, value, out, lse, rest, grad_out, grad_lse, arrays)
         return None if found is None else list(map(self._tensor, found))
 
     def prepare_gradients(

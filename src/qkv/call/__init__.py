@@ -6,7 +6,9 @@
                     that tree as JSON, for compilers; the objects that it names by number
     bound           `bind`: a call as `BoundCall(structure, leaves)`
     checked         `check_call`: a bound call as a problem, with the backend that will run it
-    cache, keys     prepared calls, by structure and by the layout of the leaves
+    forms           what calls of one structure share to be alike
+    cache           prepared calls: an entry for each structure, and in it by form
+    preparing       ask a backend to prepare, when a form was seen before
     attend          run a bound call, prepared or checked; `inspected` does so for `inspect`
     decoding        calls that are alike whatever their number of keys
     dispatch        whether a call runs in main memory or on a device

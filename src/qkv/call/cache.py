@@ -1,108 +1,234 @@
-"""The cache of prepared calls: bounded, and safe under threads and after a fork."""
+"""The cache of prepared calls: an entry for each structure, bounded, safe under threads and forks.
+
+An entry holds the prepared calls of one structure by their forms (`qkv.call.forms`), and for each
+library of arrays the one that is tried first.
+"""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from qkv._forks import RenewedLock
+from qkv.backends import Passes, RepeatedCall, conditions
+from qkv.backends.conditions import Conditions
+from qkv.call.bound import Structure
+from qkv.call.flatten import without_arrays
 
-__all__ = ["CALLS", "CallCache", "Key"]
-
-Key: TypeAlias = tuple[Any, ...]
-"""A cache key; its first entry names the purpose, such as "forward"."""
+__all__ = ["CALLS", "CallCache", "Entry", "Form", "PreparedCall", "StepForm"]
 
 CAPACITY = 1024
 """Prepared calls that are kept, some 30 KB each; those that were used least recently go first."""
 
 
+class Form(NamedTuple):
+    """What calls of one structure share to be alike; hashable, and holds no array.
+
+    Attributes
+    ----------
+    passes : Passes
+    any_length : bool
+        Whether the number of keys is free, and with it the position of the queries and strides.
+    values : tuple
+        The arrays that are compared by value, in bytes, and the position of the queries, if a
+        number was given that is not free.
+    layouts : tuple
+        dtypes, and the sizes and strides that are fixed.
+    """
+
+    passes: Passes
+    any_length: bool
+    values: tuple[Hashable, ...]
+    layouts: tuple[Hashable, ...]
+
+
+class StepForm(NamedTuple):
+    """What a prepared call for any number of keys takes beside its arrays.
+
+    Attributes
+    ----------
+    at_end : bool
+        Whether the last query stands at the last key, if no position is given.
+    lengths : int
+        How many arrays of each step come from its numbers of keys: none, these numbers, or also
+        where the queries of each batch row stand.
+    every_length : bool
+        Whether it serves all numbers of keys, or those with the same `length_key` of variants.
+    """
+
+    at_end: bool
+    lengths: int
+    every_length: bool
+
+
+@dataclass(eq=False, slots=True)
+class PreparedCall:
+    """What a backend has prepared for calls of one structure and one form.
+
+    Attributes
+    ----------
+    form : Form
+    run : object
+        Made by the backend.
+    backend : str
+    conditions : Conditions
+        Under which it was prepared. What keeps a prepared call outside of the cache asks for them.
+    step : StepForm or None
+        If the number of keys is free.
+    repeated : RepeatedCall or None
+        The same for NumPy arrays, asking by itself whether they are as expected.
+    of_tensors : dict
+        What torch takes in place of `run`, by what else its tensors have in common.
+    used : int
+        When it was used, counted in insertions into the cache.
+    """
+
+    form: Form
+    run: Any
+    backend: str
+    conditions: Conditions
+    step: StepForm | None = None
+    repeated: RepeatedCall | None = None
+    of_tensors: dict[Hashable, Any] = field(default_factory=dict)
+    used: int = 0
+
+
+class Entry:
+    """The prepared calls of one structure.
+
+    Attributes
+    ----------
+    calls : dict
+        By form. None where backends prepare for no more than one number of keys.
+    first_of_arrays : PreparedCall or None
+        The latest of NumPy arrays; it is tried first.
+    first_of_tensors : object
+        The same of tensors of torch.
+    """
+
+    __slots__ = ("calls", "first_of_arrays", "first_of_tensors")
+
+    def __init__(self) -> None:
+        self.calls: dict[Form, PreparedCall | None] = {}
+        self.first_of_arrays: PreparedCall | None = None
+        self.first_of_tensors: Any = None
+
+
 class CallCache:
-    """Prepared calls, by a key that holds everything on which preparation depends.
+    """Entries by structure.
 
-    A call is prepared when it is seen a second time, because preparing would not pay off for
-    lengths that change from call to call.
-
-    Prepared calls are in two tables. When both are full together, those of the older one go, in
-    their order; what is used in it moves to the other, and when none is left they change places.
-    So whatever goes was not used since they last did, and what stays was. A call that is found in
-    the first table, as most are, costs no lock and no entry about its use.
+    A call is prepared when its form is seen a second time, because preparing would not pay off for
+    lengths that change from call to call. Looking a call up takes no lock.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.capacity = capacity
-        self._prepared: dict[Key, Any] = {}
-        self._older: dict[Key, Any] = {}
-        self._seen: dict[Key, None] = {}
+        self.clock = 0
+        self._entries: dict[Structure, Entry] = {}
+        self._seen: dict[tuple[Structure, Form], None] = {}
+        self._conditions = conditions()
         self._exclusive = RenewedLock()
 
     def __len__(self) -> int:
-        return len(self._prepared) + len(self._older)
+        return sum([len(entry.calls) for entry in list(self._entries.values())])
 
-    def count(self, *purposes: str) -> int:
-        """How many calls were prepared whose key begins with one of the purposes."""
+    def count(self, *passes: Passes, any_length: bool | None = None) -> int:
+        """How many calls of these passes are prepared, of any number of keys or of one."""
         with self._exclusive.lock:
-            return sum(key[0] in purposes for key in (*self._prepared, *self._older))
+            return sum(
+                call is not None and form.passes in passes and any_length in (None, form.any_length)
+                for entry in self._entries.values()
+                for form, call in entry.calls.items()
+            )
 
-    def get(self, key: Key) -> Any:
-        """The prepared call for the key, or None."""
-        found = self._prepared.get(key)
-        if found is None and self._older:
-            return self._used_again(key)
-        return found
+    def entry(self, structure: Structure) -> Entry | None:
+        """The entry of a structure, if anything is prepared for it."""
+        if self._conditions != conditions():
+            self._forget()
+        return self._entries.get(_without_position(structure))
 
-    def is_new(self, key: Key) -> bool:
-        """Whether a key is seen for the first time; it is not, from then on.
+    def is_new(self, structure: Structure, form: Form) -> bool:
+        """Whether a form is seen for the first time; it is not, from then on.
 
         Of several threads that ask at once, one is told so.
         """
+        key = without_arrays(_without_position(structure)), form
         with self._exclusive.lock:
             if key in self._seen:
                 return False
             while len(self._seen) >= self.capacity:
-                # The oldest goes: a key that is seen again is prepared, and asked for no more.
+                # The oldest goes: a form that is seen again is prepared, and asked for no more.
                 self._seen.pop(next(iter(self._seen)), None)
             self._seen[key] = None
             return True
 
-    def insert(self, key: Key, prepared: Any) -> None:
-        """Store what was prepared for the key."""
-        with self._exclusive.lock:
-            self._insert(key, prepared)
+    def insert(self, structure: Structure, form: Form, call: PreparedCall | None) -> None:
+        """Keep what was prepared for a form, if it still holds.
 
-    def replace(self, key: Key, prepared: Any) -> bool:
-        """Store something else for a key; False if there is nothing for it yet."""
+        None says that calls of this form are prepared for one number of keys each.
+        """
+        key = without_arrays(_without_position(structure))
         with self._exclusive.lock:
-            if key not in self._prepared and key not in self._older:
-                return False
-            self._insert(key, prepared)
-            return True
+            if call is not None and call.conditions != self._conditions:
+                return
+            self.clock += 1
+            if call is not None:
+                call.used = self.clock
+            entry = self._entries.get(key)
+            if entry is None or form not in entry.calls:
+                while len(self) >= max(self.capacity, 1):
+                    self._drop_oldest()
+            self._entries.setdefault(key, Entry()).calls[form] = call
 
-    def discard(self, key: Key) -> None:
-        """Forget what was prepared for the key."""
+    def discard(self, structure: Structure, call: PreparedCall) -> None:
+        """Forget a prepared call, unless another has taken its place."""
+        structure = _without_position(structure)
         with self._exclusive.lock:
-            self._prepared.pop(key, None)
-            self._older.pop(key, None)
+            entry = self._entries.get(structure)
+            if entry is not None and entry.calls.get(call.form) is call:
+                self._drop(structure, call.form)
 
     def clear(self) -> None:
         """Forget everything."""
         with self._exclusive.lock:
-            self._prepared.clear()
-            self._older.clear()
+            self._entries.clear()
             self._seen.clear()
 
-    def _used_again(self, key: Key) -> Any:
-        """What is found in the older table moves to the other."""
+    def _forget(self) -> None:
+        """Forget what was prepared under other conditions."""
         with self._exclusive.lock:
-            if key in self._older:
-                self._insert(key, self._older[key])
-            return self._prepared.get(key)
+            self.clear()
+            self._conditions = conditions()
 
-    def _insert(self, key: Key, prepared: Any) -> None:
-        self._older.pop(key, None)
-        while key not in self._prepared and len(self) >= max(self.capacity, 1):
-            if not self._older:
-                self._older, self._prepared = self._prepared, {}
-            self._older.pop(next(iter(self._older)), None)
-        self._prepared[key] = prepared
+    def _drop_oldest(self) -> None:
+        oldest = min(
+            (
+                (-1 if call is None else call.used, structure, form)
+                for structure, entry in self._entries.items()
+                for form, call in entry.calls.items()
+            ),
+            key=lambda found: found[0],
+        )
+        self._drop(*oldest[1:])
+
+    def _drop(self, structure: Structure, form: Form) -> None:
+        entry = self._entries[structure]
+        del entry.calls[form]
+        # Whatever is used again becomes the first again.
+        entry.first_of_arrays = entry.first_of_tensors = None
+        if not entry.calls:
+            del self._entries[structure]
+
+
+def _without_position(structure: Structure) -> Structure:
+    """The structure of calls whose queries stand elsewhere: a number is part of the form."""
+    options = structure.options
+    if type(options[2]) is not int:
+        return structure
+    scale, layout, _, kv_offset, backend = options
+    return Structure(structure[0], structure[1], (scale, layout, int, kv_offset, backend),
+                     *structure[3:])  # fmt: skip
 
 
 CALLS = CallCache()

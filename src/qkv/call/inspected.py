@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays.copies import own_copy
-from qkv.backends import Inspectable, PreparingStatistics
+from qkv.backends import Inspectable
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS
 from qkv.call.checked import CheckedCall, check_call, views_of
 from qkv.call.device_call import DeviceCall, check_device_call, is_device_call
-from qkv.call.flatten import without_arrays
-from qkv.call.keys import call_key, heads_first, in_place
+from qkv.call.forms import fixed_form, heads_first, in_place
+from qkv.call.preparing import prepare
 from qkv.partial import RowStatistics, share_with_sinks
 
 __all__ = ["Inspected", "attend_for_inspection"]
@@ -69,11 +69,6 @@ class Inspected:
         self.call = replace(self.call, problem=problem)
 
 
-class _Prepared(NamedTuple):
-    run: Any
-    backend: str
-
-
 def attend_for_inspection(bound: BoundCall, given: Sequence[Any] | None = None) -> Inspected:
     """Run a bound call; `given` are the variants as the caller gave them."""
     if is_device_call(bound):
@@ -81,25 +76,22 @@ def attend_for_inspection(bound: BoundCall, given: Sequence[Any] | None = None) 
     library, leaves = views_of(bound)
     seen = bound._replace(leaves=leaves)
     views = heads_first(seen)
-    key = None if views is None else call_key(seen, views, "inspection")
-    ready: _Prepared | None = None if key is None else CALLS.get(key)
-    if views is not None and key is not None and ready is not None:
-        found = ready.run(*views, True, in_place(seen))
-        if found is not None:
-            out, lse, rows, _ = found
+    form = None if views is None else fixed_form(seen, views, "statistics")
+    entry = CALLS.entry(bound.structure)
+    known = None if entry is None or form is None else entry.calls.get(form)
+    if views is not None and known is not None:
+        known.used = CALLS.clock
+        results = known.run(*views, True, in_place(seen))
+        if results is not None:
+            out, lse, rows, _ = results
             if bound.structure.layout == "blhd":
                 out = np.ascontiguousarray(out.swapaxes(-3, -2))
             restored = library.restore(out), library.restore(lse)
-            return Inspected(*restored, lse, rows, ready.backend, lambda: check_call(bound, given))
-        CALLS.discard(key)
+            return Inspected(*restored, lse, rows, known.backend, lambda: check_call(bound, given))
+        CALLS.discard(bound.structure, known)
     call = check_call(bound, given)
-    backend = call.choice.backend
-    again = key is not None and bound.structure.is_known and not CALLS.is_new(key)
-    if again and key is not None and isinstance(backend, PreparingStatistics) and call.ndim > 2:
-        checked = bound._replace(leaves=call.leaves)
-        prepared = backend.prepare_statistics(call.problem, in_place(checked))
-        if prepared is not None:
-            CALLS.insert(without_arrays(key), _Prepared(prepared, backend.name))
+    if form is not None and views is not None:
+        prepare(bound, form, views, call)
     return _checked(call)
 
 

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from qkv.bridges.torch_prepared import array_bytes, leaf_values, read_in_place
-from qkv.bridges.torch_steps import LayerStep, layer_step
+from qkv.backends import RepeatedStep, conditions
+from qkv.backends.conditions import Conditions
+from qkv.bridges.torch_guards import form_guard
+from qkv.bridges.torch_layouts import (
+    are_dense,
+    array_bytes,
+    empty_maker,
+    gradients_wanted,
+    leaf_values,
+    read_in_place,
+)
+from qkv.bridges.torch_observers import looks_on
+from qkv.bridges.torch_prepared import known_call
+from qkv.bridges.torch_runs import is_step_of_tensors, layouts_of
 from qkv.call.bound import BoundCall, Structure, bind
+from qkv.call.cache import CALLS
 from qkv.call.flatten import Leaves, flatten
 from qkv.call.options import OptionValues
 from qkv.variants import Causal, MaskVariant, SlidingWindow
@@ -20,11 +34,61 @@ if TYPE_CHECKING:
 __all__ = ["LayerOptions", "LayerSteps", "are_of_distances", "steps_of"]
 
 
+class _LayerStep:
+    """A decoding step of one query row that layers take one after the other, and the next step too.
+
+    The first layer has found what its variants and options come to. The others ask only whether
+    their tensors are like those of the first.
+    """
+
+    __slots__ = ("_conditions", "_empty_out", "_fits", "_step")
+
+    def __init__(self, read: Sequence[Tensor], step: RepeatedStep, held: Conditions) -> None:
+        query, _, value, *_ = read
+        batch, heads, q_len, _ = query.shape
+        self._fits = form_guard(*read)
+        self._conditions = held
+        self._step = step
+        self._empty_out = empty_maker((batch, q_len, heads, value.shape[-1]), query.dtype)
+
+    def __call__(self, q_offset: int, *read: Tensor) -> Tensor | None:
+        """Output (batch, q_len, num_heads, v_head_dim); None if something is not as it was.
+
+        Parameters
+        ----------
+        q_offset : int
+            Position of the query.
+        read : tensors
+            Query, key, value, and the arrays of variants that are read in place.
+        """
+        if looks_on() or self._conditions != conditions() or not self._fits(*read):
+            return None
+        out, kv_len = self._empty_out(), read[1].shape[-2]
+        operands = layouts_of(read)
+        done = self._step(kv_len, out.data_ptr(), 0, q_offset, operands, (read, out))
+        return out if done else None
+
+
+def _layer_step(bound: BoundCall) -> _LayerStep | None:
+    """A step of one query row in four dimensions, for further layers; None if none is prepared."""
+    read = read_in_place(bound)
+    entry = None if looks_on() else CALLS.entry(bound.structure)
+    if entry is None or len(read[0].shape) != 4 or read[0].shape[2] != 1:
+        return None
+    if not are_dense(*read) or gradients_wanted(read):
+        return None
+    known = known_call(entry, bound, "forward")
+    if known is None or not is_step_of_tensors(known, bound):
+        return None
+    step = known.run.repeated_addresses(between_products=True)
+    return None if step is None else _LayerStep(read, step, known.conditions)
+
+
 @dataclass(frozen=True, slots=True)
 class _Known:
     """A step, and the arrays of its mask, which all layers share."""
 
-    step: LayerStep
+    step: _LayerStep
     mask_arrays: tuple[Tensor, ...]
 
 
@@ -86,7 +150,7 @@ class LayerSteps:
         """Output of the first such layer, None if nothing was prepared for its call."""
         options = OptionValues(call.scale, "bhld", call.q_offset, call.kv_offset)
         bound = bind(call.query, call.key, call.value, call.variants, options)
-        step = layer_step(bound)
+        step = _layer_step(bound)
         if step is None:
             return None
         read = tuple(read_in_place(bound))

@@ -12,10 +12,7 @@ from numpy.typing import NDArray
 from qkv._forks import importing
 from qkv._threads import get_num_threads
 from qkv.backends import (
-    AnyLengthSteps,
-    Prepared,
-    PreparedBackward,
-    PreparedStatistics,
+    Passes,
     Progress,
     Refusal,
     WeightBlocks,
@@ -24,7 +21,6 @@ from qkv.backends import (
 from qkv.backends.cpu.machine import executable_memory
 from qkv.partial import Partial, RowStatistics, finish, identity, without_keys
 from qkv.problem.backward import BackwardInputs, OperandGradients
-from qkv.problem.expressions import tables
 from qkv.problem.overflow import recomputed
 from qkv.problem.spec import Problem, Spec
 
@@ -126,34 +122,22 @@ class CpuBackend:
         return weight_blocks.WeightBlocks(problem.gathered(), lse)
 
     def prepare(
-        self, problem: Problem, backward: bool, arrays: tuple[Array, ...] = ()
-    ) -> Prepared | None:
+        self,
+        problem: Problem,
+        passes: Passes = "forward",
+        *,
+        any_length: bool = False,
+        arrays: tuple[Array, ...] = (),
+        inputs: BackwardInputs | None = None,
+    ) -> Any:
         """A call for operands and `arrays` like these, and the same constants.
 
         None if which pairs are computed would depend on values.
         """
         with importing():
-            from qkv.backends.cpu.prepared import stages
-            from qkv.backends.cpu.prepared.decode import PreparedDecode
-            from qkv.backends.cpu.prepared.forward import PreparedForward
-            from qkv.backends.cpu.prepared.placeholders import tables_of
+            from qkv.backends.cpu.prepared.choice import prepare
 
-        spec = problem.spec
-        if not _is_preparable(spec) or (spec.rotation and not stages.is_rotation_kept(problem)):
-            return None
-        form = stages.rotated_form(problem) if spec.rotation else problem
-        ready: Any
-        if _is_decode(spec):
-            if not all(tables_of(problem, arrays)):
-                return None
-            ready = PreparedDecode(form, arrays=arrays)
-        elif _is_scheduled_alike(problem, arrays):
-            ready = PreparedForward(form, backward=backward, arrays=arrays)
-        else:
-            return None
-        if spec.sinks:
-            ready = stages.SinksCall(problem, ready, backward=backward)
-        return stages.RotatedCall(problem, ready) if spec.rotation else ready
+        return prepare(problem, passes, any_length=any_length, arrays=arrays, inputs=inputs)
 
     def add_sinks(self, problem: Problem, partial: Partial) -> Partial:
         """The sinks' share by the compiled pass that prepared calls end with."""
@@ -171,50 +155,6 @@ class CpuBackend:
         add(out, lse, 0 if rest is None else address_of(rest), out, lse, partial)
         return partial
 
-    def prepare_statistics(
-        self, problem: Problem, arrays: tuple[Array, ...] = ()
-    ) -> PreparedStatistics | None:
-        """As `prepare`, for `run_with_statistics`."""
-        with importing():
-            from qkv.backends.cpu.prepared import stages
-            from qkv.backends.cpu.prepared.forward import PreparedForward
-
-        spec = problem.spec
-        if not _is_preparable(spec) or _is_decode(spec):
-            return None
-        if spec.rotation and not stages.is_rotation_kept(problem):
-            return None
-        if not _is_scheduled_alike(problem, arrays):
-            return None
-        form = stages.rotated_form(problem) if spec.rotation else problem
-        ready: Any = PreparedForward(form, backward=False, arrays=arrays, statistics=True)
-        if spec.sinks:
-            ready = stages.SinksCall(problem, ready)
-        return stages.RotatedCall(problem, ready) if spec.rotation else ready
-
-    def prepare_any_length(
-        self, problem: Problem, arrays: tuple[Array, ...] = ()
-    ) -> AnyLengthSteps | None:
-        """Decoding steps over any number of keys, with the same constants.
-
-        None if what variants hold, other than `arrays`, serves one number of keys only.
-        """
-        with importing():
-            from qkv.backends.cpu.prepared import stages
-            from qkv.backends.cpu.prepared.any_length_decode import any_length_decode
-
-        spec = problem.spec
-        if not (_is_preparable(spec) and _is_decode(spec)):
-            return None
-        if spec.rotation is None:
-            return any_length_decode(problem, arrays)
-        positions = problem.operands.positions
-        # All batch entries must share one table of angles.
-        if max(len(positions.q_shift), len(positions.kv_shift)) > 1:
-            return None
-        ready = any_length_decode(stages.rotated_form(problem), arrays)
-        return None if ready is None else stages.AnyLengthRotation(problem, ready)
-
     def run_for_backward(self, problem: Problem) -> Partial:
         return self._run(problem, is_decode=_is_decode(problem.spec), backward=True)
 
@@ -228,28 +168,6 @@ class CpuBackend:
                 problem, inputs, partial(self._run, is_decode=False, backward=True)
             )
         return backward(problem, inputs)
-
-    def prepare_backward(
-        self, problem: Problem, inputs: BackwardInputs, arrays: tuple[Array, ...] = ()
-    ) -> PreparedBackward | None:
-        """A call for gradients of operands and `arrays` like these, and inputs like these."""
-        with importing():
-            from qkv.backends.cpu.prepared import backward as prepared_backward
-            from qkv.backends.cpu.prepared import stages
-
-        rotation = problem.spec.rotation
-        if (
-            not _is_preparable(problem.spec)
-            or (rotation and not stages.is_rotation_kept(problem))
-            or not prepared_backward.is_preparable(problem, inputs)
-            or not _is_scheduled_alike(problem, arrays)
-        ):
-            return None
-        if rotation is None:
-            return prepared_backward.PreparedBackward(problem, inputs, arrays)
-        form = stages.rotated_form(problem)
-        inner = prepared_backward.PreparedBackward(form, inputs, arrays)
-        return stages.RotatedBackward(problem, inner)
 
     def _run(
         self,
@@ -299,35 +217,6 @@ class CpuBackend:
         whole = Partial(out, np.empty(shape[:-1], compute), rest, unrounded)
         compute_into = _run_decode if is_decode else _run_forward
         return whole, compute_into(problem, whole, statistics)
-
-
-def _is_preparable(spec: Spec) -> bool:
-    """Whether there is anything to compute, and it reads plain arrays."""
-    sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, spec.v_head_dim)
-    return 0 not in sizes and not spec.key_storage and not spec.value_storage
-
-
-def _is_scheduled_alike(problem: Problem, arrays: tuple[Array, ...]) -> bool:
-    """Whether calls with other values in `arrays` compute the same pairs in many rows."""
-    with importing():
-        from qkv.backends.cpu.plan import schedule
-        from qkv.backends.cpu.plan.block_skipping import skips_by_value
-
-    return not skips_by_value(problem) and not _are_scheduled_by(
-        problem, arrays, schedule.CHEAP_OPERATIONS
-    )
-
-
-def _are_scheduled_by(problem: Problem, arrays: tuple[Array, ...], most: float) -> bool:
-    """Whether the values of arrays decide, or might decide, which pairs are computed."""
-    if not arrays:
-        return False
-    with importing():
-        from qkv.backends.cpu.plan import schedule
-        from qkv.backends.cpu.prepared.placeholders import tables_of
-
-    mask, _ = schedule.cheap_conditions(problem, most)
-    return any(not names or tables(mask) & set(names) for names in tables_of(problem, arrays))
 
 
 def _is_decode(spec: Spec) -> bool:

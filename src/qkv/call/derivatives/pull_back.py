@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import PreparedBackward, PreparingGradients
 from qkv.call.bound import BoundCall
-from qkv.call.cache import CALLS
+from qkv.call.cache import CALLS, Form, PreparedCall
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.derivatives.gradients import Gradients, backward_inputs, gradients_of
-from qkv.call.flatten import without_arrays
-from qkv.call.keys import call_key, heads_first, in_place
+from qkv.call.forms import Views, fixed_form, heads_first, in_place
+from qkv.call.preparing import prepare
 from qkv.call.variant_arrays import without_repeats
 from qkv.partial import Partial
 
@@ -73,80 +72,60 @@ def pull_back(
     given : sequence, optional
         The variants as the caller gave them.
     """
-    cache_key = views = None
+    form = known = None
     blhd = bound.structure.layout == "blhd"
-    if not wrt:
-        views = heads_first(bound)
+    views = None if wrt else heads_first(bound)
     if views is not None:
-        cache_key = _key(bound, views, residuals, grad_out, grad_lse)
-    ready = None if cache_key is None else CALLS.get(cache_key)
-    if ready is not None and cache_key is not None and views is not None:
+        form = _form(bound, views, residuals, grad_out, grad_lse)
+        known = _known(bound, form)
+    if known is not None and views is not None:
+        known.used = CALLS.clock
         out, cotangent = (_swap_heads(a) if blhd else a for a in (residuals.out, grad_out))
-        found = ready(
+        found = known.run(
             *views, out, residuals.lse, residuals.lse_rest, cotangent, grad_lse, in_place(bound)
         )
         if found is not None:
             query, key, value = (np.ascontiguousarray(_swap_heads(a)) if blhd else a for a in found)
             return Gradients(query, key, value)
-        CALLS.discard(cache_key)
+        CALLS.discard(bound.structure, known)
     call = check_call(without_repeats(bound, wrt, given), given, backward=True)
     partial = residuals.as_partial(call)
     shapes = [leaf.shape for leaf in call.leaves[:3]]
     gradients = gradients_of(call, partial, shapes, grad_out, grad_lse, wrt)
-    if cache_key is not None and bound.structure.is_known:
-        _prepare(cache_key, bound, call, partial, grad_out, grad_lse)
+    if form is not None and views is not None:
+        operands = call.problem.operands
+        # Gradients of broadcast operands have other shapes.
+        if (operands.query.shape, operands.key.shape, operands.value.shape) == tuple(
+            [view.shape for view in views]
+        ):
+            inputs = backward_inputs(call, partial, grad_out, grad_lse)
+            prepare(bound, form, views, call, inputs)
     return gradients
 
 
 def prepared_gradients(
     bound: BoundCall, residuals: Residuals, grad_out: Array, grad_lse: Array
-) -> PreparedBackward | None:
+) -> PreparedCall | None:
     """What is prepared for gradients like these, of query, key and value alone."""
     views = heads_first(bound)
-    key = None if views is None else _key(bound, views, residuals, grad_out, grad_lse)
-    return None if key is None else CALLS.get(key)
+    if views is None:
+        return None
+    return _known(bound, _form(bound, views, residuals, grad_out, grad_lse))
 
 
-def _key(
-    bound: BoundCall,
-    views: tuple[Array, Array, Array],
-    residuals: Residuals,
-    grad_out: Any,
-    grad_lse: Any,
-) -> Any:
+def _known(bound: BoundCall, form: Form | None) -> PreparedCall | None:
+    entry = CALLS.entry(bound.structure)
+    return None if entry is None or form is None else entry.calls.get(form)
+
+
+def _form(
+    bound: BoundCall, views: Views, residuals: Residuals, grad_out: Any, grad_lse: Any
+) -> Form | None:
     arrays = (*residuals, grad_out, grad_lse)
     if not all(a is None or type(a) is np.ndarray for a in arrays):
         return None
-    cache_key = call_key(bound, views, "pull back")
-    if cache_key is None:
-        return None
     layouts = [None if a is None else (a.dtype, a.shape, a.strides) for a in arrays]
-    return "pull back", bound.structure.layout, cache_key, *layouts
-
-
-def _prepare(
-    cache_key: Any,
-    bound: BoundCall,
-    call: CheckedCall,
-    partial: Partial,
-    grad_out: Array,
-    grad_lse: Array | None,
-) -> None:
-    """Prepare for more like this one, once there has been another."""
-    backend = call.choice.backend
-    views, operands = heads_first(bound), call.problem.operands
-    operand_views = (operands.query, operands.key, operands.value)
-    if views is None or call.ndim == 2 or not isinstance(backend, PreparingGradients):
-        return
-    # Gradients of broadcast operands have other shapes.
-    if [a.shape for a in operand_views] != [a.shape for a in views] or CALLS.is_new(cache_key):
-        return
-    inputs = backward_inputs(call, partial, grad_out, grad_lse)
-    ready = backend.prepare_backward(
-        call.problem, inputs, in_place(bound._replace(leaves=call.leaves))
-    )
-    if ready is not None:
-        CALLS.insert(without_arrays(cache_key), ready)
+    return fixed_form(bound, views, "gradients", *layouts)
 
 
 def _swap_heads(array: Array) -> Array:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -129,24 +128,6 @@ def withheld_tiles() -> str:
         return ""
     has = {name[1:] for name in here.features.split(",") if name.startswith("+")}
     return tile_refusal() if has >= _REQUIRED["amx"] else ""
-
-
-def quick_setting(name: str) -> Callable[[], object]:
-    """A fast reader of an environment variable, to see whether it has changed.
-
-    `os.environ.get` encodes the name and decodes the answer each time. This reads the dictionary
-    behind it, in a thirtieth of the time, if that is as in every Python so far.
-    """
-    try:
-        data, encoded = vars(os.environ)["_data"], os.environ.encodekey
-        if {encoded(known) for known in os.environ} == set(data):
-            return partial(data.get, encoded(name))
-    except (AttributeError, KeyError, TypeError):
-        pass
-    return partial(os.environ.get, name)
-
-
-isa_setting = quick_setting("QKV_ISA")
 
 
 @lru_cache(maxsize=8)

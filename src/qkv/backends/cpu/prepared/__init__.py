@@ -1,5 +1,6 @@
 """Calls made ready for further calls of the same form: problems without values.
 
+choice             which kernel is prepared, and which passes go around it
 forward            many queries
 decode             few queries, in prepared calls and in a single call
 any_length_decode  few queries over any number of keys; any_length proves what code may rely on

@@ -17,7 +17,6 @@ from qkv.backends import Addresses
 from qkv.backends.cpu.decode.rows import FIELDS
 from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.machine.addresses import quick_address_of
-from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import word_index
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass, Share
 from qkv.backends.cpu.passes.scratch import NO_RESULTS, ArgumentBlock
@@ -59,7 +58,6 @@ class AnyLengthDecode:
         shifts = shift_tables(problem)
         problem, _ = without_values(problem, arrays)
         spec = problem.spec
-        self._isa = isa_setting()
         self._pass = DecodePass(problem, int_bits=int_bits)
         self._template = template = DecodeArguments(problem, NO_RESULTS)
         self._batch_shape = spec.batch_shape
@@ -82,9 +80,9 @@ class AnyLengthDecode:
         key: Array,
         value: Array,
         rows: bool,
-        q_shift: int,
         arrays: Sequence[Array] = (),
-    ) -> tuple[Array, Array | None, None] | None:
+        q_shift: int = 0,
+    ) -> tuple[Array, Array | None, None, None] | None:
         at, out = quick_address_of, np.empty(*self._out)
         lse = np.empty(*self._lse) if rows else None
         found = self.run(
@@ -95,7 +93,7 @@ class AnyLengthDecode:
             (query, key, value, out, lse, arrays),
             [(at(array), array.shape, array.strides) for array in arrays],
         )
-        return (out, lse, None) if found else None
+        return (out, lse, None, None) if found else None
 
     def run(
         self,
@@ -110,7 +108,7 @@ class AnyLengthDecode:
 
         `keep_alive` are the objects that own the memory.
 
-        False if something is not as it was prepared for (`QKV_ISA`, a length or shift beyond
+        False if something is not as it was prepared for (a length or shift beyond
         `LONGEST`, the form of an array), or if an output is not finite: the caller then makes a
         checked call.
         """
@@ -122,8 +120,8 @@ class AnyLengthDecode:
         self._blocks.append(block)
         return is_finite
 
-    def repeated_arrays(self, at_end: bool) -> RepeatedCall | None:
-        """See `qkv.backends.RepeatingSteps`."""
+    def repeated(self, at_end: bool = False) -> RepeatedCall | None:
+        """See `qkv.backends.RepeatingCall`."""
         operands = self._any_operands()
         if operands is None or self._read or self._sinks is not None:
             return None
@@ -192,8 +190,7 @@ class AnyLengthDecode:
         """
         of_query, of_key, of_value = strides
         if (
-            isa_setting() != self._isa
-            or not 0 < kv_len <= LONGEST
+            not 0 < kv_len <= LONGEST
             or not -LONGEST <= q_shift <= LONGEST
             or not self._ndim == len(of_query) == len(of_key) == len(of_value)
             or ((arrays or self._read) and not self._write_arrays(words, arrays, kv_len))
@@ -286,8 +283,6 @@ class RepeatedDecode:
     ) -> bool:
         """See `qkv.backends.RepeatedStep`."""
         decode = self._decode
-        if isa_setting() != decode._isa:
-            return False
         if decode._sinks is None:
             if kv_len <= self.brief_keys:
                 done: bool = self._brief.step(out, lse, q_shift, *operands) < 0

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from qkv.backends.cpu.backward.frame import fields_with
 from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.machine.addresses import quick_address_of
-from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import word_index
 from qkv.backends.cpu.passes.backward import BackwardPass, gradient_dtype
 from qkv.backends.cpu.passes.backward_arguments import (
@@ -47,7 +46,6 @@ class PreparedBackward:
     def __init__(self, problem: Problem, inputs: BackwardInputs, arrays: tuple[Array, ...]) -> None:
         problem, read = without_values(problem, arrays)
         spec = problem.spec
-        self._isa = isa_setting()
         self._pass = BackwardPass(
             problem, corrects_delta=False, names=(), out_dtype=inputs.out.dtype
         )
@@ -83,7 +81,7 @@ class PreparedBackward:
     ) -> tuple[Array, Array, Array] | None:
         """Gradients of query, key and value; None if something is not as it was prepared for."""
         along_lse = self._zeros if grad_lse is None else grad_lse
-        if np.isnan(lse_rest).any() or isa_setting() != self._isa:
+        if np.isnan(lse_rest).any():
             return None
         if self._pass.splits_float32 and is_faint(grad_out, along_lse):
             return None

@@ -13,7 +13,6 @@ from qkv.backends import Addresses
 from qkv.backends.cpu.decode.rows import FIELDS
 from qkv.backends.cpu.emit.frame import operand_fields
 from qkv.backends.cpu.machine.addresses import quick_address_of
-from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import batch_offsets, word_index
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass, batch_stride
 from qkv.backends.cpu.passes.scratch import NO_RESULTS, ArgumentBlock
@@ -82,7 +81,6 @@ class PreparedDecode:
     def __init__(self, problem: Problem, *, arrays: tuple[Array, ...] = ()) -> None:
         problem, read = without_values(problem, arrays)
         spec = problem.spec
-        self._isa = isa_setting()
         self._pass = DecodePass(problem)
         self._kv_len = spec.kv_len
         share = self._pass.share(spec.kv_len)
@@ -120,11 +118,8 @@ class PreparedDecode:
 
         `keep_alive` are the objects that own the memory.
 
-        False if `QKV_ISA` has changed, or if an output is not finite: the caller then makes a
-        checked call.
+        False if an output is not finite: the caller then makes a checked call.
         """
-        if isa_setting() != self._isa:
-            return False
         try:
             block = self._blocks.pop()
         except IndexError:
@@ -140,7 +135,7 @@ class PreparedDecode:
         self._blocks.append(block)
         return is_finite
 
-    def repeated(self) -> RepeatedCall | None:
+    def repeated(self, at_end: bool = False) -> RepeatedCall | None:
         """See `qkv.backends.RepeatingCall`."""
         if not self._operands:
             return None

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import Addresses
+from qkv.backends import Addresses, Passes
 from qkv.backends.cpu.machine.addresses import quick_address_of
-from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import word_index
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.passes.forward_arguments import ForwardArguments
@@ -42,22 +41,21 @@ _CALLER = ctypes.c_int64(0)
 
 
 class PreparedForward:
-    """The forward pass of many queries; `backward` says what will follow.
+    """The forward pass of many queries.
 
-    With `statistics`, statistics of the rows take the place of lse_rest among the results.
+    Statistics of the rows, if they are asked for, take the place of lse_rest among the results.
     """
 
     def __init__(
         self,
         problem: Problem,
+        passes: Passes = "forward",
         *,
-        backward: bool,
         arrays: tuple[Array, ...] = (),
-        statistics: bool = False,
     ) -> None:
+        backward, statistics = passes == "residuals", passes == "statistics"
         problem, read = without_values(problem, arrays)
         spec, forward = problem.spec, ForwardPass(problem, statistics=statistics)
-        self._isa = isa_setting()
         self._pass = forward
         self._count = forward.count
         self._runs_alone = forward.most_workers <= 1
@@ -111,11 +109,8 @@ class PreparedForward:
 
         `keep_alive` are the objects that own the memory.
 
-        False if `QKV_ISA` has changed, or if an output is not finite: the caller then makes a
-        checked call.
+        False if an output is not finite: the caller then makes a checked call.
         """
-        if isa_setting() != self._isa:
-            return False
         try:
             block = self._blocks.pop()
         except IndexError:
@@ -135,7 +130,7 @@ class PreparedForward:
         self._blocks.append(block)
         return is_finite
 
-    def repeated(self) -> RepeatedCall | None:
+    def repeated(self, at_end: bool = False) -> RepeatedCall | None:
         """See `qkv.backends.RepeatingCall`."""
         if not self._operands:
             return None

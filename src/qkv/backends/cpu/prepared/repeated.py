@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends import Addresses
-from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.scratch import ArgumentBlock, BriefJob, scratch_of_brief_jobs
 from qkv.backends.cpu.python_calls.filled_block import FilledBlock, Operand
 from qkv.backends.cpu.python_calls.function import has_gil
@@ -47,7 +46,6 @@ class RepeatedCall:
         job: BriefJob | None,
         run: Callable[[ArgumentBlock, int, Any], bool],
     ) -> None:
-        self._isa = isa_setting()
         self._new_block = new_block
         results = (Operand(words[name]) for name in ("out", "lse"))
         self._operands, self._words = [*operands, *results], dict(words)
@@ -66,7 +64,7 @@ class RepeatedCall:
         arguments = (query, key, value, out) if lse is None else (query, key, value, out, lse)
         done = 1
         if self._brief is not None and self._brief.read is not None:
-            done = isa_setting() == self._isa and self._brief.read(*arguments)
+            done = self._brief.read(*arguments)
         if done > 0:
             done = self._compute(arguments, ())
         return (out, lse, None, None) if done else None
@@ -83,12 +81,11 @@ class RepeatedCall:
 
     def _run_brief(self, query: int, key: int, value: int, out: int, lse: int) -> bool:
         brief: Any = self._brief
-        return isa_setting() == self._isa and brief.write(query, key, value, out, lse) < 0
+        done: bool = brief.write(query, key, value, out, lse) < 0
+        return done
 
     def _compute(self, arguments: tuple[Any, ...], keep_alive: Any) -> bool:
         """Fill a block and run it; whether all is as expected, and the output finite."""
-        if isa_setting() != self._isa:
-            return False
         try:
             own = self._free.pop()
         except IndexError:

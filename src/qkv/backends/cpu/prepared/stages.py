@@ -68,7 +68,7 @@ class RotatedCall:
         given = operands.query, plain(operands.key), plain(operands.value)
         self._operands = list(map(placeholder, given))
 
-    def repeated(self) -> RepeatedRotation | None:
+    def repeated(self, at_end: bool = False) -> RepeatedRotation | None:
         """See `qkv.backends.RepeatingCall`."""
         inner = self._inner.repeated() if isinstance(self._inner, RepeatingCall) else None
         if inner is None or not (self._is_reused and self._rotation.row_pass.is_brief):
@@ -165,7 +165,7 @@ class SinksCall:
         self._sinks = Sinks(sinks, self._shape, self._compute, self._dtype, keeps=self._keeps)
         self._sinks_of_heads = np.array(sinks)
 
-    def repeated(self) -> RepeatedSinks | None:
+    def repeated(self, at_end: bool = False) -> RepeatedSinks | None:
         """See `qkv.backends.RepeatingCall`."""
         inner = self._inner.repeated() if isinstance(self._inner, RepeatingCall) else None
         return None if inner is None or self._keeps else RepeatedSinks(self, inner)
@@ -247,10 +247,10 @@ class AnyLengthRotation:
         key: Array,
         value: Array,
         rows: bool,
-        q_shift: int,
         arrays: Sequence[Array] = (),
-    ) -> tuple[Array, Any, None] | None:
-        """See `qkv.backends.AnyLengthSteps`."""
+        q_shift: int = 0,
+    ) -> Results | None:
+        """See `qkv.backends.Prepared`."""
         angles = (
             self._of_query.rows(q_shift, query.shape[-2]),
             self._of_key.rows(self._kv_shift, key.shape[-2]),
@@ -258,7 +258,7 @@ class AnyLengthRotation:
         rotation = Rotation(self._problem, [query, key])
         rotated = rotation.outputs()
         rotation((quick_address_of(query), quick_address_of(key)), angles, rotated)
-        found: tuple[Array, Any, None] | None = self._inner(*rotated, value, rows, q_shift, arrays)
+        found: Results | None = self._inner(*rotated, value, rows, arrays, q_shift)
         return found
 
 
@@ -287,7 +287,7 @@ class RotatedBackward:
         grad_lse: Array | None,
         arrays: Sequence[Array] = (),
     ) -> Gradients | None:
-        """See `qkv.backends.PreparedBackward`."""
+        """See `qkv.backends.PreparedGradients`."""
         rotated = self._forth.outputs()
         self._forth((quick_address_of(query), quick_address_of(key)), self._angles, rotated)
         beside = out, lse, lse_rest, grad_out, grad_lse, arrays

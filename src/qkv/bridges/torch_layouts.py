@@ -1,0 +1,105 @@
+"""What prepared calls ask of tensors before they read them, and the empty tensors of results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qkv.arrays.torch_arrays import TorchArrays
+from qkv.call.bound import BoundCall
+from qkv.call.forms import MAX_VALUE_BYTES
+
+__all__ = [
+    "are_dense",
+    "array_bytes",
+    "empty_maker",
+    "gradients_wanted",
+    "leaf_values",
+    "read_in_place",
+]
+
+_view = TorchArrays().view
+
+
+def read_in_place(bound: BoundCall) -> Sequence[Any]:
+    """The leaves that are read where they lie: the operands, and arrays of variants."""
+    by_value = bound.structure.by_value
+    if not by_value:
+        return bound.leaves
+    return [leaf for n, leaf in enumerate(bound.leaves) if n not in by_value]
+
+
+def leaf_values(bound: BoundCall) -> tuple[bytes, ...] | None:
+    """The bytes of the arrays that are compared by value, None if these are too many."""
+    if not bound.structure.by_value:
+        return ()
+    found = []
+    for n in bound.structure.by_value:
+        values = array_bytes(bound.leaves[n])
+        if values is None:
+            return None
+        found.append(values)
+    return tuple(found)
+
+
+def array_bytes(array: Any) -> bytes | None:
+    """The bytes of an array that is compared by value; None if these are too many, or a gradient
+    is wanted."""
+    if isinstance(array, Tensor):
+        if not array.is_cpu or array.nbytes > MAX_VALUE_BYTES or type(array) not in _PLAIN:
+            return None
+        if array.requires_grad and torch.is_grad_enabled():
+            return None
+        array = _view(array, "an array of a variant")
+    if type(array) is not np.ndarray or array.nbytes > MAX_VALUE_BYTES:
+        return None
+    return array.tobytes()
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def gradients_wanted(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
+    """Which of these tensors want gradients; nothing if none does."""
+    if not torch.is_grad_enabled():
+        return ()
+    wanted = tuple([tensor.requires_grad for tensor in tensors])
+    return wanted if True in wanted else ()
+
+
+def are_dense(*tensors: Any) -> bool:
+    """Whether these are tensors, dense numbers at an address."""
+    for t in tensors:
+        if type(t) is not Tensor or t.is_nested or not t.is_cpu or t.layout is not torch.strided:
+            return False
+        if t.is_neg():
+            return False
+    return True
+
+
+def empty_maker(shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Makes dense tensors in main memory, whatever torch's default device is."""
+    empty = _empty_of_compiled_code()
+    if empty is not None:
+        strides = torch.empty(shape, device="meta").stride()
+        return partial(empty, tuple(shape), strides, dtype)
+    # The quickest of what is documented: like one number that is expanded.
+    number = torch.empty((), dtype=dtype, device="cpu")
+    return partial(torch.empty_like, number.expand(shape))
+
+
+@lru_cache(maxsize=1)
+def _empty_of_compiled_code() -> Callable[..., Tensor] | None:
+    """`empty(shape, strides, dtype)` of torch's compiled code, if it does what its name says."""
+    try:
+        guards: Any = torch._C._dynamo.guards
+        made = guards._empty_strided_cpu((2, 3), (3, 1), torch.float16)
+    except (AttributeError, TypeError):
+        return None
+    fits = made.shape == (2, 3) and made.stride() == (3, 1) and made.dtype is torch.float16
+    return guards._empty_strided_cpu if fits and made.is_cpu else None

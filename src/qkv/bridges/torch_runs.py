@@ -1,0 +1,241 @@
+"""How prepared calls of NumPy arrays run on tensors: one pass, a decoding step, both passes.
+
+Nothing is looked at but types, shapes, strides and addresses; compiled code is told where tensors
+lie, and in decoding steps their sizes and strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qkv.backends import AddressedCall, RepeatedCall, RepeatedStep, RepeatingSteps
+from qkv.bridges import torch_functions as functions
+from qkv.bridges.torch_guards import Guard, form_guard, gradient_guard, guard
+from qkv.bridges.torch_layouts import empty_maker, leaf_values
+from qkv.bridges.torch_openmp import on_torch_threads
+from qkv.bridges.torch_passes import PreparedPasses
+from qkv.call.bound import BoundCall
+from qkv.call.cache import PreparedCall
+from qkv.call.decoding import position
+
+__all__ = ["Run", "is_step_of_tensors", "layouts_of", "run_of"]
+
+Empty: TypeAlias = Callable[[], Tensor]
+
+
+class Common(NamedTuple):
+    """What is asked of calls before a run.
+
+    Attributes
+    ----------
+    prepared : PreparedCall
+    fits : Guard
+        Whether the tensors that are read in place are like those that were prepared for.
+    values : tuple of bytes
+        Those of the other tensors.
+    position : int or None
+        That of the queries, if it is fixed.
+    """
+
+    prepared: PreparedCall
+    fits: Guard
+    values: tuple[bytes, ...]
+    position: int | None
+
+
+class OnePass(NamedTuple):
+    """A call of tensors of these sizes and strides.
+
+    `brief` runs it on the caller's thread alone, if it is brief.
+    """
+
+    common: Common
+    run: Callable[..., bool]
+    brief: Callable[..., bool] | None
+    empty_out: Empty
+    empty_lse: Empty
+    rows_first: bool
+
+    def compute(self, bound: BoundCall, read: Sequence[Any], rows: bool) -> Any:
+        """Output, with lse if `rows`, of a call that fits; None if something else does not.
+
+        `read` are the leaves that are read in place.
+        """
+        query, key, value, *arrays = read
+        at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        if not (at_query and at_key and at_value):  # Their memory has been freed, as FSDP does.
+            return None
+        out = self.empty_out()
+        lse = self.empty_lse() if rows else None
+        at_out, at_lse = out.data_ptr(), 0 if lse is None else lse.data_ptr()
+        if self.brief is not None:
+            done = self.brief(at_query, at_key, at_value, at_out, at_lse)
+        else:
+            places = [array.data_ptr() for array in arrays]
+            addresses = at_query, at_key, at_value, at_out, at_lse, 0, places
+            with on_torch_threads():
+                done = self.run(addresses, (read, out, lse))
+        if not done:
+            return None
+        if self.rows_first:
+            out = out.transpose(-3, -2).contiguous()
+        return out if lse is None else (out, lse)
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A decoding step of tensors of any number of keys, any strides and any position.
+
+    `repeats` counts steps over `kv_len` keys, one after the other. When there were many, as in
+    caches of fixed size, `successor` is a run for that very length, which saves a third of the time
+    of a short step.
+    """
+
+    common: Common
+    step: RepeatedStep
+    q_len: int
+    empty_out: Empty
+    empty_lse: Empty
+    kv_len: int = 0
+    repeats: int = 0
+    successor: OnePass | None = None
+
+    def compute(self, bound: BoundCall, read: Sequence[Any], rows: bool) -> Any:
+        """See `OnePass`."""
+        q_len, kv_len = self.q_len, read[1].shape[-2]
+        if q_len == kv_len:  # Then the positions may be left out, which is another call.
+            return None
+        form: Any = self.common.prepared.step
+        shift = position(form, bound.structure.options[2], q_len, kv_len)
+        out = self.empty_out()
+        lse = self.empty_lse() if rows else None
+        at_out, at_lse = out.data_ptr(), 0 if lse is None else lse.data_ptr()
+        arguments = kv_len, at_out, at_lse, shift, layouts_of(read), (read, out, lse)
+        if kv_len <= self.step.brief_keys:
+            done = self.step(*arguments)
+        else:
+            with on_torch_threads():
+                done = self.step(*arguments)
+        if not done:
+            return None
+        if kv_len != self.kv_len:
+            self.kv_len, self.repeats, self.successor = kv_len, 0, None
+        self.repeats += 1
+        if self.repeats == _MANY_REPEATS and type(bound.structure.options[2]) is not int:
+            self.successor = self._for_length(read, shift)
+        return out if lse is None else (out, lse)
+
+    def _for_length(self, read: Sequence[Any], shift: int) -> OnePass | None:
+        """A run for tensors of these very sizes and strides."""
+        if len(read) > 3:
+            return None
+        strides = [[t.itemsize * stride for stride in t.stride()] for t in read]
+        call = self.common.prepared.run.of_length(self.kv_len, shift, strides)
+        if call is None:
+            return None
+        common = self.common._replace(fits=guard(*read))
+        return OnePass(common, call.run, call.brief(), self.empty_out, self.empty_lse, False)
+
+
+_MANY_REPEATS = 64
+"""Preparing for one length takes about as long as so many steps save by it."""
+
+
+class BothPasses(NamedTuple):
+    """A call of which gradients are wanted: its backward pass is neither looked up nor checked.
+
+    `by_value` are copies of the leaves that are compared by value, as tensors.
+    """
+
+    common: Common
+    by_value: Mapping[int, Tensor]
+    passes: PreparedPasses
+
+    def compute(self, bound: BoundCall, read: Sequence[Any], rows: bool) -> Any:
+        """See `OnePass`."""
+        if not torch.is_grad_enabled():
+            return None
+        structure, tensors = bound
+        if self.by_value:  # In the call these may be arrays of another library.
+            tensors = [self.by_value.get(n, leaf) for n, leaf in enumerate(tensors)]
+        out, lse = functions.attend_prepared(tensors, structure, self.passes)
+        return (out, lse) if rows else out
+
+
+Run: TypeAlias = OnePass | Step | BothPasses
+
+
+def run_of(
+    prepared: PreparedCall, bound: BoundCall, read: Sequence[Tensor], wants_gradients: bool
+) -> Run | None:
+    """How a prepared call runs on tensors like these; None if it takes NumPy arrays alone."""
+    values, given = leaf_values(bound), bound.structure.options[2]
+    if values is None:
+        return None
+    fixed = given if type(given) is int and prepared.step is None else None
+    if prepared.step is not None:
+        return None if wants_gradients else _step(prepared, bound, read, values)
+    if wants_gradients:
+        by_value = {n: _copied(bound.leaves[n]) for n in bound.structure.by_value}
+        passes = PreparedPasses(bound.structure, len(bound.leaves), prepared.run)
+        return BothPasses(Common(prepared, gradient_guard(*read), values, fixed), by_value, passes)
+    call = prepared.repeated or prepared.run
+    if not isinstance(call, AddressedCall):
+        return None
+    brief = call.brief() if isinstance(call, RepeatedCall) else None
+    rows_first = bound.structure.layout == "blhd"
+    makers = _makers([t.transpose(-3, -2) if rows_first else t for t in read[:3]])
+    return OnePass(Common(prepared, guard(*read), values, fixed), call.run, brief, *makers,
+                   rows_first)  # fmt: skip
+
+
+def _step(
+    prepared: PreparedCall, bound: BoundCall, read: Sequence[Tensor], values: tuple[bytes, ...]
+) -> Step | None:
+    step = prepared.run.repeated_addresses() if is_step_of_tensors(prepared, bound) else None
+    if step is None:
+        return None
+    common = Common(prepared, form_guard(*read), values, None)
+    return Step(common, step, read[0].shape[-2], *_makers(read))
+
+
+def is_step_of_tensors(prepared: PreparedCall, bound: BoundCall) -> bool:
+    """Whether a prepared call is a decoding step that is told addresses, sizes and strides."""
+    form, structure = prepared.step, bound.structure
+    return (
+        form is not None
+        and form.every_length
+        and not (form.lengths or structure.per_step or structure.layout != "bhld")
+        and isinstance(prepared.run, RepeatingSteps)
+    )
+
+
+def _makers(operands: Sequence[Tensor]) -> tuple[Empty, Empty]:
+    """Make the output and lse of these operands."""
+    query, _, value = operands[:3]
+    lead = np.broadcast_shapes(*[tuple(tensor.shape[:-3]) for tensor in operands[:3]])
+    shape = *lead, *query.shape[-3:-1], value.shape[-1]
+    wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+    return empty_maker(shape, query.dtype), empty_maker(shape[:-1], wide)
+
+
+def _copied(leaf: Any) -> Tensor:
+    return torch.as_tensor(leaf).detach().clone()
+
+
+def layouts_of(read: Sequence[Any]) -> tuple[Any, ...]:
+    """Address, sizes, and strides in elements of each tensor."""
+    query, key, value, *arrays = read
+    operands: tuple[Any, ...] = (
+        query.data_ptr(), query.shape, query.stride(), key.data_ptr(), key.shape, key.stride(),
+        value.data_ptr(), value.shape, value.stride(),
+    )  # fmt: skip
+    for array in arrays:
+        operands = (*operands, array.data_ptr(), array.shape, array.stride())
+    return operands

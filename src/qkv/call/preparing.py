@@ -1,0 +1,71 @@
+"""Prepare for more calls like one that was checked, once there has been another."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from qkv.backends import Preparing, RepeatingCall
+from qkv.call.bound import BoundCall
+from qkv.call.cache import CALLS, Form, PreparedCall, StepForm
+from qkv.call.checked import CheckedCall
+from qkv.call.decoding import arrays_from_lengths
+from qkv.call.flatten import add_length_keys
+from qkv.call.forms import Views, fixed_form, in_place
+from qkv.problem.backward import BackwardInputs
+
+__all__ = ["prepare", "prepared_by"]
+
+
+def prepare(
+    bound: BoundCall,
+    form: Form,
+    views: Views,
+    call: CheckedCall,
+    inputs: BackwardInputs | None = None,
+) -> None:
+    """Keep a prepared call in the cache, if the form was seen before and its backend prepares."""
+    structure = bound.structure
+    if not structure.is_known or CALLS.is_new(structure, form):
+        return
+    made = prepared_by(bound, form, call, inputs)
+    if made is None and form.any_length:
+        # Only one number of keys can be prepared for.
+        CALLS.insert(structure, form, None)
+        fixed = fixed_form(bound, views, form.passes)
+        made = None if fixed is None else prepared_by(bound, fixed, call)
+    if made is not None:
+        CALLS.insert(structure, made.form, made)
+
+
+def prepared_by(
+    bound: BoundCall, form: Form, call: CheckedCall, inputs: BackwardInputs | None = None
+) -> PreparedCall | None:
+    """What the backend of a checked call prepares for a form; None if it does not.
+
+    `inputs` are those of a backward pass, for gradients.
+    """
+    backend, problem, any_length = call.choice.backend, call.problem, form.any_length
+    if call.ndim == 2 or not isinstance(backend, Preparing):
+        return None
+    align, structure = problem.operands.positions.align, bound.structure
+    arrays = in_place(bound._replace(leaves=call.leaves), is_step=any_length)
+    step, at_end = None, False
+    if any_length:
+        # Whether a number and "start" or "end" agree depends on the lengths.
+        if type(structure.options[2]) is int and align is not None:
+            return None
+        from_lengths = arrays_from_lengths(problem) if structure.lengths else []
+        if structure.lengths and not from_lengths:
+            return None
+        arrays, at_end = (*arrays, *from_lengths), align == "end"
+        length_keys: list[Hashable] = []
+        for tree in structure.variants:
+            add_length_keys(tree, problem.spec.kv_len, length_keys)
+        step = StepForm(at_end, len(from_lengths), not length_keys)
+    run = backend.prepare(problem, form.passes, any_length=any_length, arrays=arrays, inputs=inputs)
+    if run is None:
+        return None
+    repeated = None
+    if isinstance(run, RepeatingCall) and (step is None or step.every_length):
+        repeated = run.repeated(at_end)
+    return PreparedCall(form, run, backend.name, call.choice.conditions, step, repeated)

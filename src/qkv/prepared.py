@@ -1,0 +1,327 @@
+"""`qkv.prepare`: a call made ready once, for loops that repeat it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv._dynamo import ends_graph
+from qkv.arrays import has_shape, library_of
+from qkv.backends import Passes, conditions
+from qkv.bridges import bridge_of
+from qkv.call.attend import attend, run_alike
+from qkv.call.bound import BoundCall, Structure, bind
+from qkv.call.cache import PreparedCall
+from qkv.call.checked import CheckedCall, check_call, views_of
+from qkv.call.device_call import is_device_call
+from qkv.call.forms import MAX_DECODE_QUERIES, fixed_form, heads_first, step_form
+from qkv.call.options import Options, option_values, with_options
+from qkv.call.preparing import prepared_by
+from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
+from qkv.planning import Plan, make_plan
+
+__all__ = ["ArrayForm", "CallForm", "PreparedAttention", "prepare"]
+
+Array = NDArray[Any]
+
+
+class ArrayForm(NamedTuple):
+    """What is expected of one array of a prepared call.
+
+    Attributes
+    ----------
+    dtype : str
+    shape : tuple of (int or None)
+        None for a size that is free.
+    strides : tuple of int, or None
+        In elements; None if any will do.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.ones((2, 3, 4), np.float32)
+    >>> qkv.prepare(x, x, x).form.value
+    ArrayForm(dtype='float32', shape=(2, 3, 4), strides=(12, 4, 1))
+    """
+
+    dtype: str
+    shape: tuple[int | None, ...]
+    strides: tuple[int, ...] | None
+
+
+class CallForm(NamedTuple):
+    """What is expected of query, key and value, in the layout of the call.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.ones((2, 3, 4), np.float32)
+    >>> qkv.prepare(x, x, x).form.query.shape
+    (2, 3, 4)
+    """
+
+    query: ArrayForm
+    key: ArrayForm
+    value: ArrayForm
+
+
+class PreparedAttention:
+    """A call of `qkv.attention` that was made ready by `qkv.prepare`.
+
+    Attributes
+    ----------
+    form : CallForm
+        dtype, shape and strides that arrays must have.
+    plan : Plan
+        As `qkv.plan` gives it for the arrays that were prepared for.
+
+    Raises
+    ------
+    DTypeError, ShapeError
+        When it is called with an array of another form.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.ones((2, 3, 4), np.float32)
+    >>> prepared = qkv.prepare(x, x, x)
+    >>> prepared(2 * x, x, x).shape
+    (2, 3, 4)
+    """
+
+    def __init__(self, _bound: BoundCall, _passes: Passes, _free: bool) -> None:
+        self._bound, self._passes, self._free = _bound, _passes, _free
+        self._prepared, call = _prepared(_bound, _passes, _free)
+        self.form = CallForm(*self._forms(_bound.leaves))
+        library = library_of(_bound.leaves[0], "query")
+        self.plan: Plan = make_plan(call.problem, call.choice, library.name)
+        # The arrays of variants are kept, query, key and value are not.
+        self._arrays = tuple(_bound.leaves[3:])
+        self._bound = _bound._replace(leaves=())
+
+    def __call__(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        *,
+        q_offset: int | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Output, with lse if asked for, of arrays of the same form.
+
+        Parameters
+        ----------
+        query, key, value : array
+            As `form` says.
+        q_offset : int, optional
+            The position of query row 0, if a number was prepared for; else that number holds.
+        return_lse : bool
+            Return `(output, lse)`.
+
+        Raises
+        ------
+        DTypeError, ShapeError
+            If an array is not as it was prepared for; the message says which and how.
+        """
+        structure = self._bound.structure
+        if q_offset is not None:
+            structure = self._placed(q_offset)
+        bound = BoundCall(structure, (query, key, value, *self._arrays))
+        if self._prepared.conditions != conditions():
+            self._prepared, _ = _prepared(bound, self._passes, self._free)
+        bridge = None if type(query) is np.ndarray else bridge_of(query)
+        if bridge is None:
+            found = run_alike(self._prepared, bound, return_lse)
+            if found is None:
+                self._require_form(bound)
+                found = attend(bound, rows=return_lse)
+            return (found.out, found.lse) if return_lse else found.out
+        results = None
+        if hasattr(bridge, "run_alike"):
+            results = bridge.run_alike(self._prepared, bound, return_lse)
+        if results is None:
+            self._require_form(bound)
+            whole = bound.unflatten()
+            return bridge.attention(query, key, value, whole.variants, whole.options, return_lse)
+        return results
+
+    def __repr__(self) -> str:
+        return f"PreparedAttention({self.plan.problem}; backend {self.plan.backend})"
+
+    def _placed(self, q_offset: int) -> Structure:
+        """The structure with the queries at another position."""
+        structure = self._bound.structure
+        given, options = structure.options[2], structure.options
+        if type(given) is not int:
+            raise ArgumentError(
+                f"q_offset={q_offset!r} was given, and the call was prepared with {given!r}.",
+                action="Pass a number as q_offset to qkv.prepare too.",
+            )
+        return structure._replace(options=(*options[:2], int(q_offset), *options[3:]))
+
+    def _forms(self, operands: Sequence[Any]) -> list[ArrayForm]:
+        """The forms of query, key and value, but for what is free."""
+        layout, free = self._bound.structure.layout, self._free
+        found = [_form_of(array, free and n > 0, layout) for n, array in enumerate(operands[:3])]
+        return [form._replace(strides=None) for form in found] if free else found
+
+    def _require_form(self, bound: BoundCall) -> None:
+        """Raise an error if an array is not as it was prepared for."""
+        operands = bound.leaves[:3]
+        if not all(has_shape(array) for array in operands):
+            return  # The checked call raises an error.
+        for (name, expected), seen in zip(
+            self.form._asdict().items(), self._forms(operands), strict=True
+        ):
+            if _is_alike(seen, expected):
+                continue
+            rows = [("given", _words(seen)), ("prepared for", _words(expected))]
+            again = "Pass such an array, or call qkv.prepare for arrays like this one."
+            if seen.dtype != expected.dtype:
+                raise DTypeError(f"{name} has another dtype than the call has.", rows, again)
+            what = "another shape" if seen.shape != expected.shape else "other strides"
+            raise ShapeError(f"{name} has {what} than the call was prepared for.", rows, again)
+
+
+@ends_graph
+@with_options
+def prepare(
+    query: Any,
+    key: Any,
+    value: Any,
+    *variants: Any,
+    free: Sequence[str] = (),
+    backward: bool = False,
+    **options: Unpack[Options],
+) -> PreparedAttention:
+    """Make a call of `attention` ready, for loops that repeat it with other arrays.
+
+    `attention` prepares calls by itself when it sees them again, so this changes no result. It says
+    at once whether a call can be prepared, looks nothing up, and refuses arrays of another form
+    instead of checking them anew.
+
+    Parameters
+    ----------
+    query, key, value, *variants, scale, layout, q_offset, kv_offset, backend
+        As for `attention`: arrays of NumPy, or tensors of torch in main memory. The arrays of
+        variants are kept, those of query, key and value are not.
+    free : sequence of str
+        `("kv_len",)` leaves the number of keys free, and with it the position of the queries and
+        all strides, as in steps of decoding with a cache that grows: for up to 16 queries, and
+        variants that depend on positions only.
+    backward : bool
+        Tensors of torch will want gradients, as these do.
+
+    Returns
+    -------
+    PreparedAttention
+        `prepared(query, key, value)` is the output; `.form` and `.plan` say what it is for.
+
+    Raises
+    ------
+    UnsupportedError
+        The call cannot be prepared; the message says why.
+    QkvError
+        As `attention` does.
+
+    Notes
+    -----
+    Costs a plan of the problem; nothing is computed.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> query, cache = np.ones((1, 2, 1, 4)), np.ones((1, 2, 9, 4))
+    >>> step = qkv.prepare(query, cache, cache, qkv.Causal("end"), free=("kv_len",))
+    >>> step(query, cache[:, :, :5], cache[:, :, :5]).shape
+    (1, 2, 1, 4)
+    >>> step.form.key
+    ArrayForm(dtype='float64', shape=(1, 2, None, 4), strides=None)
+    """
+    values = option_values("prepare", options)
+    names = (free,) if isinstance(free, str) else tuple(free)
+    if names not in ((), ("kv_len",)):
+        raise ArgumentError(
+            f"free={free!r} is not known.", action='Use free=("kv_len",), or leave it out.'
+        )
+    bound = bind(query, key, value, variants, values)
+    if backward and not hasattr(bridge_of(query), "run_alike"):
+        raise ArgumentError(
+            "backward=True is for tensors of torch, which ask for gradients by themselves.",
+            action="Leave it out; qkv.vjp gives gradients, and prepares them when it repeats.",
+        )
+    return PreparedAttention(bound, "residuals" if backward else "forward", bool(names))
+
+
+def _prepared(bound: BoundCall, passes: Passes, free: bool) -> tuple[PreparedCall, CheckedCall]:
+    """The call made ready, and checked."""
+    if is_device_call(bound):
+        raise UnsupportedError(
+            "the arrays are on a device, where nothing is prepared.",
+            action="Call qkv.attention, or move the arrays to the CPU.",
+        )
+    library, leaves = views_of(bound)
+    if library.name not in ("numpy", "torch"):
+        raise UnsupportedError(
+            f"arrays of {library.name} are compiled by {library.name}, not prepared.",
+            action="Call qkv.attention inside of jax.jit.",
+        )
+    seen = bound._replace(leaves=leaves)
+    call = check_call(seen, backward=passes == "residuals")
+    views = heads_first(seen)
+    if views is None or call.ndim == 2:
+        raise UnsupportedError(
+            "only plain arrays of three dimensions or more are prepared.",
+            action="Call qkv.attention, or add a dimension of heads, as in query[None].",
+        )
+    if not bound.structure.is_known:
+        raise UnsupportedError(
+            "a variant does not declare what it reads, so that calls are checked each time.",
+            action="Declare the roles of its fields, or call qkv.attention.",
+        )
+    form = (step_form if free else fixed_form)(seen, views, passes)
+    if form is None and free:
+        raise UnsupportedError(
+            "the number of keys cannot be free in this call.",
+            [("queries", str(views[0].shape[-2])), ("keys", str(views[1].shape[-2]))],
+            f"Use 1 to {MAX_DECODE_QUERIES} queries, another number of keys, and variants that "
+            "depend on positions only; or leave free out.",
+        )
+    made = None if form is None else prepared_by(seen, form, call)
+    if made is None:
+        raise UnsupportedError(
+            f"the backend {call.choice.backend.name} prepares no calls like this one, because "
+            "values in arrays decide what is computed, or because it prepares none.",
+            action="Call qkv.attention, which checks each call.",
+        )
+    return made, call
+
+
+def _form_of(array: Any, has_free_rows: bool, layout: str) -> ArrayForm:
+    """The form of an array or tensor, whether its memory can be read or not."""
+    shape: list[int | None] = list(array.shape)
+    if hasattr(array, "stride"):
+        strides = tuple(array.stride())
+    else:
+        strides = tuple([step // array.itemsize for step in array.strides])
+    if has_free_rows and len(shape) > 2:
+        shape[-2 if layout == "bhld" else -3] = None
+    return ArrayForm(str(array.dtype).removeprefix("torch."), tuple(shape), strides)
+
+
+def _is_alike(seen: ArrayForm, expected: ArrayForm) -> bool:
+    """Whether two forms are the same, whatever the stride of an axis with one entry is."""
+    if seen[:2] != expected[:2] or seen.strides is None or expected.strides is None:
+        return seen == expected
+    of_axes = zip(seen.shape, seen.strides, expected.strides, strict=True)
+    return all(one == other for size, one, other in of_axes if size != 1)
+
+
+def _words(form: ArrayForm) -> str:
+    shape = ", ".join("any" if size is None else str(size) for size in form.shape)
+    strides = "" if form.strides is None else f", strides {form.strides}"
+    return f"{form.dtype} ({shape}){strides}"
