@@ -177,7 +177,7 @@ def ranks_cost(
     if find_spec("torch") is None:
         raise UnsupportedError(
             "qkv.distributed needs torch, which is not installed.",
-            action='pip install "qkv[torch]"',
+            action="Install torch.",
         )
     from qkv.distributed import Order
 
