@@ -97,6 +97,7 @@ LONG = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:the text has")  # The model has fewer positions.
 @pytest.mark.sampled(("family", "kind", "beams"), LONG, one_in=4)
 def test_512_tokens_one_by_one_have_the_logits_of_all_at_once(
     family: str, kind: str, beams: int

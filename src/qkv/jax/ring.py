@@ -78,6 +78,8 @@ def ring_attention(
     ------
     UnsupportedError
         For other variants, which hold arrays of the rows.
+    ArgumentError, ShapeError
+        If something is no array, or key and value differ in rows.
 
     Notes
     -----
@@ -100,6 +102,12 @@ def ring_attention(
     """
     for variant in variants:
         _require_positions(variant)
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(array, (jax.Array, np.ndarray)) or array.ndim < 2:
+            raise ArgumentError(
+                f"{name} is a {type(array).__name__}, not an array (..., num_heads, rows, dim).",
+                action="Pass an array of JAX.",
+            )
     if jnp.shape(key)[-2] != jnp.shape(value)[-2]:
         raise ShapeError(
             f"key has {jnp.shape(key)[-2]} rows and value {jnp.shape(value)[-2]}.",
