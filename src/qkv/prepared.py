@@ -20,6 +20,7 @@ from qkv.call.device_call import is_device_call
 from qkv.call.forms import MAX_DECODE_QUERIES, fixed_form, heads_first, step_form
 from qkv.call.options import Options, option_values, with_options
 from qkv.call.preparing import prepared_by
+from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from qkv.planning import Plan, make_plan
 
@@ -243,10 +244,10 @@ def prepare(
     ArrayForm(dtype='float64', shape=(1, 2, None, 4), strides=None)
     """
     values = option_values("prepare", options)
-    names = (free,) if isinstance(free, str) else tuple(free)
+    names = tuple(free) if isinstance(free, (list, tuple)) else (free,)
     if names not in ((), ("kv_len",)):
         raise ArgumentError(
-            f"free={free!r} is not known.", action='Use free=("kv_len",), or leave it out.'
+            f"free={shown(free)} is not known.", action='Use free=("kv_len",), or leave it out.'
         )
     bound = bind(query, key, value, variants, values)
     if backward and not hasattr(bridge_of(query), "run_alike"):

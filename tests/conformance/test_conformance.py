@@ -27,6 +27,18 @@ def test_conformance(backend: str, case: Case, dtype: str, request: pytest.Fixtu
         check_case(backend, case, dtype)
 
 
+def test_a_backend_is_refused_where_its_library_is_not_installed() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import numpy as np, qkv\n"
+        "x = np.ones((3, 4))\n"
+        "try: qkv.attention(x, x, x, backend='torch')\n"
+        "except qkv.UnsupportedError as error: print(error.fact)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout == "torch cannot run this problem.\n", ran.stderr
+
+
 @pytest.mark.parametrize("name", ["blocked", "reference"])
 def test_readable_backends_refuse_none_of_the_cases(name: str) -> None:
     backend = next(b for b in backends() if b.name == name)

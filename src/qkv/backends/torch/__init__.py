@@ -18,6 +18,9 @@ __all__ = ["TorchBackend"]
 
 _BLOCK = 128
 
+PAIRS = 2**24
+"""Scores in memory at once, for all heads and batch rows."""
+
 
 class TorchBackend:
     """Attention of torch tensors on their own device, in O(n) memory."""
@@ -34,8 +37,6 @@ class TorchBackend:
         return _BLOCK, _BLOCK
 
     def scratch_bytes(self, spec: Spec) -> int:
-        from qkv.backends.torch.attention import PAIRS
-
         pairs = spec.batch_size * spec.num_heads * spec.q_len * spec.kv_len
         # One block of queries has scores, weights, and two temporaries of the same size.
         return 4 * min(pairs, PAIRS) * spec.compute_dtype.itemsize

@@ -13,15 +13,13 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from qkv.arrays.torch_arrays import TorchArrays
+from qkv.backends.torch import PAIRS
 from qkv.backends.torch.expressions import TensorEvaluation
 from qkv.partial import Partial
 from qkv.problem.philox import dropout_factors
 from qkv.problem.spec import Problem
 
 __all__ = ["TensorAttention", "hides_values", "needs_derivatives", "softmax"]
-
-PAIRS = 2**24
-"""Scores in memory at once, for all heads and batch rows."""
 
 _are_transforms_active = torch._C._are_functorch_transforms_active
 
