@@ -1,5 +1,8 @@
 """Every backend, every case, every dtype: refused with reasons, or right."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
