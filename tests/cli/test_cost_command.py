@@ -168,6 +168,7 @@ def test_an_encoder_reads_a_source(output_of: Any, tmp_path: Path) -> None:
 
 def test_ranks(output_of) -> None:
     """Bytes by hand: 32 layers, 8 heads of 128 and 128 numbers of 2 bytes, 7 of 8 parts."""
+    pytest.importorskip("torch", reason="qkv.distributed needs torch")
     words = "cost", "--model", "llama-3-8b", "--context", "65536", "--ranks", "8"
     found = strict(output_of(*words, "--json"))
     received = 32 * 65536 * 7 // 8 * 8 * 256 * 2
