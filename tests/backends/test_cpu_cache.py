@@ -19,6 +19,7 @@ import pytest
 import qkv
 from qkv.backends.cpu import describe_host
 from qkv.backends.cpu.compiler import compile as cpu_compile
+from qkv.backends.cpu.compiler import stored_kernels
 from qkv.backends.cpu.compiler.canonical import canonical
 from qkv.backends.cpu.forward import kernel as cpu_forward
 from qkv.backends.cpu.machine.host import host
@@ -34,7 +35,7 @@ X = np.random.default_rng(0).normal(size=(2, 80, 8)).astype(np.float32)
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("QKV_CACHE_DIR", str(tmp_path / "deep" / "cache"))
-    monkeypatch.setattr(cpu_compile, "_faults", [])
+    monkeypatch.setattr(stored_kernels, "_faults", [])
     forget_kernels()
     yield tmp_path / "deep" / "cache"
     forget_kernels()
@@ -129,7 +130,7 @@ def test_what_others_may_write_is_not_used(folder, compiled) -> None:
 
 
 def test_the_least_recently_used_kernels_go(monkeypatch, folder, compiled) -> None:
-    monkeypatch.setattr(cpu_compile, "KEPT_FILES", 3)
+    monkeypatch.setattr(stored_kernels, "KEPT_FILES", 3)
     folder.mkdir(parents=True, mode=0o700)
     old = [f"{age:064x}" for age in range(5)]
     for age, name in enumerate(old):
@@ -152,10 +153,10 @@ def test_the_least_recently_used_kernels_go(monkeypatch, folder, compiled) -> No
 
 def test_a_kernel_that_another_process_deletes_meanwhile(monkeypatch, folder, compiled) -> None:
     """It was in the list of files, and is gone when its age is asked for; nobody is warned."""
-    monkeypatch.setattr(cpu_compile, "KEPT_FILES", 0)
+    monkeypatch.setattr(stored_kernels, "KEPT_FILES", 0)
     gone = folder / f"{1:064x}"
-    listed = cpu_compile.kernel_files
-    monkeypatch.setattr(cpu_compile, "kernel_files", lambda place: [gone, *listed(place)])
+    listed = stored_kernels.kernel_files
+    monkeypatch.setattr(stored_kernels, "kernel_files", lambda place: [gone, *listed(place)])
     attend()
     assert len(compiled) == 1
     assert not list(folder.iterdir())
@@ -285,14 +286,14 @@ def imported(file: Path) -> set[Path]:
 def test_whatever_emits_code_is_digested() -> None:
     """From the modules that emit kernels on, through whatever they import."""
     package = Path(qkv.__file__).parent
-    digested = cpu_compile.emitter_files(package)
+    digested = stored_kernels.emitter_files(package)
     reached = set().union(*map(imported, digested)) - set(digested)
     assert {str(file.relative_to(package)) for file in reached} == DECIDES_NO_CODE
 
 
 def test_what_is_called_emit_is_digested() -> None:
     package = Path(qkv.__file__).parent
-    digested = set(cpu_compile.emitter_files(package))
+    digested = set(stored_kernels.emitter_files(package))
     emitting = {
         file
         for file in package.joinpath("backends", "cpu").rglob("*.py")
@@ -304,7 +305,7 @@ def test_what_is_called_emit_is_digested() -> None:
 
 DECIDES_NO_CODE = {
     "_forks.py", "_threads.py", "errors.py",
-    "backends/cpu/compiler/canonical.py", "backends/cpu/compiler/stack_probe.py",
+    "backends/cpu/compiler/stack_probe.py", "backends/cpu/compiler/stored_kernels.py",
     "backends/cpu/machine/addresses.py",
     "backends/cpu/machine/executable_memory.py", "backends/cpu/machine/host.py",
     "backends/cpu/python_calls/filled_block.py", "backends/cpu/python_calls/function.py",
@@ -317,7 +318,7 @@ bounds only say which blocks are computed."""
 
 def test_without_sources_nothing_is_cached(monkeypatch, folder, compiled) -> None:
     """A package of bytecode alone: nobody could tell one version from the next."""
-    monkeypatch.setattr(cpu_compile, "_SOURCES", None)
+    monkeypatch.setattr(stored_kernels, "_SOURCES", None)
     attend()
     attend()
     assert len(compiled) == 2
@@ -325,7 +326,7 @@ def test_without_sources_nothing_is_cached(monkeypatch, folder, compiled) -> Non
 
 
 def digest(emit=host, arguments=(), **of_host) -> str | None:
-    return cpu_compile._digest(emit, arguments, replace(host(), **of_host))
+    return stored_kernels.digest(emit, arguments, replace(host(), **of_host))
 
 
 def test_what_a_key_depends_on(monkeypatch) -> None:
@@ -341,7 +342,7 @@ def test_what_a_key_depends_on(monkeypatch) -> None:
     }
     monkeypatch.setattr(llvmlite, "__version__", "0")
     names.add(digest())
-    monkeypatch.setattr(cpu_compile, "_SOURCES", "other")
+    monkeypatch.setattr(stored_kernels, "_SOURCES", "other")
     names.add(digest())
     assert len(names) == 8
 
@@ -351,17 +352,17 @@ def test_an_empty_name_turns_the_cache_off(monkeypatch, folder, compiled) -> Non
     attend()
     attend()
     assert len(compiled) == 2
-    assert cpu_compile.cache_folder() is None
+    assert stored_kernels.cache_folder() is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="XDG is Linux's convention")
 def test_where_it_is(monkeypatch, tmp_path) -> None:
     monkeypatch.delenv("QKV_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cpu_compile.cache_folder() == tmp_path / "qkv"
+    assert stored_kernels.cache_folder() == tmp_path / "qkv"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cpu_compile.cache_folder() == tmp_path / ".cache" / "qkv"
+    assert stored_kernels.cache_folder() == tmp_path / ".cache" / "qkv"
 
 
 def nonsense() -> str:

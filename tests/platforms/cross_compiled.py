@@ -26,6 +26,7 @@ import qkv
 from qkv.backends.cpu.backward.delta_correction import emit_delta_correction
 from qkv.backends.cpu.backward.kernel import emit_backward
 from qkv.backends.cpu.compiler import compile as compiler
+from qkv.backends.cpu.compiler import stored_kernels
 from qkv.backends.cpu.forward.bf16_dot import emit_bf16_dot
 from qkv.backends.cpu.forward.kernel import emit_forward
 from qkv.backends.cpu.machine import host as machine
@@ -152,7 +153,7 @@ CALLS_OF_EVERY_KIND: dict[str, Callable[[], None]] = {
 def modules(call: str, isa: str) -> tuple[Made, ...]:
     """What a call compiles with the tile shapes of `isa`, which run on this machine as well."""
     made: list[Made] = []
-    here, digest = machine.host(), compiler._digest
+    here, digest = machine.host(), stored_kernels.digest
 
     def noted(emit: Any, arguments: tuple[Any, ...], host: Host) -> str | None:
         made.append((emit, arguments))
@@ -164,7 +165,7 @@ def modules(call: str, isa: str) -> tuple[Made, ...]:
     unknown = replace(here, isa=isa, features=here.features + commas)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "_host", lambda forced: unknown)
-        patch.setattr(compiler, "_digest", noted)
+        patch.setattr(stored_kernels, "digest", noted)
         CALLS.clear()
         CALLS_OF_EVERY_KIND[call]()
         CALLS.clear()

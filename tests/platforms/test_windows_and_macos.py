@@ -14,8 +14,7 @@ import pytest
 
 import qkv
 from processes import in_a_process
-from qkv.backends.cpu.compiler import compile as compiler
-from qkv.backends.cpu.compiler import stack_probe
+from qkv.backends.cpu.compiler import stack_probe, stored_kernels
 
 X = np.random.default_rng(0).normal(size=(2, 9, 8)).astype(np.float32)
 
@@ -36,7 +35,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     from qkv.call.cache import CALLS
 
     monkeypatch.setenv("QKV_CACHE_DIR", str(tmp_path / "kernels"))
-    monkeypatch.setattr(compiler, "_faults", [])
+    monkeypatch.setattr(stored_kernels, "_faults", [])
     forward._kernel.cache_clear()
     CALLS.clear()
     return tmp_path / "kernels"
@@ -75,7 +74,7 @@ def test_an_old_kernel_that_another_process_reads_stays(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     """Windows deletes no open file."""
-    monkeypatch.setattr(compiler, "KEPT_FILES", 0)
+    monkeypatch.setattr(stored_kernels, "KEPT_FILES", 0)
     monkeypatch.setattr(Path, "unlink", refuse)
     qkv.attention(X, X, X, backend="cpu")
     assert [len(file.name) for file in folder.iterdir()] == [64]

@@ -255,7 +255,7 @@ def describe_host() -> dict[str, str]:
     ArgumentError
         If `QKV_ISA` or `QKV_NUM_THREADS` is set to what cannot be.
     """
-    from qkv.backends.cpu.compiler.compile import kernel_files, private_folder
+    from qkv.backends.cpu.compiler.stored_kernels import kernel_files, private_folder
     from qkv.backends.cpu.machine.host import host, withheld_tiles
 
     here, (folder, fault) = host(), private_folder()
