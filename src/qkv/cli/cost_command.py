@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -123,11 +124,15 @@ def _ranks(options: argparse.Namespace) -> str:
             "--ranks spreads the sequence of a model, and none is named.",
             action="Add --model or --config.",
         )
+    if not 0 < options.link < math.inf:
+        raise ArgumentError(
+            f"--link {options.link:g} is no number of GB/s above 0.", action="Pass one, such as 50."
+        )
     model = model_card(options.model) if options.config is None else read_config(options.config)
     found = ranks_cost(
         model, options.context, options.ranks,
         batch=options.batch, dtype=options.dtype or "bfloat16",
-        machine_name=options.machine or "h100", link_bandwidth=options.link * 1e9,
+        machine=options.machine or "h100", link_bandwidth=options.link * 1e9,
         order=options.order,
     )  # fmt: skip
     if options.json:

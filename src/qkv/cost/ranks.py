@@ -13,7 +13,8 @@ import numpy as np
 
 import qkv
 from qkv.cost.cards import model_card
-from qkv.cost.machines import bytes_of, machine
+from qkv.cost.machines import bytes_of
+from qkv.cost.machines import machine as machine_of
 from qkv.cost.model import Attention, Model
 from qkv.declarations import Positive, Size, checked
 from qkv.errors import ArgumentError, UnsupportedError
@@ -25,6 +26,9 @@ __all__ = ["KERNEL_SHARE", "RanksCost", "SpreadCost", "ranks_cost"]
 
 KERNEL_SHARE = 0.6
 """Of a described machine's peak, what a fused attention kernel is taken to reach."""
+
+_MOST_RANKS = 4096
+"""The work of each pair of ranks is held."""
 
 _DTYPES = {2: "float16", 4: "float32", 8: "float64"}
 
@@ -116,7 +120,7 @@ def ranks_cost(
     *,
     batch: Size = 1,
     dtype: str = "bfloat16",
-    machine_name: str = "h100",
+    machine: str = "h100",
     link_bandwidth: Positive = 5e10,
     link_latency: Positive = 1e-5,
     order: Literal["zigzag", "contiguous", "striped"] = "zigzag",
@@ -136,7 +140,7 @@ def ranks_cost(
     ranks, batch : int
     dtype : str
         "bfloat16", "float16", "float32" or "float64".
-    machine_name : str
+    machine : str
         A name of `qkv.cost.machine`; a rank computes at 0.6 of its peak, as fused kernels do. Or
         "here", which measures the kernel of this machine.
     link_bandwidth : float
@@ -182,13 +186,19 @@ def ranks_cost(
     from qkv.distributed import Order
 
     context = model.context if context is None else context
+    if ranks > min(context, _MOST_RANKS):
+        raise ArgumentError(
+            f"{context:,} tokens are not spread over {ranks:,} ranks.",
+            [("most ranks", f"one for each token, and {_MOST_RANKS:,}")],
+            "Name fewer ranks, or a longer context.",
+        )
     item = bytes_of(dtype)
     if item not in _DTYPES:
         raise ArgumentError(
             f"qkv.distributed does not compute in {dtype}.",
             action="Use bfloat16, float16, float32 or float64.",
         )
-    rate, name = _rate(machine_name, dtype)
+    rate, name = _rate(machine, dtype)
     rows = getattr(Order, order)(context, ranks)
     links = rate, link_bandwidth, link_latency
     kinds: dict[Attention, int] = {}
@@ -242,7 +252,7 @@ def _rate(name: str, dtype: str) -> tuple[float, str]:
     """Operations a second of the attention kernel on one rank, and the machine's name."""
     if name == "here":
         return _measured_rate(dtype), "here"
-    found = machine(name)
+    found = machine_of(name)
     if dtype not in found.peak:
         raise ArgumentError(
             f"{found.name} has no peak for {dtype}.", action=f"Use {', '.join(found.peak)}."

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
+from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function
 
 import qkv
@@ -20,7 +22,9 @@ from qkv.hf.masks import MaskPattern, StatedMask, padding_masks
 from qkv.hf.sharding.inputs import ShardedInputs
 from qkv.variants import MaskVariant, Segments
 
-__all__ = ["CURRENT", "Sharding", "attend_shard", "state_shard_mask"]
+__all__ = [
+    "CURRENT", "Sharding", "attend_shard", "find_documents_over_ranks", "state_shard_mask",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,27 @@ def state_shard_mask(
         masks.append(Segments(documents))
     pattern = MaskPattern((*masks, *sharding.padding()), 0, 0, _make_nothing)
     return StatedMask((batch_size, 1, q_length, kv_length), device, pattern)
+
+
+def find_documents_over_ranks() -> None:
+    """Let transformers find packed sequences as they lie over all ranks, where a model is spread.
+
+    It looks for them in the positions of this rank's rows, which do not go on at the ends of runs.
+    The function is replaced once and for all, since models of several threads share it.
+    """
+    plain = masking_utils.find_packed_sequence_indices
+    if getattr(plain, "_qkv_over_ranks", False):
+        return
+
+    @wraps(plain)
+    def find(position_ids: torch.Tensor) -> torch.Tensor | None:
+        sharding = CURRENT.get()
+        found: torch.Tensor | None
+        found = plain(position_ids) if sharding is None else sharding.own_documents()
+        return found
+
+    find._qkv_over_ranks = True  # type: ignore[attr-defined]  # mypy knows no such attributes.
+    masking_utils.find_packed_sequence_indices = find
 
 
 def _own_share(parameter: torch.Tensor, ranks: int) -> torch.Tensor:

@@ -8,13 +8,19 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from qkv.distributed.links import TIMEOUT, Links, group_of
 from qkv.distributed.order import Order
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.sharding.inputs import ShardedInputs
-from qkv.hf.sharding.layers import CURRENT, Sharding, attend_shard, state_shard_mask
+from qkv.hf.sharding.layers import (
+    CURRENT,
+    Sharding,
+    attend_shard,
+    find_documents_over_ranks,
+    state_shard_mask,
+)
 from qkv.hf.switching import inner_model, switched
 
 __all__ = ["sharded"]
@@ -103,6 +109,7 @@ def sharded(
         )
     AttentionInterface.register(NAME, attend_shard)
     AttentionMaskInterface.register(NAME, state_shard_mask)
+    find_documents_over_ranks()
     inner = inner_model(model)
     inputs = ShardedInputs(Links(group_of(mesh, dim), timeout), order)
     options = {"mesh": mesh, "dim": dim, "strategy": strategy, "timeout": timeout}
@@ -114,28 +121,8 @@ def sharded(
         stack.enter_context(switched(inner, NAME))
         stack.enter_context(_loss_over_ranks(inner, inputs))
         stack.callback(inner.register_forward_pre_hook(before, with_kwargs=True).remove)
-        sharding = Sharding(inputs, options)
-        stack.callback(CURRENT.reset, CURRENT.set(sharding))
-        stack.enter_context(_documents_of(sharding))
+        stack.callback(CURRENT.reset, CURRENT.set(Sharding(inputs, options)))
         yield model
-
-
-@contextmanager
-def _documents_of(sharding: Sharding) -> Iterator[None]:
-    """transformers finds packed sequences as they lie over all ranks, where this model runs."""
-    plain = masking_utils.find_packed_sequence_indices
-
-    def find(position_ids: torch.Tensor) -> torch.Tensor | None:
-        if CURRENT.get() is sharding:
-            return sharding.own_documents()
-        found: torch.Tensor | None = plain(position_ids)
-        return found
-
-    masking_utils.find_packed_sequence_indices = find
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = plain
 
 
 @contextmanager
