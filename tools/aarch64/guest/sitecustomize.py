@@ -1,7 +1,7 @@
 """What each Python process of the imitated machine does first.
 
 Children are started through a script, because Linux cannot execute arm64 programs by itself; and
-kernels are asked for from this side, as `kernels` says, once qkv's compiler is imported.
+kernels are asked for from this side, as `kernels` says, once qkv's store of kernels is imported.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pickle import PicklingError
 from types import ModuleType
 from typing import Any
 
-COMPILER = "qkv.backends.cpu.compiler.compile"
+STORE = "qkv.backends.cpu.compiler.stored_kernels"
 
 sys.executable = os.environ["QKV_AARCH64_PYTHON"]
 
 
-class CompilerFinder(MetaPathFinder):
-    """Finds qkv's compiler, and changes it right after it was executed."""
+class StoreFinder(MetaPathFinder):
+    """Finds the module of stored kernels, and changes it right after it was executed."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name != COMPILER:
+        if name != STORE:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
@@ -37,9 +37,9 @@ class CompilerFinder(MetaPathFinder):
         return spec
 
 
-def ask_for_kernels(compiler: Any) -> None:
+def ask_for_kernels(store: Any) -> None:
     """Make the name of a kernel bring the kernel to the common folder, if it is used here."""
-    digest = compiler._digest
+    digest = store.digest
     common = os.environ["QKV_CACHE_DIR"]
 
     def asked(emit: Any, arguments: tuple[Any, ...], host: Any) -> str | None:
@@ -49,7 +49,7 @@ def ask_for_kernels(compiler: Any) -> None:
             ask(name, emit, arguments, host)
         return name
 
-    compiler._digest = asked
+    store.digest = asked
 
 
 def ask(name: str, emit: Any, arguments: tuple[Any, ...], host: Any) -> None:
@@ -69,4 +69,4 @@ def ask(name: str, emit: Any, arguments: tuple[Any, ...], host: Any) -> None:
         print(f"{emit.__qualname__} is compiled under QEMU: {fault}", file=sys.stderr)
 
 
-sys.meta_path.insert(0, CompilerFinder())
+sys.meta_path.insert(0, StoreFinder())
