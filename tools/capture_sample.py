@@ -119,7 +119,8 @@ def join_heads(x: Array) -> Array:
 
 def softmax(scores: Array) -> Array:
     weights: Array = np.exp(scores - scores.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
+    total: Array = weights.sum(-1, keepdims=True)
+    return weights / total
 
 
 def gelu(x: Array) -> Array:
