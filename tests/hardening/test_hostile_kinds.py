@@ -77,6 +77,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "nested keys": lambda: pages().append(NESTED, X[None]),
     "blocks beyond memory": lambda: qkv.mechanisms.BigBird(8, 2, block=2).block_mask(2**31),
     "a scale beyond float64": lambda: qkv.inspect(X, X, X, scale=10**400),
+    "a factor beyond float64": lambda: qkv.RoPE(attention_factor=10**400),
+    "distances beyond memory": lambda: qkv.RelativeBias(np.ones((4, 2)), max_distance=2**63),
+    "an array for a name": lambda: qkv.prepare(X, X, X, free=AMBIGUOUS),
     "tokens beyond memory": lambda: qkv.samples.tiny_model().repeated_sequence(2**31),
     "no number: dropout_p": lambda: qkv.torch.scaled_dot_product_attention(
         T, T, T, dropout_p=torch.ones(2)
