@@ -73,7 +73,8 @@ class RelativeBias(Variant):
                 f"bidirectional={shown(self.bidirectional)} is not a bool.",
                 action="Pass True or False.",
             )
-        shape = np.shape(self.table)
+        table: Any = self.table
+        shape = (table if hasattr(table, "shape") else as_array("table", table)).shape
         per_side = shape[0] // (2 if self.bidirectional else 1) if len(shape) == 2 else 0
         if per_side < 2:
             raise ShapeError(
