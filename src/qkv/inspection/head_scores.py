@@ -114,6 +114,23 @@ class HeadScores:
             name: _mean_over_queries(name, self.rows[name], self.counted[name]) for name in SCORES
         }
 
+    def sums(self) -> tuple[Array, Array]:
+        """What means over several texts are made of.
+
+        Returns
+        -------
+        (float64 array (len(SCORES), num_heads), int64 array (len(SCORES),))
+            Each score, added up over batch and counted queries (the largest for `max_logit`, -inf
+            where no query counts), and how many queries count.
+        """
+        sums, counts = [], []
+        for name in SCORES:
+            chosen = np.swapaxes(self.rows[name], 0, 1)[:, self.counted[name]].astype(np.float64)
+            largest = name == "max_logit"
+            sums.append(chosen.max(axis=1, initial=-np.inf) if largest else chosen.sum(axis=1))
+            counts.append(chosen.shape[1])
+        return np.stack(sums), np.array(counts)
+
 
 def head_scores(
     query: Any,
