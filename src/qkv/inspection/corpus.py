@@ -1,7 +1,7 @@
 """Scores of heads over many texts, with confidence intervals.
 
 Of each text, sums over its queries are kept, so that texts may be looked into one by one, in any
-order and by any process. They are merged in the order of texts, which gives the same bits each time.
+order and by any process. They are merged in the order of texts, so that bits repeat.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ class CorpusRecord:
         self._layers = layers
 
     @classmethod
-    def of(
-        cls, model: str, texts: Callable[[], Iterable[tuple[LayerSums, ...]]]
-    ) -> CorpusRecord:
+    def of(cls, model: str, texts: Callable[[], Iterable[tuple[LayerSums, ...]]]) -> CorpusRecord:
         """Merge texts.
 
         Parameters
