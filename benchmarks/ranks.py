@@ -4,8 +4,9 @@
     python -m benchmarks.ranks prediction    # qkv.distributed.plan beside the clock, 1 to 4 ranks
 
 Ranks are processes of this machine, joined by gloo over its own network. Every time is the least
-of several rounds, and that of the slowest rank; what is compared takes turns. Results are compared
-with one process before anything is timed.
+of several rounds; that of the clock is the slowest rank's, that of processors is of all ranks
+together, which waiting for messages does not change. What is compared takes turns. Results are
+compared with one process before anything is timed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -53,23 +55,28 @@ def once(call: Callable[[], torch.Tensor], leaves: Tensors, cotangent: torch.Ten
     return [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
 
 
+def _now() -> Any:
+    """Seconds by the clock, and of this process's processor, of all its threads."""
+    return np.array([time.perf_counter(), time.process_time()])
+
+
 # --- what ranks do -------------------------------------------------------------------------------
 
 
 def over_ranks(rank: int, ranks: int, length: int, strategy: str, backward: bool) -> Any:
-    """Seconds of one call on this rank, and its rows of what came of it."""
+    """Seconds of one call on this rank, by the clock and of its processor, and its rows of it."""
     order = Order.zigzag(length, ranks)
     *leaves, cotangent = (order.shard(x, rank) for x in inputs(length))
     for leaf in leaves:
         leaf.requires_grad_(backward)
     dist.barrier()
-    began = time.perf_counter()
+    began = _now()
     found = once(
         lambda: attention(*leaves, qkv.Causal(), order=order, strategy=strategy),
         tuple(leaves),
         cotangent if backward else None,
     )
-    return time.perf_counter() - began, [x.numpy() for x in found]
+    return _now() - began, [x.numpy() for x in found]
 
 
 def over_ranks_of_torch(rank: int, ranks: int, length: int, backward: bool) -> Any:
@@ -85,13 +92,13 @@ def over_ranks_of_torch(rank: int, ranks: int, length: int, backward: bool) -> A
         for leaf in leaves:
             leaf.requires_grad_(backward)
         dist.barrier()
-        began = time.perf_counter()
+        began = _now()
         found = once(
             lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True),
             leaves,
             cotangent if backward else None,
         )
-        seconds = time.perf_counter() - began
+        seconds = _now() - began
         whole = context_parallel_unshard(mesh, [found[0].contiguous()], [2])
         for leaf in leaves:
             leaf.requires_grad_(False)
@@ -209,19 +216,23 @@ def speed(length: int, rounds: int) -> None:
             if not refusal:
                 name = "two ranks, torch's context_parallel"
                 ways[name] = partial(ranks, over_ranks_of_torch, length, backward)
-            one: list[float] = []
-            others: dict[str, list[float]] = {name: [] for name in ways}
+            one: list[Any] = []
+            others: dict[str, list[Any]] = {name: [] for name in ways}
             for _ in range(rounds):
-                began = time.perf_counter()
+                began = _now()
                 alone()
-                one.append(time.perf_counter() - began)
+                one.append(_now() - began)
                 for name, way in ways.items():
-                    others[name].append(max(seconds for seconds, _ in way()))
+                    of_ranks = np.array([times for times, _ in way()])
+                    others[name].append([of_ranks[:, 0].max(), of_ranks[:, 1].sum()])
+            clock, work = np.min(one, axis=0)
             print(f"\n{'forward and backward' if backward else 'forward'}")
-            print(f"  {'one process of two threads':38}{min(one):9.3f} s")
-            for name, seconds in others.items():
+            print(f"  {'one process of two threads':38}{clock:8.3f} s{work:8.3f} s of processors")
+            for name, times in others.items():
+                its_clock, its_work = np.min(times, axis=0)
                 print(
-                    f"  {name:38}{min(seconds):9.3f} s   {min(one) / min(seconds):.2f} of its speed"
+                    f"  {name:38}{its_clock:8.3f} s{its_work:8.3f} s of processors   "
+                    f"{clock / its_clock:.2f} of its speed, {its_work / work:.2f} of its work"
                 )
             if refusal:
                 print(f"  torch's context_parallel: {refusal}")
@@ -273,7 +284,7 @@ def prediction(length: int, rounds: int) -> None:
             for name in STRATEGIES if count > 1 else ("ring",):
                 ranks(over_ranks, length, name, False)
                 least = min(
-                    max(seconds for seconds, _ in ranks(over_ranks, length, name, False))
+                    max(times[0] for times, _ in ranks(over_ranks, length, name, False))
                     for _ in range(rounds)
                 )
                 predicted = planned.strategies[name].seconds
