@@ -103,6 +103,13 @@ export function Shell({ client, store, root }) {
     if (client.host !== "widget") document.documentElement.dataset.qkvTheme = theme;
   }, [theme]);
 
+  const isFirst = useRef(true);
+  useLayoutEffect(() => {
+    if (isFirst.current) isFirst.current = false;
+    else if (client.host !== "widget") scrollTo(0, 0);
+    else if (root.getBoundingClientRect().top < 0) root.scrollIntoView();
+  }, [panel]);
+
   const list = useRef(null);
   useEffect(() => {
     // On a narrow page the list is a strip that scrolls by itself.
