@@ -101,11 +101,13 @@ export function DataTable({ title, columns, rows, under, note, sortable = false,
     })}</tr>`)}</tbody></table></div>${note && html`<p class="faint">${note}</p>`}</${Block}>`;
 }
 
+/** Of this page: each widget of a notebook is one, and radio buttons of one name are one choice. */
+const page = crypto.getRandomValues(new Uint32Array(2)).join("-");
 let names = 0;
 
 /** One of a few, as radio buttons: one tab stop, arrow keys. @param {{options: [any, any][]}} props */
 export function Choice({ label, options, value, onChange, class: kind = "" }) {
-  const [name] = useState(() => `choice-${names++}`);
+  const [name] = useState(() => `choice-${page}-${names++}`);
   return html`<fieldset class=${`choice ${kind}`}><legend>${label}</legend><div>
     ${options.map(([each, text]) => html`<label key=${each}>
       <input type="radio" name=${name} checked=${each === value} onChange=${() => onChange(each)} /><span>${text}</span>
