@@ -1,7 +1,7 @@
 // Small parts: numbers, copy buttons, titled blocks, tables, choices, steppers.
 
 import { html, useLab, useKeys, useRef, useState } from "./lab.js";
-import { shown, tsv, written } from "../format.js";
+import { quoted, shown, tsv, written } from "../format.js";
 import { save } from "../picture.js";
 
 /** A number for reading, with all its digits in `value`. */
@@ -21,6 +21,9 @@ export const Unbroken = ({ text }) => html`<span class="unbroken">${text}</span>
 
 /** A token of somebody's text, as text. */
 export const Token = ({ text }) => html`<span class="token">${shown(text)}</span>`;
+
+/** A token inside of a sentence, in quotes and as text. */
+export const Quoted = ({ text }) => html`<span class="token">${quoted(text)}</span>`;
 
 async function copied(text, holder) {
   try {

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from qkv.cli.token_texts import token_texts
 from qkv.errors import ArgumentError, FileError, QkvError, UnsupportedError
+from qkv.extras import install_command
 from qkv.files.contents import shown
 from qkv.inspection.model_record import Keep, ModelRecord
 
@@ -57,7 +58,7 @@ def inspect_model(
         from qkv.samples import tiny_model
 
         model = tiny_model()
-        text = None if options.text is None else _read_text(options.text)
+        text = None if options.text is None else given_text(options.text)
         ids = model.repeated_sequence() if text is None else model.encode(text)
         return model.inspect(ids[: options.tokens], keep=keep, progress=progress, see=see)
     loaded = _load_transformer(options.model, options.download)
@@ -80,7 +81,7 @@ def lab_source(options: argparse.Namespace, progress: Progress) -> Source:
     from qkv.lab.shipped import tiny_source
 
     if options.model == TINY:
-        text = None if options.text is None else _read_text(options.text)
+        text = None if options.text is None else given_text(options.text)
         return tiny_source(text, options.tokens, progress)
     loaded = _load_transformer(options.model, options.download, predicts=True)
     ran = loaded.run(_chosen_text(options), options.tokens, progress, "weights")
@@ -103,6 +104,20 @@ def _transformer_source(loaded: _Loaded, ran: _ModelRun, about: str = "") -> Sou
 
     heads = heads_of_model(ran.record, about)
     return Source(ran.record.model, heads=heads, intervene=intervene, read=read)
+
+
+def given_text(said: str) -> str:
+    """The text of `--text`: standard input for "-", a file if it is one, else what was said."""
+    if said == "-":
+        text = sys.stdin.read(_MAX_BYTES)
+        if not text.strip():
+            raise ArgumentError("standard input held no text.", action="Pipe a text into it.")
+        return text
+    # A word with an ending or a folder was meant as a file, also where there is none.
+    names_a_file = not any(map(str.isspace, said)) and (os.sep in said or "." in said[:-1])
+    if said.strip() and not names_a_file and not os.path.exists(said):
+        return said
+    return _read_text(said)
 
 
 def _read_text(path: str) -> str:
@@ -185,7 +200,7 @@ class _Loaded:
 def _chosen_text(options: argparse.Namespace) -> str:
     """The text of `--text`, or a paragraph."""
     if options.text is not None:
-        return _read_text(options.text)
+        return given_text(options.text)
     from qkv.samples import real_sample
 
     return real_sample().paragraph
@@ -203,7 +218,7 @@ def _load_transformer(name: str, download: bool, predicts: bool = False) -> _Loa
         except ImportError as error:
             raise UnsupportedError(
                 f"--model needs torch and transformers, and {error.name} is not installed.",
-                action='pip install -e ".[hf]", or --model tiny, which needs neither.',
+                action=f"{install_command('hf')}, or --model tiny, which needs neither.",
             ) from error
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()

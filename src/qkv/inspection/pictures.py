@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from qkv.declarations import checked
 from qkv.errors import ArgumentError, UnsupportedError
+from qkv.extras import install_command
 from qkv.files.writing import replace_file
 from qkv.inspection.tokens import printable
 from qkv.problem.tiles import TileGrid, TileKind
@@ -76,7 +77,7 @@ def save_picture(
     except ImportError as error:
         raise UnsupportedError(
             "a picture needs matplotlib, which is not installed.",
-            action='Install it, as with pip install -e ".[plot]".',
+            action=f"Install it, as with {install_command('plot')}.",
         ) from error
     file = io.BytesIO()
     with rc_context({"svg.hashsalt": "qkv"}):

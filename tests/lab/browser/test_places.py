@@ -77,3 +77,13 @@ def test_what_is_counted_is_in_sight(opened: Any, width: int, height: int) -> No
             assert is_seen(page, '[aria-label="Ledger"] tr.here'), step
     assert page.inner_text("[data-name=so-far]") == "138 of 138 operations"
     assert lab.errors == []
+
+
+def test_tokens_in_sentences_are_quoted(lab: Any) -> None:
+    """“The reads The” would be a riddle."""
+    page = lab.open("heatmap", token=0, key=1)
+    assert page.inner_text(".arithmetic h3") == "“The” reads “cat”"
+    page = lab.open("count", count=24)
+    assert page.inner_text(".explained .formula") == "“sat”: find the largest score"
+    page = lab.open("pipeline", token=2, step=10)
+    assert "What “sat” reads" in page.inner_text("main")
