@@ -397,6 +397,34 @@ def test_a_missing_extra_is_installed_as_qkv_was(monkeypatch: pytest.MonkeyPatch
     _is_checkout.cache_clear()
 
 
+def test_a_saved_record_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "record.safetensors")
+    assert main(["inspect", "--model", "tiny", "--json", "--save", path]) == 0
+    model = json.loads(capsys.readouterr().out)
+    assert main(["inspect", path, "--json", "--html", str(tmp_path / "p.html")]) == 0
+    assert json.loads(capsys.readouterr().out) == model
+    assert (tmp_path / "p.html").stat().st_size > 100_000
+    assert qkv.ModelRecord.load(path).rows() == load(path).rows()
+    assert main(["inspect", path, "--layer", "1"]) == 2
+    assert "--layer goes with arrays or --model" in capsys.readouterr().err
+    assert main(["inspect", path, "--causal"]) == 2
+    assert "--causal goes with a file of arrays" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_record_as_a_table(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pandas:
+        DataFrame = staticmethod(lambda rows: ("a table", rows))
+
+    monkeypatch.setitem(sys.modules, "pandas", Pandas if installed else None)
+    record = tiny_model().inspect("the cat. the cat.")
+    if installed:
+        assert record.to_pandas() == ("a table", list(record.rows()))
+    else:
+        with pytest.raises(qkv.UnsupportedError, match="needs pandas"):
+            record.to_pandas()
+
+
 @pytest.mark.parametrize("how", ["words", "file", "input"])
 def test_a_text_is_words_a_file_or_standard_input(
     how: str,

@@ -167,9 +167,12 @@ class Parser(argparse.ArgumentParser):
 
 def _run_inspect(options: argparse.Namespace) -> str:
     from qkv.cli import inspect_command, model_command
+    from qkv.inspection.model_file import is_model_record
 
     if options.model is not None:
         return model_command.run(options)
+    if options.file is not None and is_model_record(options.file):
+        return model_command.run_saved(options)
     model_command.refuse_without_model(options)
     return inspect_command.run(options)
 

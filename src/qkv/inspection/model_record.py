@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from qkv.call.flatten import copied
 from qkv.declarations import checked
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, UnsupportedError
 from qkv.inspection import model_file
 from qkv.inspection.head_scores import SCORES, HeadScores, also, head_scores, kind_of
 from qkv.inspection.pages import page_of, summary_in_html, summary_of
@@ -318,6 +318,47 @@ class ModelRecord:
         layers = [(layer.name, layer.scores, layer.sequences) for layer in self]
         fields = (self.model, self.tokens, self.texts, self.decoder_texts, layers)
         model_file.save(model_file.RecordFields(*fields), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ModelRecord:
+        """Read a record that `save` wrote.
+
+        Raises
+        ------
+        FileError
+            The file is missing, broken, or of another kind.
+
+        Examples
+        --------
+        >>> import qkv, qkv.samples, tempfile
+        >>> record = qkv.samples.tiny_model().inspect("the cat. the cat.")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     record.save(folder + "/record.safetensors")
+        ...     qkv.ModelRecord.load(folder + "/record.safetensors")
+        ModelRecord('tiny', 2 layers, 8 heads)
+        """
+        return load(path)
+
+    def to_pandas(self) -> Any:
+        """One row for each layer and head, as `heads()`, always as a table of pandas.
+
+        Returns
+        -------
+        pandas.DataFrame
+
+        Raises
+        ------
+        UnsupportedError
+            pandas is not installed; `rows()` needs none.
+        """
+        try:
+            pandas = import_module("pandas")
+        except ImportError as error:
+            raise UnsupportedError(
+                "a table of pandas needs pandas, which is not installed.",
+                action="pip install pandas, or call rows(), which is a list of dicts.",
+            ) from error
+        return pandas.DataFrame(list(self.rows()))
 
     def plot(self, path: str | os.PathLike[str], score: str = "entropy") -> None:
         """Draw one score of every head to a file, layers down and heads across.
