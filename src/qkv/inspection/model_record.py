@@ -20,7 +20,7 @@ from qkv.errors import ArgumentError, UnsupportedError
 from qkv.inspection import model_file
 from qkv.inspection.head_scores import SCORES, HeadScores, also, head_scores, kind_of
 from qkv.inspection.pages import page_of, summary_in_html, summary_of
-from qkv.inspection.pictures import draw_heads, save_picture
+from qkv.inspection.pictures import draw_heads, picture
 from qkv.inspection.weights import LazyWeights
 
 __all__ = ["HeadTable", "Keep", "LayerRecord", "ModelRecord", "load"]
@@ -360,15 +360,28 @@ class ModelRecord:
             ) from error
         return pandas.DataFrame(list(self.rows()))
 
-    def plot(self, path: str | os.PathLike[str], score: str = "entropy") -> None:
-        """Draw one score of every head to a file, layers down and heads across.
+    def plot(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        score: str = "entropy",
+        *,
+        ax: Any = None,
+    ) -> Any:
+        """Draw one score of every head, layers down and heads across.
 
         Parameters
         ----------
-        path : path
-            Its ending says the format: .svg, .png or .pdf. Needs matplotlib.
+        path : path, optional
+            Where to write the picture; its ending says the format: .svg, .png or .pdf. Without, a
+            new figure of pyplot is drawn, which a notebook shows. Needs matplotlib.
         score : str
             One of `qkv.inspection.head_scores.SCORES`.
+        ax : matplotlib.axes.Axes, optional
+            Where to draw, in place of a path.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
 
         Raises
         ------
@@ -386,7 +399,7 @@ class ModelRecord:
         for row in self.rows():
             scores[row["layer"], row["head"]] = row[score]
         size = min(14.0, 2.5 + 0.4 * widest), min(14.0, 2.0 + 0.4 * len(self))
-        save_picture(path, size, lambda figure: draw_heads(figure, scores, score, self.model))
+        return picture(path, ax, size, lambda axes: draw_heads(axes, scores, score, self.model))
 
     def to_html(self) -> str:
         """The record as a page of the lab: one HTML file that works from disk, with no network.
