@@ -22,6 +22,10 @@ class Client:
     def host(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    @property
+    def cookie_line(self) -> str:
+        return f"Cookie: qkv-lab-{self.port}={self.cookie}"
+
     def request(
         self,
         method: str,
@@ -31,7 +35,7 @@ class Client:
     ) -> tuple[int, dict[str, str], bytes]:
         said: dict[str, str | None] = {"Host": self.host, **self.default}
         if self.cookie is not None:
-            said["Cookie"] = f"qkv-lab={self.cookie}"
+            said["Cookie"] = f"qkv-lab-{self.port}={self.cookie}"
         if method == "POST":
             said |= {"Origin": f"http://{self.host}", "Sec-Fetch-Site": "same-origin"}
             said["Content-Type"] = "application/json"
