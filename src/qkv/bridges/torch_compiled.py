@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qkv.backends import device_backend
 from qkv.bridges import torch_functions as functions
+from qkv.bridges import torch_score_mods
 from qkv.bridges.learnable import refuse_constants
 from qkv.bridges.torch_eager import attend_on_device, refuse_export
 from qkv.bridges.torch_onnx import refuse_sizes
@@ -44,11 +45,17 @@ def attention(
     if _is_for_onnx():
         refuse_sizes()
     refuse_constants(variants, _wants_gradient, ".detach()")
+    given = []
     for variant in variants:
-        if _stays_whole(variant) and _kept_number(variant) < 0:
+        if not _stays_whole(variant) or _kept_number(variant) >= 0:
+            given.append(variant)
+        elif torch_score_mods.can_be_read(variant):
+            given.append(torch_score_mods.read(variant))
+        else:
             from qkv.bridges.torch_outside import attention_outside
 
             return attention_outside(query, key, value, variants, options, return_lse)
+    variants = tuple(given)
     bound = bind(query, key, value, variants, options, _keep)
     query, key, value, *tensors = [as_tensor(leaf) for leaf in bound.leaves]
     operands = autocast(query, key, value)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
+from qkv._dynamo import is_reading
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
@@ -19,13 +21,14 @@ from qkv.problem.expressions import Var, as_node, text
 from qkv.problem.reading import (
     Reading,
     explained,
+    from_words,
     global_names,
     in_words,
     kind_of_table,
     with_replaced_values,
 )
 from qkv.problem.symbols import Expr, Table
-from qkv.variants.base import Expression, Opaque, Variant
+from qkv.variants.base import Expression, Opaque, Role, Variant
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -66,6 +69,8 @@ class ScoreMod(Variant):
                 f"ScoreMod takes a function, not {type(self.fn).__name__}.",
                 action="Pass fn(score, batch, head, q_pos, kv_pos).",
             )
+        if is_reading():
+            return  # The call checks it.
         try:
             signature = inspect.signature(self.fn)
         except (TypeError, ValueError):
@@ -108,6 +113,11 @@ class ScoreMod(Variant):
         fn = with_replaced_values(function.thing, lambda v: next(following) if _is_array(v) else v)
         object.__setattr__(made, "fn", fn)
         return made
+
+    @staticmethod
+    def of_text(text: str, arrays: tuple[Any, ...]) -> ScoreModText:
+        """The score mod of an expression and its arrays."""
+        return ScoreModText(text, arrays)
 
     def lower(self, builder: Builder) -> None:
         tables: dict[int, Any] = {}
@@ -160,6 +170,29 @@ def _check_result(result: Any) -> None:
             f"the score mod returned {type(result).__name__}, not a score.",
             action="Return an expression of score, batch, head, q_pos and kv_pos.",
         )
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreModText:
+    """A score mod as the text of an expression, and its arrays t0, t1, ...; graphs hold it.
+
+    Attributes
+    ----------
+    text : str
+        JSON of what `qkv.problem.reading.in_words` gives.
+    arrays : tuple of arrays
+    """
+
+    roles: ClassVar[Mapping[str, Role]] = {"text": "static"}
+    positions_only: ClassVar[bool] = True
+
+    text: str
+    arrays: tuple[Any, ...]
+
+    def lower(self, builder: Builder) -> None:
+        """See `Variant`."""
+        expression = Expression(from_words(json.loads(self.text)))
+        builder.mod(expression.on_tables(builder, self.arrays))
 
 
 class _Expressed(ScoreMod):
