@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import operator
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -18,59 +19,67 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, QkvError
 from qkv.problem import score_functions
 from qkv.problem.expressions import Var, as_node
 from qkv.problem.reading import global_names, in_words
 from qkv.problem.symbols import Expr, Table
 
-__all__ = ["can_be_read", "read"]
+__all__ = ["read"]
 
-_ARGUMENTS = ("score", "batch", "head", "q_pos", "kv_pos")
 _PACKAGE = Path(__file__).parents[1]
 
 
-def read(variant: Any) -> Any:
-    """The score mod as an expression and tensors, as `of_text` of its class makes it."""
+def read(fn: Any, arguments: tuple[str, ...]) -> tuple[str, tuple[Tensor, ...]] | None:
+    """The text of a function's expression, and its tensors; None if Dynamo cannot read it."""
+    if not _can_be_read(_code_of(fn)):
+        return None
     reading = _Reading()
-    symbols = [reading.note(("var", name)) for name in _ARGUMENTS]
+    symbols = [reading.note(("var", name)) for name in arguments]
     with reading:
-        last = reading.word(variant.fn(*symbols))
+        last = reading.word(fn(*symbols))
     # What is added to nothing is a constant to Dynamo, and no longer the result of a function.
     text = "" + _expression(tuple(reading.steps), last)
-    return type(variant).of_text(text, tuple(reading.tensors))
+    return (text, tuple(reading.tensors)) if text else None
 
 
-def _can_be_read(code: Any) -> bool:
-    """Whether to run a function of this code with symbols: its functions are not NumPy's.
-
-    Where Dynamo ends graphs, and ended one in the function, it comes back to a call of qkv.
-    """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    outermost: Any = InstructionTranslator.current_tx().output.root_tx
-    if not outermost.one_graph and _PACKAGE in Path(outermost.f_code.co_filename).parents:
-        return False
-    return not {"np", "numpy"} & set(global_names(code))
-
-
-_can_be_read._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def can_be_read(variant: Any) -> bool:
-    """Whether Dynamo can run the function of a variant with symbols."""
-    if not hasattr(type(variant), "of_text"):
-        return False
-    fn = variant.fn
+def _code_of(fn: Any) -> Any:
+    """The code of a function, None if it is not written in Python."""
     if isinstance(fn, partial):
         fn = fn.func
     if isinstance(fn, MethodType):
         fn = fn.__func__
     elif not isinstance(fn, FunctionType):
         fn = type(fn).__call__
-        if not isinstance(fn, FunctionType):
-            return False
-    return _can_be_read(fn.__code__)
+    return fn.__code__ if isinstance(fn, FunctionType) else None
+
+
+def _readable(code: Any) -> bool:
+    """Whether to run a function of this code with symbols: its functions are not NumPy's.
+
+    Where it may end graphs, Dynamo ends one at what it cannot read, and comes back to a call of
+    qkv, which is then left to run as it is.
+    """
+    if code is None or (
+        _may_end_graphs() and _PACKAGE in Path(_outermost().f_code.co_filename).parents
+    ):
+        return False
+    return not {"np", "numpy"} & set(global_names(code))
+
+
+def _outermost() -> Any:
+    """The function that Dynamo began with."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx().output.root_tx
+
+
+def _may_end_graphs() -> bool:
+    return not _outermost().one_graph
+
+
+_can_be_read = _readable
+_can_be_read._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Reading(TorchFunctionMode):
@@ -120,25 +129,17 @@ class _Reading(TorchFunctionMode):
         """What stands for a value in a step."""
         if isinstance(value, _Symbol):
             return "step", value.number
-        if isinstance(value, Tensor):
-            if value.ndim:
-                raise _not_a_number(tuple(value.shape))
+        if isinstance(value, Tensor) and not value.ndim:
             return "step", self.load(value, ()).number
-        if isinstance(value, _Row):
-            raise _not_a_number(tuple(value.tensor.shape[len(value.indices) :]))
-        return "constant", value
-
-
-def _not_a_number(shape: tuple[int, ...]) -> ArgumentError:
-    return ArgumentError(
-        f"a tensor of shape {shape} is used where a number is wanted.",
-        action="Index it with positions, one for each dimension, as in w[head].",
-    )
+        if isinstance(value, (Tensor, _Row)):
+            return "array", None
+        # Dynamo takes a size that it knows by name as the number that it is now.
+        return "constant", operator.index(value) if type(value) is int else value
 
 
 def _has_symbol(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
-        return any([_has_symbol(entry) for entry in value])
+        return any(map(_has_symbol, value))
     return isinstance(value, _Symbol)
 
 
@@ -147,13 +148,16 @@ def _entry(reading: _Reading, tensor: Tensor, index: Any) -> Any:
     given = index if isinstance(index, tuple) else (index,)
     symbols = tuple([i for i in given if isinstance(i, _Symbol)])
     # Constant indices are applied by the graph; the others are those of the table.
+    tensor = torch.as_tensor(tensor)
     rest = tensor[tuple([slice(None) if isinstance(i, _Symbol) else i for i in given])]
     if rest.ndim != tensor.ndim - len(given) + len(symbols):
         raise ArgumentError(
             "a tensor is indexed with positions, and with what is no number.",
             action="Index it with positions and integers, as in w[head, 0].",
         )
-    return reading.load(rest, symbols) if rest.ndim == len(symbols) else _Row(rest, symbols, reading)
+    return (
+        reading.load(rest, symbols) if rest.ndim == len(symbols) else _Row(rest, symbols, reading)
+    )
 
 
 class _Row:
@@ -174,6 +178,14 @@ class _Symbol:
 
     def __init__(self, reading: _Reading, number: int) -> None:
         self.reading, self.number = reading, number
+
+    def _refuse(self) -> Any:
+        raise TypeError(
+            "a score or position has no single value; write torch.where(condition, a, b) in place "
+            "of if, and &, | and ~ in place of and, or and not"
+        )
+
+    __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = _refuse
 
 
 def _add_operators() -> None:
@@ -204,14 +216,23 @@ _add_operators()
 # From here on Dynamo calls what it does not read.
 
 
-def _made(steps: tuple[Any, ...], last: tuple[str, Any]) -> str:
-    """The expression as text."""
+def _text(steps: tuple[Any, ...], last: tuple[str, Any]) -> str:
+    """The expression as text; empty if it is none, and the call may tell its caller outside."""
+    try:
+        return json.dumps(in_words(as_node(_value(last, _values(steps)))))
+    except QkvError:
+        if _may_end_graphs():
+            return ""
+        raise
+
+
+_expression = _text
+_expression._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _values(steps: tuple[Any, ...]) -> list[Any]:
+    """What the steps give."""
     values: list[Any] = []
-
-    def value(word: tuple[str, Any]) -> Any:
-        what, found = word
-        return values[found] if what == "step" else found
-
     for what, *rest in steps:
         if what == "var":
             values.append(Expr(Var(rest[0])))
@@ -219,11 +240,22 @@ def _made(steps: tuple[Any, ...], last: tuple[str, Any]) -> str:
             number, kind, indices = rest
             # Sizes are looked at where the expression meets its arrays.
             table = Table(f"t{number}", kind, (0,) * len(indices))
-            values.append(table.entry(*map(value, indices)))
+            values.append(table.entry(*[_value(index, values) for index in indices]))
         else:
             name, args, named = rest
-            values.append(_called(name, *map(value, args), **{n: value(w) for n, w in named}))
-    return json.dumps(in_words(as_node(value(last))))
+            given = [_value(arg, values) for arg in args]
+            values.append(_called(name, *given, **{n: _value(w, values) for n, w in named}))
+    return values
+
+
+def _value(word: tuple[str, Any], values: Sequence[Any]) -> Any:
+    what, found = word
+    if what == "array":
+        raise ArgumentError(
+            "a score mod uses a tensor where a number is wanted.",
+            action="Index it with positions, one for each dimension, as in w[head].",
+        )
+    return values[found] if what == "step" else found
 
 
 def _called(name: str, *args: Any, **named: Any) -> Expr:
@@ -237,7 +269,3 @@ def _called(name: str, *args: Any, **named: Any) -> Expr:
             found: Expr = function(*args)
             return found
     return Expr(as_node(score_functions.call(name, *args, **named)))
-
-
-_expression = _made
-_expression._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -21,14 +20,13 @@ from qkv.problem.expressions import Var, as_node, text
 from qkv.problem.reading import (
     Reading,
     explained,
-    from_words,
     global_names,
     in_words,
     kind_of_table,
     with_replaced_values,
 )
 from qkv.problem.symbols import Expr, Table
-from qkv.variants.base import Expression, Opaque, Role, Variant
+from qkv.variants.base import Expression, FunctionText, Opaque, ReadFunction, Variant
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -114,10 +112,10 @@ class ScoreMod(Variant):
         object.__setattr__(made, "fn", fn)
         return made
 
-    @staticmethod
-    def of_text(text: str, arrays: tuple[Any, ...]) -> ScoreModText:
-        """The score mod of an expression and its arrays."""
-        return ScoreModText(text, arrays)
+    def with_functions(self, read: ReadFunction) -> Any:
+        """See `qkv.variants.base.ReadFunction`."""
+        found = read(self.fn, _ARGUMENTS)
+        return None if found is None else FunctionText(*found, is_mask=False)
 
     def lower(self, builder: Builder) -> None:
         tables: dict[int, Any] = {}
@@ -170,29 +168,6 @@ def _check_result(result: Any) -> None:
             f"the score mod returned {type(result).__name__}, not a score.",
             action="Return an expression of score, batch, head, q_pos and kv_pos.",
         )
-
-
-@dataclass(frozen=True, eq=False)
-class ScoreModText:
-    """A score mod as the text of an expression, and its arrays t0, t1, ...; graphs hold it.
-
-    Attributes
-    ----------
-    text : str
-        JSON of what `qkv.problem.reading.in_words` gives.
-    arrays : tuple of arrays
-    """
-
-    roles: ClassVar[Mapping[str, Role]] = {"text": "static"}
-    positions_only: ClassVar[bool] = True
-
-    text: str
-    arrays: tuple[Any, ...]
-
-    def lower(self, builder: Builder) -> None:
-        """See `Variant`."""
-        expression = Expression(from_words(json.loads(self.text)))
-        builder.mod(expression.on_tables(builder, self.arrays))
 
 
 class _Expressed(ScoreMod):
