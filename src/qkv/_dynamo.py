@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-__all__ = ["READABLE", "ends_graph", "is_reading", "unreadable", "watch"]
+__all__ = ["READABLE", "ends_graph", "is_reading", "made_outside", "unreadable", "watch"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -35,7 +35,7 @@ READABLE = (
     "bridges/torch_score_mods.py",
     "call/__init__.py", "call/bound.py", "call/flatten.py", "call/numbered.py", "call/options.py",
     "call/structure_text.py",
-    "call/unknown_keywords.py", "errors.py", "hf", "mechanisms", "positions",
+    "call/unknown_keywords.py", "declarations.py", "errors.py", "hf", "mechanisms", "positions",
     "readable_checks.py", "torch", "variants",
 )  # fmt: skip
 """Files and folders that Dynamo may read: they hand no address to compiled code."""
@@ -55,6 +55,12 @@ def ends_graph(function: Function, name: str | None = None, reason: str | None =
         "fullgraph=True; qkv.attention of tensors is part of graphs, and torch differentiates it"
     )
     return function
+
+
+def made_outside(name: str, does: str) -> Callable[[Function], Function]:
+    """Mark a constructor that Dynamo cannot read, so that torch's error says what to do."""
+    reason = f"{name} {does}, which a graph does not have. Call it outside of the compiled function"
+    return lambda function: ends_graph(function, reason=reason)
 
 
 def is_reading() -> bool:
