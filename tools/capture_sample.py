@@ -78,7 +78,8 @@ class Bert:
     def norm(self, name: str, x: Array) -> Array:
         centred = x - x.mean(-1, keepdims=True)
         deviation = np.sqrt((centred**2).mean(-1, keepdims=True) + EPSILON)
-        return centred / deviation * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
+        normal: Array = centred / deviation
+        return normal * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
 
     def forward(self, text: str) -> tuple[list[str], list[tuple[Array, Array, Array]], Array]:
         """Tokens, (q, k, v) of each layer as (num_heads, length, head_dim), and the last states."""
@@ -104,8 +105,8 @@ class Bert:
         return encoding.tokens, captured, x
 
     def embedding(self, text: str) -> Array:
-        mean = self.forward(text)[2].mean(0)
-        return mean / np.linalg.norm(mean)
+        mean: Array = self.forward(text)[2].mean(0)
+        return mean / float(np.linalg.norm(mean))
 
 
 def split_heads(x: Array) -> Array:
@@ -117,13 +118,14 @@ def join_heads(x: Array) -> Array:
 
 
 def softmax(scores: Array) -> Array:
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
+    weights: Array = np.exp(scores - scores.max(-1, keepdims=True))
+    total: Array = weights.sum(-1, keepdims=True)
+    return weights / total
 
 
 def gelu(x: Array) -> Array:
-    erf = np.frompyfunc(math.erf, 1, 1)
-    return x * 0.5 * (1.0 + erf(x / math.sqrt(2.0)).astype(np.float64))
+    erf: Array = np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2.0))
+    return x * 0.5 * (1.0 + erf)
 
 
 def check(model: Bert) -> None:

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 from playwright.sync_api import sync_playwright
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
-SHOTS = {
+SHOTS: dict[str, tuple[str, Literal["light", "dark"], int, int]] = {
     "heatmap": ("heatmap&mask=causal&token=2&key=1", "light", 1180, 760),
     "pipeline": ("pipeline&step=9&token=1", "dark", 1180, 760),
     "inspect": ("inspect&layer=1&head=1&score=induction&query=40&kkey=9", "light", 1180, 1180),

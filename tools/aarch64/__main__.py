@@ -31,7 +31,7 @@ from system import CORES, PYTHON, Core, SetUpError, System, set_up
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
 sys.path.insert(0, str(TESTS))
-from installed import needed  # noqa: E402
+from installed import needed  # type: ignore[import-not-found]  # noqa: E402
 
 ALWAYS = "tests/hardening/test_instruction_sets.py"
 """The conformance cases: those of each day are another sample."""

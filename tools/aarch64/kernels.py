@@ -18,7 +18,8 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
-from qkv.backends.cpu.compiler import compile as compiler
+from qkv.backends.cpu.compiler import stored_kernels
+from qkv.backends.cpu.compiler.compile import optimized_for
 from qkv.backends.cpu.machine.host import Host
 
 
@@ -35,8 +36,8 @@ def _add_kernel(
 ) -> None:
     emit = getattr(importlib.import_module(module), function)
     machine = _machine(triple, host.cpu, host.features)
-    code = machine.emit_object(compiler.optimized_for(emit(*arguments), machine, triple))
-    compiler._write_kernel(name, bytes(code))
+    code = machine.emit_object(optimized_for(emit(*arguments), machine, triple))
+    stored_kernels.write_kernel(name, bytes(code))
 
 
 @contextlib.contextmanager

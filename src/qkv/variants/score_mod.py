@@ -142,7 +142,8 @@ class ScoreMod(Variant):
         by_distance = rng.normal(size=16).astype(np.float32)
 
         def curve(score: Any, batch: Any, head: Any, q_pos: Any, kv_pos: Any) -> Any:
-            return np.exp(-np.abs(score)) * per_head[head] + 0.1 * (batch + 1)
+            # Smooth, since rounding would choose the side of a bend, and so the derivative.
+            return np.exp(-0.5 * score * score) * per_head[head] + 0.1 * (batch + 1)
 
         def from_table(score: Any, batch: Any, head: Any, q_pos: Any, kv_pos: Any) -> Any:
             near = by_distance[np.clip(q_pos - kv_pos, 0, 15)]
