@@ -23,6 +23,7 @@ from qkv.call.preparing import prepared_by
 from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from qkv.planning import Plan, make_plan
+from qkv.readable_checks import checked_flag
 
 __all__ = ["ArrayForm", "CallForm", "PreparedAttention", "prepare"]
 
@@ -250,6 +251,7 @@ def prepare(
             f"free={shown(free)} is not known.", action='Use free=("kv_len",), or leave it out.'
         )
     bound = bind(query, key, value, variants, values)
+    backward = checked_flag("backward", backward)
     if backward and not hasattr(bridge_of(query), "run_alike"):
         raise ArgumentError(
             "backward=True is for tensors of torch, which ask for gradients by themselves.",

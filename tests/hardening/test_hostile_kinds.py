@@ -80,6 +80,15 @@ CASES: dict[str, Callable[[], Any]] = {
     "a factor beyond float64": lambda: qkv.RoPE(attention_factor=10**400),
     "distances beyond memory": lambda: qkv.RelativeBias(np.ones((4, 2)), max_distance=2**63),
     "a table that holds itself": lambda: qkv.RelativeBias(ITSELF),
+    "a divisor beyond float64": lambda: qkv.RoPE.longrope(
+        8,
+        short_factor=10**400,
+        long_factor=np.ones(4),
+        original_max_position_embeddings=8,
+        seq_len=4,
+        factor=2.0,
+    ),
+    "flags: backward": lambda: qkv.prepare(T, T, T, backward=AMBIGUOUS),
     "an array for a name": lambda: qkv.prepare(X, X, X, free=AMBIGUOUS),
     "tokens beyond memory": lambda: qkv.samples.tiny_model().repeated_sequence(2**31),
     "no number: dropout_p": lambda: qkv.torch.scaled_dot_product_attention(

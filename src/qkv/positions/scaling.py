@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from qkv.declarations import checked
 from qkv.errors import ArgumentError
+from qkv.readable_checks import as_array
 
 Array = NDArray[np.float64]
 
@@ -182,8 +183,8 @@ def longrope(
     sets = {}
     for name, given in (("short_factor", short_factor), ("long_factor", long_factor)):
         try:
-            sets[name] = np.asarray(given, np.float64)
-        except (TypeError, ValueError, RuntimeError) as error:
+            sets[name] = np.asarray(as_array(name, given), np.float64)
+        except (TypeError, ValueError, OverflowError) as error:
             raise ArgumentError(f"{name} is no array of numbers.", action="Pass one.") from error
         if sets[name].shape != plain.shape or not (sets[name] > 0).all():
             raise ArgumentError(
