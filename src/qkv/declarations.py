@@ -23,16 +23,8 @@ from functools import cache, wraps
 from numbers import Real
 from types import NoneType, UnionType
 from typing import (
-    Annotated,
-    Any,
-    Literal,
-    TypeAlias,
-    TypeVar,
-    Union,
-    Unpack,
-    get_args,
-    get_origin,
-    get_type_hints,
+    Annotated, Any, Literal, TypeAlias, TypeVar,
+    Union, Unpack, get_args, get_origin, get_type_hints,
 )  # fmt: skip
 
 import numpy as np
