@@ -17,23 +17,13 @@ import collections.abc
 import inspect
 import math
 import os
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from numbers import Real
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    TypeAlias,
-    TypeVar,
-    Union,
-    Unpack,
-    get_args,
-    get_origin,
-    get_type_hints,
-)  # fmt: skip
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, Unpack, get_args, get_origin
 
 import numpy as np
 
@@ -263,7 +253,7 @@ def _rules(function: Callable[..., Any]) -> _Rules:
     for place, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
         hint = hints.get(name)
         if parameter.kind is parameter.VAR_KEYWORD and get_origin(hint) is Unpack:
-            options = get_type_hints(get_args(hint)[0], include_extras=True)
+            options = typing.get_type_hints(get_args(hint)[0], include_extras=True)
             found.by_name |= {option: _rule(of) for option, of in options.items()}
             continue
         rule = _rule(hint)

@@ -225,11 +225,9 @@ class RoPE(Variant):
         -----
         Source: "The Llama 3 Herd of Models" (2024) and the published code.
         """
-        trained = original_max_position_embeddings
-        limits = low_freq_factor, high_freq_factor
-        return cls(
-            layout=layout, inv_freq=scaling.llama3(rotary_dim, factor, *limits, trained, base)
-        )
+        limits = low_freq_factor, high_freq_factor, original_max_position_embeddings
+        found = scaling.llama3(rotary_dim, factor, *limits, base)
+        return cls(layout=layout, inv_freq=found)
 
     @classmethod
     @made_outside("RoPE.longrope", "reads the values of its arrays")
@@ -311,11 +309,9 @@ class RoPE(Variant):
         np.float64(0.25)
         """
         found = hf_config.read(config, layer_type, seq_len)
-        return cls(
-            layout=layout or ("interleaved" if found.interleaved else "half_split"),
-            inv_freq=found.inv_freq,
-            attention_factor=found.attention_factor,
-        )
+        usual: Pairs = "interleaved" if found.interleaved else "half_split"
+        factor = found.attention_factor
+        return cls(layout=layout or usual, inv_freq=found.inv_freq, attention_factor=factor)
 
     def frequencies(self, head_dim: int) -> NDArray[np.float64]:
         """Radians per position of each pair."""
