@@ -10,4 +10,5 @@ non_finite      which rows are NaN, and why
 variant_data    variants as names, numbers and arrays
 pages, pictures, tokens
                 results as HTML and text, as SVG and PNG, and tokens made safe to print
+token_texts     each token of a tokenizer as a person can read it
 """
