@@ -8,7 +8,7 @@
 | `plan.py` | bytes, steps, balance and predicted time of each strategy |
 | `sharded_call.py` | one call on one rank, and its gradient |
 | `ring.py`, `heads.py` | keys that travel or are gathered; all-to-all over heads (Ulysses) |
-| `record.py` | statistics of weights that no rank holds |
+| `record.py`, `head_scores.py` | statistics of weights that no rank holds, and scores of heads |
 | `parts.py` | what a rank computes: parts of the problem, and how they merge |
 | `links.py`, `agreement.py` | messages with errors that name the rank; what ranks tell each other |
 | `dtensors.py`, `arrays.py` | shards as tensors or DTensors; rows of arrays of any library |

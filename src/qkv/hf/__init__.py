@@ -17,6 +17,7 @@ layer_steps     decoding steps that layers prepare for one another
 masks           masks without storage; mask_functions, groups: functions read as masks
 cache           caches of qkv in a model; stored_tensor: their pages and int8 rows as tensors
 record          every head of a model while it runs; sequences: which tokens a layer reads
+corpus          the heads of a model over many texts, which ranks share
 forward_calls   calls of a model, and the numbers of its layers
 intervention    heads changed while it runs
 usage           whether a model uses qkv at all
@@ -30,6 +31,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from qkv.hf.attention import attend, observe
 from qkv.hf.cache import Cache
+from qkv.hf.corpus import inspect_corpus
 from qkv.hf.intervention import CopyFrom, intervene
 from qkv.hf.layer_call import LayerCall
 from qkv.hf.layer_weights import LayerWeights
@@ -49,6 +51,7 @@ __all__ = [
     "check",
     "enable",
     "inspect",
+    "inspect_corpus",
     "intervene",
     "observe",
     "sharded",

@@ -18,7 +18,9 @@ from qkv.hf.layer_weights import LayerWeights, weights_of
 from qkv.hf.masks import StatedMask
 from qkv.hf.stored_tensor import over_rows
 
-__all__ = ["Observer", "OutputChange", "attend", "change_outputs", "observe"]
+__all__ = [
+    "Observer", "OutputChange", "attend", "change_outputs", "changes_outputs", "observe",
+]  # fmt: skip
 
 Observer = Callable[[LayerCall], None]
 OutputChange = Callable[[LayerCall, torch.Tensor], torch.Tensor]
@@ -207,6 +209,11 @@ def observe(observer: Observer) -> Iterator[None]:
 
 
 _changes: list[OutputChange] = []
+
+
+def changes_outputs() -> bool:
+    """Whether something changes what layers give."""
+    return bool(_changes)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, overload
@@ -19,6 +19,8 @@ from qkv.hf.forward_calls import BackwardAfter, around_forward, in_backward
 from qkv.hf.layer_call import LayerCall
 from qkv.hf.positions import positions_of, warn_beyond
 from qkv.hf.sequences import CallArguments, Sequence
+from qkv.hf.sharding.layers import sharding_of
+from qkv.hf.sharding.record import ShardRecord
 from qkv.hf.switching import inner_model, switched, uncompiled
 from qkv.hf.usage import SilentLayers, warn_of_silent
 from qkv.inspection.model_record import Keep, ModelRecord
@@ -104,7 +106,7 @@ def inspect(
     ------
     UnsupportedError
         The model computes its attention without asking for an implementation, or is not on the
-        CPU.
+        CPU; or weights are to be kept of a sequence that is spread over ranks.
     ArgumentError
         A text is given without a tokenizer, or a tokenizer without a text.
         The model is called more than once, or not at all; or there is no model of transformers, or
@@ -117,6 +119,10 @@ def inspect(
     duplicate and induction scores are NaN. So are all scores that compare positions where the keys
     of a layer are made of another sequence than its queries, as the layer's arguments show. What a
     backward pass computes anew (activation checkpointing) is not recorded again.
+
+    Inside of `qkv.hf.sharded` every rank records its own rows, in the order of its shard: `rows`
+    and `top` of its queries, `received` of its keys from all queries, keys by their number in the
+    whole sequence. `heads()` is the same on all ranks, of the rows of all. Weights cannot be kept.
 
     Cost: about five forward passes of attention; memory O(length), the weights are never there.
 
@@ -158,17 +164,21 @@ def _recorded(
     model = inner_model(model)
     _require_cpu(model)
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
-    record = ModelRecord(name, top=top, keep=keep)
+    sharding = sharding_of(model)
+    if sharding is None:
+        record = ModelRecord(name, top=top, keep=keep)
+    else:
+        record = ShardRecord(name, sharding, top=top, keep=keep)
     after = BackwardAfter("qkv.hf.inspect", model)
     run = _Run(model, record, progress, after)
     surrounded = around_forward([model], run.around)
     with (
-        switched(model),
+        switched(model) if sharding is None else nullcontext(),
         uncompiled(),
         surrounded,
         run.arguments.followed(),
         run.silent.followed(),
-        observe(run.see),
+        observe(run.see) if sharding is None else sharding.observed(run.see),
     ):
         try:
             yield record

@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, UnsupportedError
 
-__all__ = ["inner_model", "switched", "uncompiled"]
+__all__ = ["SPREAD", "inner_model", "switched", "uncompiled"]
+
+SPREAD = "qkv_sharded"
+"""The implementation of a model inside of `qkv.hf.sharded`."""
 
 
 def inner_model(module: torch.nn.Module) -> torch.nn.Module:
@@ -58,6 +61,12 @@ def uncompiled() -> Iterator[None]:
 def switched(model: Any, implementation: str = "qkv") -> Iterator[None]:
     """The model with an implementation of attention in every part of it; then with its own."""
     before = {id(config): (config, config._attn_implementation) for config in _configs(model)}
+    if implementation != SPREAD and any(own == SPREAD for _, own in before.values()):
+        raise UnsupportedError(
+            f"{type(model).__name__} is spread over ranks, and would attend to this rank's rows "
+            "alone.",
+            action="Leave qkv.hf.sharded(...) first, or start it inside.",
+        )
     try:
         model.set_attn_implementation(implementation)
         yield

@@ -12,8 +12,6 @@ Framework for Transformer Circuits" (2021); Olsson et al., "In-context Learning 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,14 +23,13 @@ from qkv.call.checked import CheckedCall, check_call
 from qkv.call.inspected import attend_for_inspection
 from qkv.call.options import OptionValues
 from qkv.errors import ShapeError
-from qkv.inspection.earlier_tokens import EarlierToken, Tokens, sequence_starts
 from qkv.inspection.kept_inputs import KeptInputs
+from qkv.inspection.layer_heads import LayerHeads, without_dropout
 from qkv.inspection.record import Record
+from qkv.inspection.score_rows import SCORES, HeadScores
 from qkv.inspection.weights import LazyWeights
 from qkv.partial import Partial, coarse
-from qkv.variants.causal import Causal
 from qkv.variants.dense_mask import Mask
-from qkv.variants.dropout import Dropout
 
 __all__ = [
     "KINDS", "LETTERS", "MEANINGS", "SCORES", "THRESHOLD", "HeadScores", "also", "head_scores",
@@ -40,18 +37,6 @@ __all__ = [
 ]  # fmt: skip
 
 Array = NDArray[Any]
-
-SCORES = (
-    "entropy",
-    "sink",
-    "learned_sink",
-    "previous",
-    "own",
-    "duplicate",
-    "induction",
-    "distance",
-    "max_logit",
-)
 
 KINDS = ("induction", "duplicate", "previous", "own", "sink")
 """The scores that decide the kinds of a head; ties go to the first."""
@@ -73,46 +58,6 @@ THRESHOLD = 0.4
 
 _ROUNDING = 1e-4
 """A layer is computed in float64 if the relative error of its scores would exceed this."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HeadScores:
-    """The scores of the heads of one layer.
-
-    Attributes
-    ----------
-    rows : dict of str to array (batch, num_heads, q_len)
-        Each of `SCORES`, query by query; NaN where it does not apply (no tokens known, or keys of
-        another sequence than the queries').
-    counted : dict of str to boolean array (batch, q_len)
-        The queries that `means` averages over: no padding, and for previous, own, duplicate and
-        induction only queries that have such a key.
-    received : array (batch, num_heads, kv_len)
-        Weight that each key takes in all, from queries that are no padding.
-    top_keys, top_weights : array (batch, num_heads, q_len, top)
-        The keys with the largest weights, falling; padded with -1 and 0.
-    weights : LazyWeights (batch, num_heads, q_len, kv_len) or None
-        Holds query and key; rows of padding are 0.
-    inputs : KeptInputs or None
-        What the weights come from, as it can be kept in a file.
-    """
-
-    rows: dict[str, Array]
-    counted: dict[str, Array]
-    received: Array
-    top_keys: Array
-    top_weights: Array
-    weights: LazyWeights | None
-    inputs: KeptInputs | None = None
-
-    def means(self) -> dict[str, Array]:
-        """Each score, `(num_heads,)`: the mean over batch and counted queries.
-
-        The largest for `max_logit`; NaN where no query counts.
-        """
-        return {
-            name: _mean_over_queries(name, self.rows[name], self.counted[name]) for name in SCORES
-        }
 
 
 def head_scores(
@@ -181,10 +126,10 @@ def head_scores(
     array([0.999])
     """
     query, key = (_with_batch(array, name) for array, name in ((query, "query"), (key, "key")))
-    heads = _LayerHeads(query, key, variants, scale, q_offset, kv_offset, real)
-    if coarse(heads.record.lse, _ROUNDING).any() and query.dtype != np.float64:
+    heads = _WholeLayer(query, key, variants, scale, q_offset, kv_offset, real)
+    if coarse(heads.lse, _ROUNDING).any() and query.dtype != np.float64:
         float64_inputs = (query.astype(np.float64), key.astype(np.float64))
-        heads = _LayerHeads(*float64_inputs, variants, scale, q_offset, kv_offset, real)
+        heads = _WholeLayer(*float64_inputs, variants, scale, q_offset, kv_offset, real)
     return heads.scores(tokens, top, one_sequence)
 
 
@@ -226,8 +171,8 @@ def also(scores: dict[str, float]) -> str | None:
     return (*kinds_of(scores), None, None)[1]
 
 
-class _LayerHeads:
-    """One layer as a problem of attention whose values are positions."""
+class _WholeLayer(LayerHeads):
+    """A layer whose keys this process holds."""
 
     def __init__(
         self,
@@ -242,7 +187,7 @@ class _LayerHeads:
         dtype = np.dtype(np.float64 if query.dtype == np.float64 else np.float32)
         self._query, self._key = (np.asarray(array, dtype) for array in (query, key))
         self._options = {"scale": scale, "q_offset": q_offset, "kv_offset": kv_offset}
-        self._variants = tuple(v for v in variants if not isinstance(v, Dropout))
+        self.variants = without_dropout(variants)
         batch, _, q_len, _ = self._query.shape
         kv_len = self._key.shape[2]
         self._value: Array = np.zeros((batch, 1, kv_len, 2), dtype)
@@ -251,129 +196,54 @@ class _LayerHeads:
         self.kv_pos = np.broadcast_to(positions.key_positions(), (batch, kv_len))
         self._value[:, 0, :, 0] = self.kv_pos
         self._value[..., 1] = 1
-        self.real = self._real_keys(real)
-        self.counted = self.real[:, self.first : self.first + q_len]
-        if self.counted.shape[1] != q_len:
-            self.counted = np.ones((batch, q_len), bool)
+        self.real = self.real_keys(real)
+        self.counted = self.count_queries()
         if not self.counted.all():
-            self._variants += (Mask(self.counted[:, None, :, None]),)
+            self.variants += (Mask(self.counted[:, None, :, None]),)
         self.record = Record(attend_for_inspection(self._bound()))
+        self.lse, self.out = self.record.lse, self.record.output
+        self.entropy, self.max_weight = self.record.entropy, self.record.max_weight
         self.sinks = self._bind().problem.operands.sinks
 
-    @property
-    def first(self) -> int:
-        """The key row at the position of query row 0; no row if there is none."""
-        kv_len: int = self._key.shape[2]
-        if not (self.q_pos.size and self.kv_pos.size):
-            return kv_len
-        rows = np.flatnonzero(self.kv_pos[0] == self.q_pos[0, 0])
-        return int(rows[0]) if len(rows) else kv_len
+    def masked(self, keys: Any) -> Partial:
+        return self._bind(keys).run()
 
-    def scores(self, tokens: Any, top: int, one_sequence: bool) -> HeadScores:
-        record, counted = self.record, self.counted
-        lse, weights, out = record.lse, record.weights, record.output
-        none = np.full(lse.shape, np.nan, lse.dtype)
-        rows = dict.fromkeys(SCORES, none)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            rows["max_logit"] = lse + np.log(record.max_weight)
-        rows["entropy"] = record.entropy
-        rows["learned_sink"] = self._learned_sink()
-        rows["sink"] = self._first_key() + rows["learned_sink"]
-        queries = dict.fromkeys(SCORES, counted)
-        if one_sequence:
-            rows["previous"], rows["own"] = record.mass_at(-1), record.mass_at(0)
-            rows["distance"] = self._distance(out, lse)
-            queries["previous"] = counted & self._has_key_at(-1)
-            queries["own"] = counted & self._has_key_at(0)
-        if one_sequence and tokens is not None and self.first < self._key.shape[2]:
-            ids = np.broadcast_to(np.asarray(tokens), self.kv_pos.shape)
-            token_table = Tokens.of(ids, self.real, self.first, self.q_pos, self.kv_pos)
-            for name, keys in (
-                ("duplicate", token_table.duplicates),
-                ("induction", token_table.followers),
-            ):
-                rows[name] = self._mass(keys, lse)
-                queries[name] = counted & token_table.queries_with(keys)
-        indices, largest = record.top(top)
-        rows = {name: np.asarray(row, lse.dtype) for name, row in rows.items()}
-        return HeadScores(
-            rows,
-            queries,
-            record.received,
-            indices.astype(np.int32),
-            largest,
-            weights,
-            KeptInputs(self._query, self._key, self._variants, self._options),
-        )
+    def mass_at(self, offset: int) -> Array:
+        return np.asarray(self.record.mass_at(offset))
+
+    def mass_of(self, keys: Array) -> Array:
+        """By the products of these keys alone, which are few."""
+        replay = self.record.weights.replay
+        mass = np.zeros_like(self.lse)
+        rows = np.arange(mass.shape[2])
+        for batch, chosen in enumerate(keys):
+            numbers = np.flatnonzero(chosen)
+            for head in range(mass.shape[1] if mass.shape[2] and len(numbers) else 0):
+                mass[batch, head] = replay.block(batch, head, rows, numbers).sum(axis=1)
+        return mass
+
+    def received(self) -> Array:
+        return np.asarray(self.record.received)
+
+    def top(self, k: int) -> tuple[Array, Array]:
+        return self.record.top(k)
+
+    def weights(self) -> LazyWeights:
+        return self.record.weights
+
+    def inputs(self) -> KeptInputs:
+        return KeptInputs(self._query, self._key, self.variants, self._options)
 
     def _bound(self, *more: Any) -> BoundCall:
         num_kv_heads = self._key.shape[1]
         value = np.broadcast_to(
             self._value, (self._value.shape[0], num_kv_heads, *self._value.shape[2:])
         )
-        variants = (*self._variants, *more)
+        variants = (*self.variants, *more)
         return bind(self._query, self._key, value, variants, OptionValues(**self._options))
 
     def _bind(self, *more: Any) -> CheckedCall:
         return check_call(self._bound(*more))
-
-    def _real_keys(self, real: Any) -> Array:
-        if real is None:
-            return np.ones(self.kv_pos.shape, bool)
-        given = np.asarray(real)
-        if given.shape != self.kv_pos.shape:
-            raise ShapeError(
-                f"real has shape {given.shape}; there are {self.kv_pos.shape} key rows.",
-                action="Give one entry for each batch row and key row.",
-            )
-        return given.astype(bool)
-
-    def _mass(self, keys: EarlierToken, lse: Array) -> Array:
-        """Weight on the keys that a mask allows."""
-        return self._share(self._bind(keys).run(), lse)[..., 1]
-
-    def _share(self, part: Partial, lse: Array) -> Array:
-        """`sum_j w[i, j] v[j]` over the keys of a part, from its own, normalised, output."""
-        with np.errstate(invalid="ignore"):
-            share = np.where(np.isneginf(part.lse), 0, np.exp(part.lse - lse))
-        return np.asarray(part.out * share[..., None])
-
-    def _distance(self, out: Array, lse: Array) -> Array:
-        """`sum_j w |p[i] - p[j]|`, from the sums of w and of w p[j], behind and in all."""
-        q_pos = self.q_pos[:, None]
-        if any(isinstance(variant, Causal) for variant in self._variants):
-            return np.asarray(q_pos * out[..., 1] - out[..., 0])
-        behind = self._share(self._bind(Causal()).run(), lse)
-        ahead = out - behind
-        return np.asarray(
-            (q_pos * behind[..., 1] - behind[..., 0]) - (q_pos * ahead[..., 1] - ahead[..., 0])
-        )
-
-    def _first_key(self) -> Array:
-        """Weight on the first real key; where sequences are packed, on that of the query's own."""
-        replay = self.record.weights.replay
-        mass = np.zeros_like(self.record.lse)
-        rows = np.arange(mass.shape[2])
-        begins = sequence_starts(self.kv_pos)
-        for batch, real in enumerate(self.real):
-            begin = begins[batch] & real
-            begin[np.argmax(real)] = True
-            keys = np.flatnonzero(begin)
-            for head in range(mass.shape[1] if mass.shape[2] and len(keys) else 0):
-                mass[batch, head] = replay.block(batch, head, rows, keys).sum(axis=1)
-        return np.asarray(mass)
-
-    def _learned_sink(self) -> Array:
-        lse = self.record.lse
-        if self.sinks is None:
-            return np.zeros_like(lse)
-        share = np.exp(self.sinks.astype(lse.dtype)[:, None] - lse)
-        return np.where(self.counted[:, None], share, 0)
-
-    def _has_key_at(self, offset: int) -> Array:
-        """Whether each query has a key `offset` positions away."""
-        rows = zip(self.q_pos, self.kv_pos, self.real, strict=True)
-        return np.stack([np.isin(q_pos + offset, kv_pos[real]) for q_pos, kv_pos, real in rows])
 
 
 def _with_batch(array: Any, name: str) -> Array:
@@ -384,12 +254,3 @@ def _with_batch(array: Any, name: str) -> Array:
             action="Pass (batch, heads, length, head_dim), or without batch.",
         )
     return seen.reshape((1,) * (4 - seen.ndim) + seen.shape)
-
-
-def _mean_over_queries(name: str, rows: Array, counted: Array) -> Array:
-    """Mean, or largest, over batch and counted queries: `(num_heads,)`."""
-    chosen: Array = np.swapaxes(rows, 0, 1)[:, counted]
-    if not chosen.size:
-        return np.full(rows.shape[1], np.nan)
-    reduce: Callable[..., Array] = np.max if name == "max_logit" else np.mean
-    return np.asarray(reduce(chosen.astype(np.float64), axis=1))

@@ -215,12 +215,16 @@ class ModelRecord:
         if keep_weights:
             # What a cache or the caller does to these arrays later must not change the weights.
             query, key, variants = copied((query, key, variants))
-        scores = head_scores(query, key, *variants, top=self._top, **options)
+        scores = self._scores(query, key, *variants, top=self._top, **options)
         if not keep_weights:
             scores = replace(scores, weights=None, inputs=None)
         layer = LayerRecord(index, name, scores, sequences)
         self.layers.append(layer)
         return layer
+
+    def _scores(self, query: Any, key: Any, *variants: Any, **options: Any) -> HeadScores:
+        """Those of one layer."""
+        return head_scores(query, key, *variants, **options)
 
     def layer(self, index: int) -> LayerRecord:
         """One layer, from the end if negative.

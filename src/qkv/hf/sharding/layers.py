@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -15,15 +16,18 @@ from transformers.masking_utils import causal_mask_function
 import qkv
 from qkv.distributed import attention
 from qkv.errors import UnsupportedError
+from qkv.hf.attention import Observer, changes_outputs
 from qkv.hf.groups import SameGroup
 from qkv.hf.ignored_keywords import refuse_unread
+from qkv.hf.layer_call import LayerCall
 from qkv.hf.mask_functions import PositionRanges, read
 from qkv.hf.masks import MaskPattern, StatedMask, padding_masks
 from qkv.hf.sharding.inputs import ShardedInputs
 from qkv.variants import MaskVariant, Segments
 
 __all__ = [
-    "CURRENT", "Sharding", "attend_shard", "find_documents_over_ranks", "state_shard_mask",
+    "CURRENT", "Sharding", "attend_shard", "find_documents_over_ranks", "sharding_of",
+    "state_shard_mask",
 ]  # fmt: skip
 
 
@@ -36,10 +40,24 @@ class Sharding:
     inputs : ShardedInputs
     options : dict
         `mesh`, `dim`, `strategy` and `timeout` of `qkv.distributed.attention`.
+    model : torch.nn.Module
+    observers : list of callable
+        Told of the `LayerCall` of each layer: the tensors of this rank, the variants of the whole.
     """
 
     inputs: ShardedInputs
     options: dict[str, Any]
+    model: torch.nn.Module
+    observers: list[Observer] = field(default_factory=list)
+
+    @contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """Call `observer` with every layer's call, before it is computed."""
+        self.observers.append(observer)
+        try:
+            yield
+        finally:
+            self.observers.remove(observer)
 
     def padding(self) -> tuple[MaskVariant, ...]:
         """Masks of the padding of the whole sequence."""
@@ -59,6 +77,12 @@ CURRENT: ContextVar[Sharding | None] = ContextVar("qkv.hf.sharded", default=None
 """The model that runs in this thread."""
 
 
+def sharding_of(model: torch.nn.Module) -> Sharding | None:
+    """How a model is spread in this thread; None if it is not."""
+    sharding = CURRENT.get()
+    return sharding if sharding is not None and sharding.model is model else None
+
+
 def attend_shard(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -76,6 +100,8 @@ def attend_shard(
     """`qkv.distributed.attention` of one layer, as `AttentionInterface` asks for it."""
     refuse_unread(module, kwargs, key.shape[2])
     sharding = _current()
+    if changes_outputs():
+        _refuse(module, "has heads that qkv.hf.intervene changes", "Change them in one process.")
     if dropout:
         _refuse(module, f"drops weights with probability {dropout:g}", "Set attention_dropout=0.")
     if position_bias is not None:
@@ -92,6 +118,9 @@ def attend_shard(
     else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         variants += [*([qkv.Causal()] if causal else []), *sharding.padding()]
+    for observer in sharding.observers:
+        call = LayerCall(module, query, key, value, tuple(variants), scaling, 0, 0)
+        observer(call)
     out = attention(
         query, key, value, *variants,
         scale=scaling, order=sharding.inputs.order, **sharding.options,

@@ -21,11 +21,9 @@ from qkv.hf.sharding.layers import (
     find_documents_over_ranks,
     state_shard_mask,
 )
-from qkv.hf.switching import inner_model, switched
+from qkv.hf.switching import SPREAD, inner_model, switched
 
 __all__ = ["sharded"]
-
-NAME = "qkv_sharded"
 
 
 @contextmanager
@@ -73,7 +71,7 @@ def sharded(
     `loss` of a causal language model is the sum over the rank's tokens, divided by the number of
     labels of *all* ranks: the losses of the ranks add up to that of the whole sequence, and so do
     the gradients of parameters. Activation checkpointing computes layers anew in `backward()`,
-    which therefore belongs inside.
+    which therefore belongs inside. `qkv.hf.inspect(model)` inside of it records the rank's rows.
 
     Examples
     --------
@@ -107,8 +105,8 @@ def sharded(
             f"dim={dim!r} names two dimensions; a model is spread along one.",
             action="Name one, and use tensor parallelism for heads.",
         )
-    AttentionInterface.register(NAME, attend_shard)
-    AttentionMaskInterface.register(NAME, state_shard_mask)
+    AttentionInterface.register(SPREAD, attend_shard)
+    AttentionMaskInterface.register(SPREAD, state_shard_mask)
     find_documents_over_ranks()
     inner = inner_model(model)
     inputs = ShardedInputs(Links(group_of(mesh, dim), timeout), order)
@@ -118,10 +116,10 @@ def sharded(
         return (), inputs.read(module, args, kwargs)
 
     with ExitStack() as stack:
-        stack.enter_context(switched(inner, NAME))
+        stack.enter_context(switched(inner, SPREAD))
         stack.enter_context(_loss_over_ranks(inner, inputs))
         stack.callback(inner.register_forward_pre_hook(before, with_kwargs=True).remove)
-        stack.callback(CURRENT.reset, CURRENT.set(Sharding(inputs, options)))
+        stack.callback(CURRENT.reset, CURRENT.set(Sharding(inputs, options, inner)))
         yield model
 
 

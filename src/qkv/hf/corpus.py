@@ -1,0 +1,292 @@
+"""Every head of a model over many texts, which ranks share."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from qkv.declarations import checked_size
+from qkv.distributed.agreement import compare, in_words, tell
+from qkv.distributed.links import TIMEOUT, Links, group_of
+from qkv.errors import ArgumentError, DistributedError, FileError, QkvError
+from qkv.hf.record import inspect
+from qkv.hf.switching import inner_model
+from qkv.inspection.corpus import CorpusRecord, LayerSums, sums_of
+from qkv.inspection.corpus_folder import Chunk, CorpusFolder
+
+__all__ = ["inspect_corpus"]
+
+Progress = Callable[[int, int], None]
+_READ = 64
+"""Entries of each parameter by which models are told apart."""
+
+
+def inspect_corpus(
+    model: torch.nn.Module,
+    texts: Sequence[Any],
+    folder: str | os.PathLike[str],
+    *,
+    tokenizer: Callable[..., Any] | None = None,
+    chunk: int = 1,
+    mesh: Any = None,
+    dim: str | None = None,
+    timeout: float = TIMEOUT,
+    progress: Progress | None = None,
+) -> CorpusRecord:
+    """Scores of every head of a model over many texts, with confidence intervals.
+
+    The texts are shared out to the ranks of torch.distributed, where there are some. What is done
+    is kept in `folder`: after an interruption, the same call with any number of ranks goes on.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel, or a module with one inside
+        On every rank, in evaluation mode.
+    texts : sequence
+        With a length, and read by index, as data sets are. Each is a mapping of the model's inputs
+        to tensors (batch, length), a tensor or list of token ids, or a string.
+    folder : path
+        All ranks see it. Of one corpus and one model.
+    tokenizer : callable, optional
+        For strings: called as `tokenizer(text, return_tensors="pt")`.
+    chunk : int
+        Texts of one file; what a killed process has begun is lost.
+    mesh : DeviceMesh or ProcessGroup, optional
+        All processes unless given, or this one alone if torch.distributed is not initialised.
+    dim : str, optional
+        Dimension of the mesh along which texts are shared out.
+    timeout : float
+        Seconds in which some rank must finish a chunk.
+    progress : callable (done, total), optional
+        Told of each text of this rank that is done.
+
+    Returns
+    -------
+    CorpusRecord
+        Of all texts, on every rank.
+
+    Raises
+    ------
+    ArgumentError
+        The model is in training mode, there is no text, or one is of another kind.
+    DistributedError
+        Ranks were called with different things, one of them failed, or none finished a chunk within
+        the timeout; the message names the rank.
+    FileError
+        The folder cannot be written, or holds another model or other texts.
+
+    Notes
+    -----
+    Numbers have the same bits for any number of ranks, and after any interruption, since each text
+    is computed by itself and texts are merged in their order. Products of matrices of torch may
+    depend on the number of threads: give each rank as many.
+
+    Of finished chunks the first text is compared with the one that was computed, and of the model a
+    sample of each parameter. Memory: that of `qkv.hf.inspect` for one text, and a chunk's sums.
+
+    Examples
+    --------
+    >>> import tempfile, torch, qkv.hf
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> model = GPT2Model(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=2)).eval()
+    >>> texts = [torch.tensor([[1, 2, 3, n]]) for n in range(4)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     qkv.hf.inspect_corpus(model, texts, folder)
+    CorpusRecord('GPT2Model', 4 texts, 1 layers, 2 heads)
+    """
+    links = Links(None, timeout)
+    if mesh is not None or (dist.is_available() and dist.is_initialized()):
+        links = Links(group_of(mesh, dim), timeout)
+    run = _Run(model, texts, Path(folder), tokenizer, chunk, links, progress)
+    run.agree()
+    run.share()
+    run.wait_for_others()
+    return CorpusRecord.of(run.name, run.folder.all_texts)
+
+
+class _Run:
+    """One rank's part of a corpus."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        texts: Sequence[Any],
+        path: Path,
+        tokenizer: Callable[..., Any] | None,
+        chunk: int,
+        links: Links,
+        progress: Progress | None,
+    ) -> None:
+        self.model = model
+        self.texts = texts
+        self.tokenizer = tokenizer
+        self.links = links
+        self.progress = progress
+        inner = inner_model(model)
+        config = getattr(inner, "config", None)
+        self.name = getattr(config, "_name_or_path", "") or type(inner).__name__
+        self.folder = CorpusFolder(path, len(texts), checked_size("chunk", chunk))
+        self.missing: list[int] = []
+
+    def agree(self) -> None:
+        """Compare what ranks were called with, and begin the folder."""
+        error = self._unfit()
+        described = {"model": self.name, "parameters": _digest_of_parameters(self.model)}
+        self._tell({"texts": self.folder.texts, "chunk": self.folder.size, **described}, error)
+        if self.links.rank == 0:
+            try:
+                self.folder.begin(described)
+                self.folder.forget_failures()
+            except QkvError as caught:
+                error = caught
+        self._tell({}, error)
+        # Every rank looks before any of them computes, so that all find the same.
+        self.missing = [n for n in self.folder.chunks if not self.folder.is_done(n)]
+        self._tell({"chunks to do": len(self.missing)}, self._unlike_before())
+
+    def share(self) -> None:
+        """Compute this rank's chunks, and write each when it is done."""
+        links = self.links
+        own = self.missing[links.rank :: links.ranks]
+        total, done = sum(len(self.folder.members(n)) for n in own), 0
+        try:
+            for number in own:
+                sums: list[tuple[LayerSums, ...]] = []
+                digests = []
+                for text in self.folder.members(number):
+                    inputs = self._inputs(text)
+                    digests.append(_digest(inputs))
+                    with torch.no_grad(), inspect(self.model, top=1) as record:
+                        self.model(**inputs)
+                    sums.append(sums_of(record))
+                    done += 1
+                    if self.progress is not None:
+                        self.progress(done, total)
+                self.folder.write(number, Chunk(sums, digests))
+        except BaseException as error:
+            if links.ranks > 1:
+                self.folder.note_failure(links.rank, error)
+            raise
+
+    def wait_for_others(self) -> None:
+        """Return when all chunks are done."""
+        owner = {n: place % self.links.ranks for place, n in enumerate(self.missing)}
+        waiting, since, pause = self.missing, time.monotonic(), 0.01
+        while still := [n for n in waiting if not self.folder.is_done(n)]:
+            if len(still) < len(waiting):
+                since = time.monotonic()
+            waiting = still
+            failed = self.folder.failures()
+            if failed:
+                raise DistributedError(
+                    f"rank {min(failed)} could not finish its texts.",
+                    [(f"rank {rank}", error) for rank, error in failed.items()],
+                    "Mend it there and start all ranks anew; what is done is kept.",
+                )
+            if time.monotonic() - since > self.links.timeout:
+                late = sorted({owner[n] for n in still})
+                raise DistributedError(
+                    f"rank {', '.join(map(str, late))} finished no chunk within "
+                    f"{self.links.timeout:g} s.",
+                    [("chunks missing", f"{len(still)} of {self.folder.chunks[-1] + 1}")],
+                    "Look at the error there and start all ranks anew; what is done is kept. If a "
+                    "chunk takes longer, pass timeout=.",
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)
+
+    def _tell(self, said: Mapping[str, Any], error: QkvError | None) -> None:
+        """Compare what ranks say; raise this rank's error, or that of another."""
+        reported = "" if error is None else in_words(error)
+        everyone = tell(self.links, {**said, "own error": reported}, torch.device("cpu"))
+        if error is not None:
+            raise error
+        compare(everyone)
+
+    def _unfit(self) -> QkvError | None:
+        """What is wrong with the arguments of this rank."""
+        if self.model.training:
+            return ArgumentError(
+                f"{type(self.model).__name__} is in training mode, where dropout changes numbers.",
+                action="Call model.eval().",
+            )
+        if not self.folder.texts:
+            return ArgumentError("there is no text.", action="Pass one or more.")
+        return None
+
+    def _unlike_before(self) -> QkvError | None:
+        """What is wrong with the folder, as this rank sees it."""
+        if not self.folder.is_begun():
+            return FileError(
+                f"rank {self.links.rank} does not see what rank 0 wrote to "
+                f"{str(self.folder.path)!r}.",
+                action="Name a folder that all ranks share.",
+            )
+        missing = set(self.missing)
+        done = [n for n in self.folder.chunks if n not in missing]
+        try:
+            for number in done[self.links.rank :: self.links.ranks]:
+                text = self.folder.members(number)[0]
+                if self.folder.read(number).digests[0] != _digest(self._inputs(text)):
+                    return FileError(
+                        f"text {text} is another one than that of {str(self.folder.path)!r}.",
+                        action="Name another folder for other texts.",
+                    )
+        except QkvError as error:
+            return error
+        return None
+
+    def _inputs(self, number: int) -> dict[str, Any]:
+        """What the model is called with for one text."""
+        text = self.texts[number]
+        if isinstance(text, str):
+            if self.tokenizer is None:
+                raise ArgumentError(
+                    f"text {number} is a string, and there is no tokenizer.",
+                    action="Pass tokenizer=, or token ids.",
+                )
+            text = self.tokenizer(text, return_tensors="pt")
+        if isinstance(text, Mapping):
+            return dict(text)
+        try:
+            ids = torch.as_tensor(text)
+        except (TypeError, ValueError, RuntimeError):
+            ids = None
+        if ids is None or ids.ndim not in (1, 2) or ids.is_floating_point():
+            raise ArgumentError(
+                f"text {number} is a {type(text).__name__} of no token ids.",
+                action="Pass a mapping of inputs, token ids (length,) or (batch, length), or a "
+                "string and a tokenizer.",
+            )
+        return {"input_ids": ids.reshape(-1, ids.shape[-1])}
+
+
+def _digest(inputs: Mapping[str, Any]) -> str:
+    """Of the tensors of one text."""
+    digest = blake2b(digest_size=8)
+    for name, given in sorted(inputs.items()):
+        if isinstance(given, torch.Tensor):
+            digest.update(f"{name} {given.dtype} {tuple(given.shape)}".encode())
+            digest.update(_bytes(given))
+    return digest.hexdigest()
+
+
+def _digest_of_parameters(model: torch.nn.Module) -> str:
+    """Of names, shapes and some entries of all parameters."""
+    digest = blake2b(digest_size=8)
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+        flat = parameter.detach().reshape(-1)
+        digest.update(_bytes(flat[:: max(1, len(flat) // _READ)]))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,200 @@
+"""One layer as a problem of attention whose values are positions; scores are made of its passes.
+
+How a pass is run, in this process or over several, a subclass says.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.errors import ShapeError
+from qkv.inspection.earlier_tokens import Tokens, sequence_starts
+from qkv.inspection.kept_inputs import KeptInputs
+from qkv.inspection.score_rows import SCORES, HeadScores
+from qkv.inspection.weights import LazyWeights
+from qkv.partial import Partial
+from qkv.variants.causal import Causal
+from qkv.variants.dropout import Dropout
+
+__all__ = ["LayerHeads", "without_dropout"]
+
+Array = NDArray[Any]
+
+
+class LayerHeads(ABC):
+    """A layer whose heads are scored.
+
+    Values of the passes are `(p[j], 1)` for the position p[j] of each key.
+
+    Attributes
+    ----------
+    variants : tuple
+        Without dropout.
+    q_pos, kv_pos : integer array (batch, length)
+        Positions of all queries and keys.
+    real : boolean array (batch, kv_len)
+        False where a key is padding.
+    counted : boolean array (batch, q_len)
+        The queries that means average over.
+    lse, entropy, max_weight : array (batch, num_heads, own queries)
+    out : array (batch, num_heads, own queries, 2)
+        `sum_j w[i, j] p[j]`, and `sum_j w[i, j]` without sinks.
+    sinks : array (num_heads,) or None
+    """
+
+    variants: tuple[Any, ...]
+    q_pos: Array
+    kv_pos: Array
+    real: Array
+    counted: Array
+    lse: Array
+    out: Array
+    entropy: Array
+    max_weight: Array
+    sinks: Array | None
+
+    @abstractmethod
+    def masked(self, keys: Any) -> Partial:
+        """The pass in which a mask allows only some keys."""
+
+    @abstractmethod
+    def mass_at(self, offset: int) -> Array:
+        """Weight on the keys `offset` positions away, `(batch, num_heads, own queries)`."""
+
+    @abstractmethod
+    def mass_of(self, keys: Array) -> Array:
+        """Weight on some keys `(batch, kv_len)`, `(batch, num_heads, own queries)`."""
+
+    @abstractmethod
+    def received(self) -> Array:
+        """Weight that each key takes, `(batch, num_heads, own keys)`."""
+
+    @abstractmethod
+    def top(self, k: int) -> tuple[Array, Array]:
+        """The best keys of each query, `(batch, num_heads, own queries, k)`, and their weights."""
+
+    def own(self, rows: Array) -> Array:
+        """The entries (batch, own queries) of (batch, q_len)."""
+        return rows
+
+    def weights(self) -> LazyWeights | None:
+        """Those of the layer, if they can be read."""
+        return None
+
+    def inputs(self) -> KeptInputs | None:
+        """What they come from."""
+        return None
+
+    @property
+    def first(self) -> int:
+        """The key row at the position of query row 0; no row if there is none."""
+        kv_len: int = self.kv_pos.shape[1]
+        if not (self.q_pos.size and self.kv_pos.size):
+            return kv_len
+        rows = np.flatnonzero(self.kv_pos[0] == self.q_pos[0, 0])
+        return int(rows[0]) if len(rows) else kv_len
+
+    def scores(self, tokens: Any, top: int, one_sequence: bool) -> HeadScores:
+        """All scores; `tokens` (batch, kv_len) or None are those of the keys."""
+        counted, lse = self.counted, self.lse
+        none = np.full(lse.shape, np.nan, lse.dtype)
+        rows = dict.fromkeys(SCORES, none)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rows["max_logit"] = lse + np.log(self.max_weight)
+        rows["entropy"] = self.entropy
+        rows["learned_sink"] = self._learned_sink()
+        rows["sink"] = self.mass_of(self._first_keys()) + rows["learned_sink"]
+        queries = dict.fromkeys(SCORES, counted)
+        if one_sequence:
+            rows["previous"], rows["own"] = self.mass_at(-1), self.mass_at(0)
+            rows["distance"] = self._distance()
+            queries["previous"] = counted & self._has_key_at(-1)
+            queries["own"] = counted & self._has_key_at(0)
+        if one_sequence and tokens is not None and self.first < self.kv_pos.shape[1]:
+            ids = np.broadcast_to(np.asarray(tokens), self.kv_pos.shape)
+            table = Tokens.of(ids, self.real, self.first, self.q_pos, self.kv_pos)
+            for name, keys in (("duplicate", table.duplicates), ("induction", table.followers)):
+                rows[name] = self.mass(keys)
+                queries[name] = counted & table.queries_with(keys)
+        indices, largest = self.top(top)
+        return HeadScores(
+            {name: np.asarray(row, lse.dtype) for name, row in rows.items()},
+            {name: self.own(of) for name, of in queries.items()},
+            self.received(),
+            indices.astype(np.int32 if self.kv_pos.shape[1] < 2**31 else np.int64),
+            largest,
+            self.weights(),
+            self.inputs(),
+        )
+
+    def mass(self, keys: Any) -> Array:
+        """Weight on the keys that a mask allows."""
+        return self._share(self.masked(keys))[..., 1]
+
+    def _share(self, part: Partial) -> Array:
+        """`sum_j w[i, j] v[j]` over the keys of a part, from its own, normalised, output."""
+        with np.errstate(invalid="ignore"):
+            share = np.where(np.isneginf(part.lse), 0, np.exp(part.lse - self.lse))
+        return np.asarray(part.out * share[..., None])
+
+    def _distance(self) -> Array:
+        """`sum_j w |p[i] - p[j]|`, from the sums of w and of w p[j], behind and in all."""
+        q_pos, out = self.own(self.q_pos)[:, None], self.out
+        if any(isinstance(variant, Causal) for variant in self.variants):
+            return np.asarray(q_pos * out[..., 1] - out[..., 0])
+        behind = self._share(self.masked(Causal()))
+        ahead = out - behind
+        return np.asarray(
+            (q_pos * behind[..., 1] - behind[..., 0]) - (q_pos * ahead[..., 1] - ahead[..., 0])
+        )
+
+    def _first_keys(self) -> Array:
+        """The first real key; where sequences are packed, that of each."""
+        begins = sequence_starts(self.kv_pos) & self.real
+        if self.kv_pos.shape[1]:
+            np.put_along_axis(begins, np.argmax(self.real, axis=1)[:, None], True, axis=1)
+        return np.asarray(begins)
+
+    def _learned_sink(self) -> Array:
+        if self.sinks is None:
+            return np.zeros_like(self.lse)
+        share = np.exp(self.sinks.astype(self.lse.dtype)[:, None] - self.lse)
+        return np.where(self.own(self.counted)[:, None], share, 0)
+
+    def _has_key_at(self, offset: int) -> Array:
+        """Whether each query has a key `offset` positions away."""
+        rows = zip(self.q_pos, self.kv_pos, self.real, strict=True)
+        return np.stack([np.isin(q_pos + offset, kv_pos[real]) for q_pos, kv_pos, real in rows])
+
+    def real_keys(self, given: Any) -> Array:
+        """Which keys are no padding, of what a caller gives.
+
+        Raises
+        ------
+        ShapeError
+            If there is not one entry for each key.
+        """
+        if given is None:
+            return np.ones(self.kv_pos.shape, bool)
+        real = np.asarray(given)
+        if real.shape != self.kv_pos.shape:
+            raise ShapeError(
+                f"real has shape {real.shape}; there are {self.kv_pos.shape} key rows.",
+                action="Give one entry for each batch row and key row.",
+            )
+        return real.astype(bool)
+
+    def count_queries(self) -> Array:
+        """Which queries are no padding; all, where keys do not say it."""
+        q_len = self.q_pos.shape[1]
+        counted = self.real[:, self.first : self.first + q_len]
+        return counted if counted.shape[1] == q_len else np.ones(self.q_pos.shape, bool)
+
+
+def without_dropout(variants: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Scores are of the weights before it."""
+    return tuple(v for v in variants if not isinstance(v, Dropout))

@@ -1,0 +1,64 @@
+"""`python -m benchmarks.ranks` compares what it says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import qkv
+
+
+@pytest.fixture
+def ranks_of_the_tests(group: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Processes that are there already, which fail as those of the benchmark do."""
+    from benchmarks import ranks
+
+    class Existing:
+        def __init__(self, count: int) -> None:
+            self.group = group(count)
+
+        def __call__(self, function: Any, *arguments: Any) -> list[Any]:
+            self.group.begin(function, *arguments)
+            found = self.group.answers()
+            for succeeded, answer in found:
+                if not succeeded:
+                    raise RuntimeError(answer)
+            return [answer for _, answer in found]
+
+    @contextmanager
+    def started(count: int, threads: int) -> Iterator[Existing]:
+        assert threads == 1
+        yield Existing(count)
+
+    monkeypatch.setattr(ranks, "started", started)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+    qkv.set_num_threads(None)
+
+
+@pytest.mark.usefixtures("ranks_of_the_tests")
+def test_speed_beside_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import ranks
+
+    ranks.speed(256, 1)
+    said = capsys.readouterr().out
+    for strategy in ranks.STRATEGIES:
+        rows = re.findall(rf"two ranks, {strategy} .* of its speed, .* of its work", said)
+        assert len(rows) == 2  # Forward, and with the backward pass.
+    assert len(re.findall("torch's context_parallel", said)) == 2
+
+
+@pytest.mark.usefixtures("ranks_of_the_tests")
+def test_predictions_beside_the_clock(capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import ranks
+
+    ranks.prediction(256, 1)
+    said = capsys.readouterr().out
+    assert re.search(r"one thread: .* GFLOP/s .* one link: .* GB/s", said)
+    assert len(re.findall(r"^ +[124]  (?:ring|gather|ulysses) .* s .* s ", said, re.MULTILINE)) == 7
