@@ -11,7 +11,7 @@ import torch
 
 import qkv
 import qkv.torch
-from qkv.cli.token_texts import token_texts
+from qkv.inspection.token_texts import token_texts
 
 Q = torch.randn(2, 4, 6, 8)
 CALLS = [

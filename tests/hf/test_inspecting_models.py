@@ -333,3 +333,24 @@ def test_training_and_bfloat16() -> None:
     assert record[0].rows["entropy"].dtype == coarse[0].rows["entropy"].dtype == np.float32
     for one, two in zip(coarse.rows(), expected.rows(), strict=True):
         assert one["entropy"] == pytest.approx(two["entropy"], rel=0.02)
+
+
+def test_a_text_is_inspected_in_one_call() -> None:
+    """The record is that of a `with`, and has the tokens as text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["the", "cat", "sat", "mat"]
+    made = Tokenizer(models.WordLevel({word: 3 + i for i, word in enumerate(words)}, "the"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    model = model_of("gpt2")
+    record = qkv.hf.inspect(model, "the cat sat the mat", tokenizer, keep="weights")
+    with qkv.hf.inspect(model) as wanted:
+        model(torch.tensor([[3, 4, 5, 3, 6]]))
+    assert record.texts == ["the", "cat", "sat", "the", "mat"]
+    assert [row["entropy"] for row in record.rows()] == [row["entropy"] for row in wanted.rows()]
+    assert record[0].weights[0, 0].shape == (5, 5)
+    for given in (("a text",), (None, tokenizer)):
+        with pytest.raises(qkv.ArgumentError, match="a text and its tokenizer go together"):
+            qkv.hf.inspect(model, *given)

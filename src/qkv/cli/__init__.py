@@ -9,7 +9,6 @@ output could not be written or memory ran out, 2 for bad input, 130 for Ctrl-C.
     explain_mechanism      `qkv explain --mechanism`
     inputs                 arrays of a file or sample that a command is given
     model_loading          models and texts; model_layer has one layer as arrays
-token_texts            each token as a person can read it
     variants               variants as options
     terminal               widths, colours and characters
 """

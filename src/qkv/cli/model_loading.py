@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkv.cli.token_texts import token_texts
 from qkv.errors import ArgumentError, FileError, QkvError, UnsupportedError
 from qkv.extras import install_command
 from qkv.files.contents import shown
 from qkv.inspection.model_record import Keep, ModelRecord
+from qkv.inspection.token_texts import token_texts
 
 if TYPE_CHECKING:
     from qkv.lab.sources import Source

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from qkv.hf.sharding.record import ShardRecord
 from qkv.hf.switching import inner_model, switched, uncompiled
 from qkv.hf.usage import SilentLayers, warn_of_silent
 from qkv.inspection.model_record import Keep, ModelRecord
+from qkv.inspection.token_texts import token_texts
 
 __all__ = ["inspect"]
 
@@ -31,15 +32,42 @@ Array = NDArray[Any]
 Progress = Callable[[int, int], None]
 
 
-@contextmanager
+@overload
 def inspect(
     model: torch.nn.Module,
     *,
     top: int = 4,
     keep: Keep = None,
     progress: Progress | None = None,
-) -> Iterator[ModelRecord]:
+) -> AbstractContextManager[ModelRecord]: ...
+
+
+@overload
+def inspect(
+    model: torch.nn.Module,
+    text: str,
+    tokenizer: Any,
+    *,
+    top: int = 4,
+    keep: Keep = None,
+    progress: Progress | None = None,
+) -> ModelRecord: ...
+
+
+def inspect(
+    model: torch.nn.Module,
+    text: str | None = None,
+    tokenizer: Any = None,
+    *,
+    top: int = 4,
+    keep: Keep = None,
+    progress: Progress | None = None,
+) -> AbstractContextManager[ModelRecord] | ModelRecord:
     """Record the scores of every head of a model while it runs once.
+
+        record = qkv.hf.inspect(model, "The cat sat.", tokenizer)
+
+    or, around a call of one's own,
 
         with qkv.hf.inspect(model) as record:
             model(**inputs)
@@ -50,6 +78,10 @@ def inspect(
     model : transformers.PreTrainedModel, or a module with one inside
         Loaded with any attention implementation. It is switched to qkv inside the `with`, and
         has its own again afterwards, also after an error. Compiled code is run uncompiled there.
+    text : str, optional
+        What the model reads, as `tokenizer` turns it into inputs; no gradients are kept.
+    tokenizer : transformers tokenizer, optional
+        Goes with `text`.
     top : int
         Keys to keep of each query.
     keep : "weights", layer numbers or None
@@ -57,10 +89,11 @@ def inspect(
     progress : callable (done, total), optional
         Told of each layer that is done.
 
-    Yields
-    ------
-    ModelRecord
-        Filled while the model runs. What each score is, `qkv.inspection.head_scores` says.
+    Returns
+    -------
+    ModelRecord, or a context manager that gives one
+        With a text the record, with its tokens as text; else one that is filled while the model
+        runs inside of the `with`. What each score is, `qkv.inspection.head_scores` says.
 
     Warns
     -----
@@ -75,6 +108,7 @@ def inspect(
         The model computes its attention without asking for an implementation, or is not on the
         CPU; or weights are to be kept of a sequence that is spread over ranks.
     ArgumentError
+        A text is given without a tokenizer, or a tokenizer without a text.
         The model is called more than once, or not at all; or there is no model of transformers, or
         more than one.
 
@@ -104,6 +138,26 @@ def inspect(
     >>> record
     ModelRecord('GPT2Model', 1 layers, 2 heads)
     """
+    recorded = _recorded(model, top, keep, progress)
+    if text is None and tokenizer is None:
+        return recorded
+    if text is None or tokenizer is None:
+        missing = "text" if text is None else "tokenizer"
+        raise ArgumentError(
+            f"a text and its tokenizer go together, and there is no {missing}.",
+            action="Pass both, or neither and call the model inside of the with.",
+        )
+    inputs = tokenizer(text, return_tensors="pt")
+    with torch.no_grad(), recorded as record:
+        model(**inputs)
+    record.texts = token_texts(tokenizer, inputs["input_ids"][0].tolist())
+    return record
+
+
+@contextmanager
+def _recorded(
+    model: torch.nn.Module, top: int, keep: Keep, progress: Progress | None
+) -> Iterator[ModelRecord]:
     from qkv.hf import enable
 
     enable()

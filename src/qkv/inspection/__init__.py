@@ -3,11 +3,14 @@
 explain         `qkv.explain`, which makes a Trace from steps, streaming and gradient
 trace           the Trace; trace_fields, trace_data (JSON) and trace_text are its parts
 record          the result of `qkv.inspect`
-model_record    every head of a model: head_scores, earlier_tokens, kept_inputs; model_file
+model_record    every head of a model: layer_record, head_scores, earlier_tokens, kept_inputs;
+                model_file
+corpus          heads over many texts: corpus_folder keeps them, score_rows are their numbers
 weights         the lazy array of weights: weight_reductions, weight_blocks, and replay
 statistics      those of rows, for backends that have none
 non_finite      which rows are NaN, and why
 variant_data    variants as names, numbers and arrays
 pages, pictures, tokens
                 results as HTML and text, as SVG and PNG, and tokens made safe to print
+token_texts     each token of a tokenizer as a person can read it
 """

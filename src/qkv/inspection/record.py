@@ -279,14 +279,12 @@ class Record:
         Parameters
         ----------
         path : path, optional
-            Where to write the picture; its ending says the format: .svg, .png or .pdf. Without, a
-            new figure of pyplot is drawn, which a notebook shows. Needs matplotlib.
+            Of a picture, .svg, .png or .pdf; without, pyplot draws a new figure. Needs matplotlib.
         head, batch : int
             Query head, and flat index over the leading dimensions.
         tokens : sequence of str (kv_len,), optional
-            Names of the keys. Of more than 40 some are written, and the axis says how many.
-        ax : matplotlib.axes.Axes, optional
-            Where to draw, in place of a path.
+            Names of keys. Of more than 40 some are written, and the axis says how many.
+        ax : matplotlib.axes.Axes, optional, in place of a path
 
         Returns
         -------
@@ -294,12 +292,8 @@ class Record:
 
         Raises
         ------
-        UnsupportedError
-            matplotlib is not installed.
-        ArgumentError
-            There is no such head, or the ending is another.
-        FileError
-            The file cannot be written.
+        UnsupportedError, ArgumentError, FileError
+            matplotlib is not installed; no such head or ending; the file cannot be written.
 
         Notes
         -----
@@ -309,12 +303,10 @@ class Record:
         self._require_head(head, batch)
         longest = max(spec.q_len, spec.kv_len)
         block = 1 << max(0, (-(-longest // LONGEST) - 1).bit_length())
-        whole = (0, spec.q_len), (0, spec.kv_len)
-        weights, _ = reduced(self._replay, head, *whole, block, batch)
+        weights, _ = reduced(self._replay, head, (0, spec.q_len), (0, spec.kv_len), block, batch)
         title = f"head {head}" + (f" of batch row {batch}" if spec.batch_size > 1 else "")
-        return picture(
-            path, ax, (7, 6), lambda axes: draw_weights(axes, weights, title, tokens, block)
-        )
+        drawn = weights, title, tokens, block
+        return picture(path, ax, (7, 6), lambda axes: draw_weights(axes, *drawn))
 
     def plot_tiles(self, path: str | os.PathLike[str], head: int = 0, batch: int = 0) -> None:
         """Draw which tiles of one head the backend skips, and in which it evaluates a mask.
@@ -324,8 +316,8 @@ class Record:
         self._require_head(head, batch)
         spec = self._call.problem.spec
         grid = self._replay.scores.grid(*self._call.choice.backend.blocks(spec))
-        title = f"{spec.summary}, {self.backend}"
-        save_picture(path, (6, 6.5), lambda f: draw_tiles(f, grid, batch, head, title))
+        about = batch, head, f"{spec.summary}, {self.backend}"
+        save_picture(path, (6, 6.5), lambda f: draw_tiles(f, grid, *about))
 
     def _require_head(self, head: int, batch: int) -> None:
         spec = self._call.problem.spec
@@ -348,7 +340,6 @@ class Record:
         Returns
         -------
         str
-            Everything is inside; see `qkv.lab.to_html`.
         """
         return page_of(self, tokens)
 
