@@ -35,6 +35,9 @@ export const shown = (token) =>
   String(token).replace(/[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069]/g, (c) =>
     c === "\n" ? "⏎" : c === "\t" ? "⇥" : "�").replace(/^ +| +$/g, (blanks) => "␣".repeat(blanks.length)) || "∅";
 
+/** A token inside of a sentence. @param {string} token */
+export const quoted = (token) => `“${shown(token)}”`;
+
 /** Rows as tab-separated text, for spreadsheets. @param {unknown[][]} rows */
 export const tsv = (rows) =>
   rows.map((row) => row.map((cell) =>

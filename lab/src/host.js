@@ -114,6 +114,8 @@ export class Client {
     this.known = new Map();
     /** Files that are on their way to the server. */
     this.bringing = 0;
+    /** How often something else was opened: what was drawn before is of the one before. */
+    this.opening = 0;
     // Ids of two pages on one kernel must not meet.
     this.next = Math.floor(Math.random() * 2 ** 30) * 2 ** 16;
     this.receive = this.receive.bind(this);
@@ -163,6 +165,7 @@ export class Client {
   /** Another file was opened: what was known is of the one before. */
   replace(data) {
     this.data = data;
+    this.opening += 1;
     this.known.clear();
   }
 

@@ -1,6 +1,7 @@
 // Counts of scalar operations of softmax(Q K^T / sqrt(d)) V done by hand: closed forms for any
 // size, and a walkthrough of thirty steps for three tokens.
 
+import { quoted } from "./format.js";
 import { traceOf } from "./kernel.js";
 
 /** Each count with its formula, for n queries and keys of d numbers, values of d too. */
@@ -52,12 +53,12 @@ export function walkthrough(example) {
   const n = key.length;
   const d = key[0].length;
   return rows.flatMap((row, i) => {
-    const name = example.tokens[i];
+    const name = quoted(example.tokens[i]);
     const { row_max: most, shifted, exp, row_sum: sum, weights } = row.softmax;
     const whole = (matrix) => [[matrix, i, null]];
     return [
       ...row.products.map((_, j) => ({
-        title: `${name} · ${example.tokens[j]}: multiply pair by pair, and add`,
+        title: `${name} · ${quoted(example.tokens[j])}: multiply pair by pair, and add`,
         text: `${row.query.map((q, c) => `${short(q)}×${short(key[j][c])}`).join(" + ")} = ${short(row.raw[j])}`,
         counts: { qk_multiply: d, qk_add: d - 1 },
         reads: [["query", i, null], ["key", j, null]],

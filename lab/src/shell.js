@@ -61,6 +61,8 @@ export function Shell({ client, store, root }) {
   const help = useRef(null);
   const main = useRef(null);
   const keys = useMemo(() => new Map(), []);
+  // A notebook may show the lab more than once, and an id names one element of a document.
+  const own = useMemo(() => (client.host === "widget" ? `-${crypto.getRandomValues(new Uint32Array(1))[0]}` : ""), []);
   const view = store.values;
 
   const shown = PANELS.filter(([name]) => {
@@ -74,16 +76,18 @@ export function Shell({ client, store, root }) {
     if (place >= 0 && place < shown.length) set({ panel: shown[place][0] });
   };
 
-  useEffect(() => {
+  // Before the effects of the panel, which may change the view.
+  useLayoutEffect(() => {
     const tell = () => redraw((count) => count + 1);
     store.listeners.add(tell);
+    return () => store.listeners.delete(tell);
+  }, []);
+
+  useEffect(() => {
     const media = darkSystem();
     const follow = () => setSystemIsDark(media.matches);
     media.addEventListener("change", follow);
-    return () => {
-      store.listeners.delete(tell);
-      media.removeEventListener("change", follow);
-    };
+    return () => media.removeEventListener("change", follow);
   }, []);
 
   const replace = (data) => {
@@ -102,6 +106,13 @@ export function Shell({ client, store, root }) {
     root.dataset.theme = theme;
     if (client.host !== "widget") document.documentElement.dataset.qkvTheme = theme;
   }, [theme]);
+
+  const isFirst = useRef(true);
+  useLayoutEffect(() => {
+    if (isFirst.current) isFirst.current = false;
+    else if (client.host !== "widget") scrollTo(0, 0);
+    else if (root.getBoundingClientRect().top < 0) root.scrollIntoView();
+  }, [panel]);
 
   const list = useRef(null);
   useEffect(() => {
@@ -168,14 +179,14 @@ export function Shell({ client, store, root }) {
     </header>
     <nav aria-label="Panels"><ol ref=${list}>${shown.map(([each, words]) => html`<li key=${each}>
       <a href=${`#${each}`} aria-current=${each === name ? "page" : undefined} onClick=${(event) => link(event, each)}>${words}</a></li>`)}</ol></nav>
-    <main tabindex="-1" ref=${main} aria-labelledby="panel-title" data-panel=${name}>
-      <h2 id="panel-title">${title}</h2>
+    <main tabindex="-1" ref=${main} aria-labelledby=${`panel-title${own}`} data-panel=${name}>
+      <h2 id=${`panel-title${own}`}>${title}</h2>
       <${Panel} key=${name} />
     </main>
     <${Working} client=${client} />
     <p class="unseen" role="status" aria-live="polite">${text}</p>
-    <dialog ref=${help} aria-labelledby="keys-title" onClick=${(event) => event.target === help.current && help.current.close()}>
-      <h2 id="keys-title">Keys</h2>
+    <dialog ref=${help} aria-labelledby=${`keys-title${own}`} onClick=${(event) => event.target === help.current && help.current.close()}>
+      <h2 id=${`keys-title${own}`}>Keys</h2>
       <dl class="keys">${KEYS.map(([key, words]) => html`<div><dt><kbd>${key}</kbd></dt><dd>${words}</dd></div>`)}</dl>
       <form method="dialog"><button class="main">Close</button></form>
     </dialog>

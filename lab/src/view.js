@@ -1,13 +1,19 @@
 // What is shown, as one flat object of strings and numbers. In a page it is the part of the address
 // after #, so that a view can be sent as a link; in a notebook it is the trait `view`.
 
+/** Of a layer, head, query or key: none was chosen, and the panel shows one that is worth seeing. */
+export const UNCHOSEN = -1;
+
 export const DEFAULTS = {
   panel: "start", ex: "", own: "", mask: "none", left: 1, right: 0, keys: 3, scaled: 1,
   digits: 4, token: 0, key: 0, stage: "weights", step: 0, dk: 64, count: 0, n: 1024, d: 64,
-  block: 2, tile: 0, mech: "", mhead: 0, layer: 0, head: 0, score: "entropy", query: 0,
-  kkey: 0, zoom: -99, reduce: "max", ramp: "root", x: 0, y: 0, lib: "numpy", line: 0, code: "scaled-dot-product",
+  block: 2, tile: 0, mech: "", mhead: 0, layer: UNCHOSEN, head: UNCHOSEN, score: "entropy", query: UNCHOSEN,
+  kkey: UNCHOSEN, zoom: -99, reduce: "max", ramp: "root", x: 0, y: 0, lib: "numpy", line: 0, code: "scaled-dot-product",
   theme: "",
 };
+
+/** The view of heads that were just opened. */
+export const NOTHING_CHOSEN = { layer: UNCHOSEN, head: UNCHOSEN, query: UNCHOSEN, kkey: UNCHOSEN, zoom: -99, x: 0, y: 0 };
 
 const numeric = (name) => typeof DEFAULTS[name] === "number";
 

@@ -35,6 +35,7 @@ from qkv.errors import (
     ShapeError,
     UnsupportedError,
 )
+from qkv.extras import install_command as _install_command
 from qkv.inspection.explain import explain
 from qkv.inspection.model_record import LayerRecord, ModelRecord
 from qkv.inspection.pages import write_pages_with as _write_pages_with
@@ -184,6 +185,6 @@ def __getattr__(name: str) -> _Any:
             raise
         raise ModuleNotFoundError(
             f"qkv.{name} needs {error.name}, which is not installed. "
-            f"Install qkv with its extra [{extra}], as in: pip install -e '.[{extra}]'",
+            f"Install qkv with its extra [{extra}], as in: {_install_command(extra)}",
             name=error.name,
         ) from error

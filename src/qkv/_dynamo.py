@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-__all__ = ["READABLE", "ends_graph", "unreadable", "watch"]
+__all__ = ["READABLE", "ends_graph", "is_reading", "made_outside", "unreadable", "watch"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -27,13 +27,15 @@ _RULES = "torch._dynamo.trace_rules"
 """The module that says which files Dynamo reads."""
 
 READABLE = (
-    "__init__.py", "_api.py", "arrays/__init__.py", "backends/__init__.py", "backends/torch",
+    "__init__.py", "_api.py", "_dynamo.py", "arrays/__init__.py", "backends/__init__.py",
+    "backends/torch",
     "bridges/__init__.py", "bridges/learnable.py", "bridges/torch_batches.py",
     "bridges/torch_calls.py", "bridges/torch_compiled.py", "bridges/torch_functions.py",
     "bridges/torch_groups.py", "bridges/torch_operands.py", "bridges/torch_operators.py",
+    "bridges/torch_score_mods.py",
     "call/__init__.py", "call/bound.py", "call/flatten.py", "call/numbered.py", "call/options.py",
     "call/structure_text.py",
-    "call/unknown_keywords.py", "errors.py", "hf", "mechanisms", "positions",
+    "call/unknown_keywords.py", "declarations.py", "errors.py", "hf", "mechanisms", "positions",
     "readable_checks.py", "torch", "variants",
 )  # fmt: skip
 """Files and folders that Dynamo may read: they hand no address to compiled code."""
@@ -53,6 +55,28 @@ def ends_graph(function: Function, name: str | None = None, reason: str | None =
         "fullgraph=True; qkv.attention of tensors is part of graphs, and torch differentiates it"
     )
     return function
+
+
+def made_outside(name: str, does: str) -> Callable[[Function], Function]:
+    """Mark a constructor that Dynamo cannot read, so that torch's error says what to do."""
+    reason = f"{name} {does}, which a graph does not have. Call it outside of the compiled function"
+    return lambda function: ends_graph(function, reason=reason)
+
+
+def is_reading() -> bool:
+    """Whether Dynamo reads the function that asks: it runs this at that time, and keeps the result.
+
+    What it cannot read, as the signatures of functions, is left out there.
+    """
+    translator = getattr(sys.modules.get("torch._dynamo.symbolic_convert"), _TRANSLATOR, None)
+    try:
+        return translator is not None and translator.current_tx() is not None
+    except AttributeError:  # It has none in this thread.
+        return False
+
+
+is_reading._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_TRANSLATOR = "InstructionTranslator"
 
 
 def unreadable(folder: Path, readable: Sequence[str] = READABLE) -> Iterator[Path]:

@@ -64,7 +64,8 @@ class QkvError(Exception):
         self.fact = fact
         self.seen = tuple(seen)
         self.action = action
-        super().__init__(render(fact, self.seen, action))
+        # torch's compiler reads this, and cannot read the constructors of exceptions.
+        self.args = (render(fact, self.seen, action),)
 
     def with_action(self, action: str) -> Self:
         """The same error with another thing to do."""

@@ -245,7 +245,7 @@ def prepare(
     """
     values = option_values("prepare", options)
     names = tuple(free) if isinstance(free, (list, tuple)) else (free,)
-    if names not in ((), ("kv_len",)):
+    if not all(isinstance(name, str) for name in names) or names not in ((), ("kv_len",)):
         raise ArgumentError(
             f"free={shown(free)} is not known.", action='Use free=("kv_len",), or leave it out.'
         )

@@ -445,3 +445,22 @@ def test_rows_of_any_size(of_query, of_key) -> None:
         assert np.abs(lse - expected.lse).max() <= calm.lse
         large *= np.float32(of_key)
         small *= np.float32(of_query)
+
+
+@pytest.mark.parametrize("dim", [48, 61])
+def test_one_column_beyond_what_has_parts(dim) -> None:
+    """Every row is then multiplied without tiles, wherever its elements lie, all of them."""
+    query, key, value = operands(300, 300, dim, 64)
+    calm = bounds(truth(query, key, value), np.float32)
+    expected = truth(query, key, value)
+    for sizes in ((2.0**61, 2.0**-61), (2.0**-61, 2.0**61)):
+        for column in (0, dim - 1):
+            arrays = [query.copy(), key.copy(), value]
+            for array, size in zip(arrays, sizes, strict=False):
+                array[..., column] *= np.float32(size)
+            out, lse = run(*arrays)
+            assert np.abs(out - expected.out).max() <= calm.out
+            assert np.abs(lse - expected.lse).max() <= calm.lse
+            which = int(column == 0)
+            arrays[which] = np.repeat(arrays[which], 2, axis=-1)[..., ::2]
+            assert [found.tobytes() for found in run(*arrays)] == [out.tobytes(), lse.tobytes()]

@@ -39,6 +39,16 @@ def _leaves_a_with(frame: FrameType) -> bool:
     )
 
 
+def _goes_round_a_comprehension(frame: FrameType) -> bool:
+    """Whether a loop asks for its next value, perhaps that of a comprehension inlined there.
+
+    From 3.12 on, what a trace function raises there passes by the `with` around the comprehension.
+    What a signal handler raises does not.
+    """
+    inlines = sys.version_info >= (3, 12)
+    return inlines and dis.opname[frame.f_code.co_code[frame.f_lasti]] == "FOR_ITER"
+
+
 def interrupted_at(number: int, call: Callable[[], Any]) -> bool:
     """Whether the call has as many lines; it is interrupted there."""
     left = number
@@ -47,7 +57,7 @@ def interrupted_at(number: int, call: Callable[[], Any]) -> bool:
         nonlocal left
         if not frame.f_code.co_filename.startswith(FOLDERS):
             return None
-        if event == "line" and not _leaves_a_with(frame):
+        if event == "line" and not (_leaves_a_with(frame) or _goes_round_a_comprehension(frame)):
             left -= 1
             if left < 0:
                 sys.settrace(None)

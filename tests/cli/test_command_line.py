@@ -142,7 +142,11 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 BAD = {
-    "unknown command": (["bogus"], "invalid choice: 'bogus'"),
+    "unknown command": (["bogus"], "qkv has no command 'bogus'"),
+    "mistyped command": (["inspct"], "Did you mean inspect? See qkv --help"),
+    "mistyped value": (["plan", "--layout", "blhdd"], "Did you mean blhd? See qkv plan --help"),
+    "mistyped mechanism": (["compare", "multi-haed"], "Did you mean multi-head?"),
+    "mistyped model": (["cost", "--model", "lama-3-8b"], "Did you mean llama-3-8b?"),
     "unknown option": (
         ["inspect", "--bogus=3"],
         "qkv inspect has no option '--bogus'.\n\nSee qkv inspect",
@@ -157,7 +161,7 @@ BAD = {
     "no number": (["inspect", "--head", "x"], "'x' is no integer"),
     "no offset": (["inspect", "--q-offset", "middle"], "give an integer, start or end"),
     "no row": (["explain", "--query", "some"], "give a row, or all"),
-    "no layout": (["inspect", "--layout", "lbhd"], "invalid choice: 'lbhd'"),
+    "no layout": (["inspect", "--layout", "lbhd"], "qkv inspect has no --layout 'lbhd'"),
     "missing file": (["inspect", "missing"], "'missing' cannot be read"),
     "escapes in a name": (["inspect", "\x1b[31m"], r"'\x1b[31m' cannot be read"),
     "escapes in an option": (["inspect", "--\x1b[31mx"], "has no option '--\\x1b[31mx'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 
 import qkv
 from qkv.cli import main, model_command
+from qkv.extras import _is_checkout, install_command
 from qkv.inspection.head_scores import KINDS, SCORES
 from qkv.inspection.model_record import ModelRecord, load
 from qkv.samples.tiny import tiny_model
@@ -300,9 +302,9 @@ def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["--model", "a/b/c"], "no name that a model can have"),
         (["--model", "https://example.org/model"], "no name that a model can have"),
         (["--model", "-x" * 300], "expected one argument"),
-        (["--model", "tiny", "--text", "no such file"], "cannot be read: No such file"),
+        (["--model", "tiny", "--text", "no-such-file.txt"], "cannot be read: No such file"),
         (["--model", "tiny", "--text", "."], "is no regular file"),
-        (["--model", "tiny", "--text", "a\0b"], "cannot be read: embedded null byte"),
+        (["--model", "tiny", "--text", "a\0b.txt"], "cannot be read: embedded null byte"),
     ],
 )
 def test_bad_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -370,7 +372,72 @@ def test_without_transformers(
     monkeypatch.setitem(sys.modules, "torch", None)
     message = complaint(capsys, "--model", "openai-community/gpt2")
     assert "is not installed" in message
-    assert 'pip install -e ".[hf]"' in message
+    assert install_command("hf") in message
+
+
+def test_a_missing_extra_is_installed_as_qkv_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its folder out of a checkout, and by name after a wheel."""
+
+    class Installed:
+        written: str | None = None
+
+        def read_text(self, name: str) -> str | None:
+            assert name == "direct_url.json"
+            return self.written
+
+    monkeypatch.setattr("qkv.extras.distribution", lambda name: Installed())
+    for written, command in (
+        (None, 'pip install "qkv[hf]"'),
+        ('{"url": "file:///w/qkv.whl", "archive_info": {}}', 'pip install "qkv[hf]"'),
+        ('{"url": "file:///w", "dir_info": {"editable": true}}', 'pip install -e ".[hf]"'),
+    ):
+        Installed.written = written
+        _is_checkout.cache_clear()
+        assert install_command("hf") == command
+    _is_checkout.cache_clear()
+
+
+def test_a_saved_record_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "record.safetensors")
+    assert main(["inspect", "--model", "tiny", "--json", "--save", path]) == 0
+    model = json.loads(capsys.readouterr().out)
+    assert main(["inspect", path, "--json", "--html", str(tmp_path / "p.html")]) == 0
+    assert json.loads(capsys.readouterr().out) == model
+    assert (tmp_path / "p.html").stat().st_size > 100_000
+    assert qkv.ModelRecord.load(path).rows() == load(path).rows()
+    assert main(["inspect", path, "--layer", "1"]) == 2
+    assert "--layer goes with arrays or --model" in capsys.readouterr().err
+    assert main(["inspect", path, "--causal"]) == 2
+    assert "--causal goes with a file of arrays" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_record_as_a_table(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pandas:
+        DataFrame = staticmethod(lambda rows: ("a table", rows))
+
+    monkeypatch.setitem(sys.modules, "pandas", Pandas if installed else None)
+    record = tiny_model().inspect("the cat. the cat.")
+    if installed:
+        assert record.to_pandas() == ("a table", list(record.rows()))
+    else:
+        with pytest.raises(qkv.UnsupportedError, match="needs pandas"):
+            record.to_pandas()
+
+
+@pytest.mark.parametrize("how", ["words", "file", "input"])
+def test_a_text_is_words_a_file_or_standard_input(
+    how: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = "the cat. the cat."
+    (tmp_path / "t.txt").write_text(text, encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    said = {"words": text, "file": str(tmp_path / "t.txt"), "input": "-"}[how]
+    assert main(["inspect", "--model", "tiny", "--json", "--text", said]) == 0
+    assert "".join(json.loads(capsys.readouterr().out)["tokens"]) == text
 
 
 # --- models of transformers ----------------------------------------------------------------------

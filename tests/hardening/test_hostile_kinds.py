@@ -77,6 +77,10 @@ CASES: dict[str, Callable[[], Any]] = {
     "nested keys": lambda: pages().append(NESTED, X[None]),
     "blocks beyond memory": lambda: qkv.mechanisms.BigBird(8, 2, block=2).block_mask(2**31),
     "a scale beyond float64": lambda: qkv.inspect(X, X, X, scale=10**400),
+    "a factor beyond float64": lambda: qkv.RoPE(attention_factor=10**400),
+    "distances beyond memory": lambda: qkv.RelativeBias(np.ones((4, 2)), max_distance=2**63),
+    "a table that holds itself": lambda: qkv.RelativeBias(ITSELF),
+    "an array for a name": lambda: qkv.prepare(X, X, X, free=AMBIGUOUS),
     "tokens beyond memory": lambda: qkv.samples.tiny_model().repeated_sequence(2**31),
     "no number: dropout_p": lambda: qkv.torch.scaled_dot_product_attention(
         T, T, T, dropout_p=torch.ones(2)
@@ -127,6 +131,23 @@ def test_states_of_bfloat16_are_read_into_tensors() -> None:
     mixed = layer.token_mixing(torch.ones(5, 8, dtype=torch.bfloat16))
     expected = layer.token_mixing(np.ones((5, 8), np.float32))
     np.testing.assert_allclose(torch.as_tensor(mixed).float(), expected, rtol=0, atol=2**-7)
+
+
+def test_calls_work_after_a_list_that_holds_itself_was_given_to_jax() -> None:
+    pytest.importorskip("jax", reason="JAX's signature needs jax: pip install jax")
+    import qkv.jax
+
+    def calls_left() -> int:
+        try:
+            return 1 + calls_left()
+        except RecursionError:
+            return 0
+
+    before = calls_left()
+    for place in ("query", "value", "mask"):
+        with pytest.raises(qkv.DTypeError, match="holds itself"):
+            qkv.jax.dot_product_attention(**{"query": X, "key": X, "value": X, place: ITSELF})
+    assert calls_left() == before
 
 
 def test_a_ring_needs_an_axis_of_devices() -> None:

@@ -55,6 +55,39 @@ def test_long_rows_show_the_largest_of_blocks(
     np.testing.assert_allclose(images[0], blocks, atol=1e-6)
 
 
+@pytest.mark.parametrize("count", [6, 106])
+def test_a_picture_in_axes_of_the_caller(count: int) -> None:
+    """Without a file; of many names some are written, and the axis says of how many."""
+    from matplotlib.figure import Figure
+
+    x = RNG.normal(size=(count, 4))
+    ax = Figure().subplots()
+    tokens = [f"token {i}" for i in range(count)]
+    assert qkv.inspect(x, x, x).plot(tokens=tokens, ax=ax) is ax
+    np.testing.assert_allclose(ax.images[0].get_array(), dense(x, x, True), atol=1e-12)
+    names = [label.get_text() for label in ax.get_xticklabels()]
+    shown = {int(place): name for place, name in zip(ax.get_xticks(), names, strict=True)}
+    assert all(shown[place] == tokens[place] for place in shown)
+    label = "key" if count == 6 else "key (36 of 106 are named)"
+    assert (len(shown), ax.get_xlabel()) == (min(count, 36), label)
+    assert ax.images[0].cmap(1.0)[:3] == pytest.approx((22 / 255, 73 / 255, 138 / 255))
+    with pytest.raises(qkv.ArgumentError, match="and both are given"):
+        qkv.inspect(x, x, x).plot("a.png", ax=ax)
+
+
+def test_a_picture_of_pyplot(monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib import pyplot
+
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    pyplot.switch_backend("agg")
+    record = ModelRecord("one layer")
+    record.add(X[None], X[None], qkv.Causal(), name="0")
+    axes = record.plot(score="sink")
+    assert pyplot.fignum_exists(axes.figure.number)
+    assert axes.get_title() == "one layer"
+    pyplot.close(axes.figure)
+
+
 def test_scores_of_every_head(images: list[Any], tmp_path: Path) -> None:
     record = ModelRecord("a $model$ of two layers")
     record.add(X[None], X[None], qkv.Causal(), name="0")

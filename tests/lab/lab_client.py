@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,10 @@ class Client:
     def host(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    @property
+    def cookie_line(self) -> str:
+        return f"Cookie: qkv-lab-{self.port}={self.cookie}"
+
     def request(
         self,
         method: str,
@@ -31,25 +36,23 @@ class Client:
     ) -> tuple[int, dict[str, str], bytes]:
         said: dict[str, str | None] = {"Host": self.host, **self.default}
         if self.cookie is not None:
-            said["Cookie"] = f"qkv-lab={self.cookie}"
+            said["Cookie"] = f"qkv-lab-{self.port}={self.cookie}"
         if method == "POST":
             said |= {"Origin": f"http://{self.host}", "Sec-Fetch-Site": "same-origin"}
             said["Content-Type"] = "application/json"
         said |= headers or {}
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
-            connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
-            for name, value in said.items():
-                if value is not None:
-                    connection.putheader(name, value)
-            if body is not None and "Content-Length" not in said:
-                connection.putheader("Content-Length", str(len(body)))
-            connection.endheaders(body)
-            answer = connection.getresponse()
-            found = {name.lower(): value for name, value in answer.getheaders()}
-            return answer.status, found, answer.read()
-        finally:
-            connection.close()
+        if body is not None and "Content-Length" not in said:
+            said["Content-Length"] = str(len(body))
+        given = [f"{name}: {value}" for name, value in said.items() if value is not None]
+        head = "\r\n".join([f"{method} {path} HTTP/1.1", *given, "", ""]).encode("latin-1")
+        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
+            # In one piece: a server may refuse a request at its headers and close. A body that came
+            # after it had read them would then be answered with a reset, and the reason be lost.
+            connection.sendall(head + (body or b""))
+            with http.client.HTTPResponse(connection, method=method) as answer:
+                answer.begin()
+                found = {name.lower(): value for name, value in answer.getheaders()}
+                return answer.status, found, answer.read()
 
     def enter(self) -> None:
         """Spend the token."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 import socket
 import struct
 import subprocess
@@ -57,7 +58,7 @@ def test_a_foreign_host_is_refused(client: Client, host: str | None, method: str
 def test_two_hosts_are_refused(client: Client) -> None:
     with socket.create_connection(("127.0.0.1", client.port), timeout=10) as raw:
         lines = f"GET / HTTP/1.1\r\nHost: {client.host}\r\nHost: evil.example\r\n"
-        raw.sendall(f"{lines}Cookie: qkv-lab={client.cookie}\r\n\r\n".encode())
+        raw.sendall(f"{lines}{client.cookie_line}\r\n\r\n".encode())
         assert raw.recv(4096).split()[1] in (b"400", b"403")
 
 
@@ -87,6 +88,29 @@ def test_the_token_opens_once(start: Callable[..., Client]) -> None:
     # Who has the cookie may open the printed address again.
     status, headers, _ = client.request("GET", spent)
     assert (status, "set-cookie" in headers) == (303, False)
+
+
+def test_a_browser_that_was_closed_may_come_back(start: Callable[..., Client]) -> None:
+    """The cookie is kept by the browser, and that of another lab in it has another name."""
+    first, second = start(), start()
+    names = []
+    for client in (first, second):
+        _, headers, _ = client.request("GET", f"/?token={TOKEN.replace(' ', '%20')}")
+        name, _, rest = headers["set-cookie"].partition("=")
+        seconds = re.search(r"max-age=(\d+)", rest.lower())
+        assert seconds is not None
+        assert int(seconds[1]) >= 24 * 3600
+        names.append(name)
+        client.cookie = rest.partition(";")[0]
+    assert names[0] != names[1]
+    both = "; ".join(f"{name}={c.cookie}" for name, c in zip(names, (first, second), strict=True))
+    for client in (first, second):
+        assert client.request("GET", "/", headers={"Cookie": both})[0] == 200
+    # The cookie of one opens no other.
+    second.cookie = first.cookie
+    status, _, said = second.request("GET", "/")
+    assert status == 401
+    assert f"http://{second.host}/ opens the lab in the same browser" in said.decode()
 
 
 @pytest.mark.parametrize(
@@ -190,7 +214,8 @@ def test_lengths_are_capped_with_422(client: Client, method: str, params: dict[s
     ("method", "params", "status"),
     [
         ("nothing", {}, 404),
-        ("model", {}, 404),
+        ("open", {"what": "nothing"}, 400),
+        ("open", {"text": "a text"}, 422),
         ("trace", {"name": "nothing"}, 404),
         ("trace", {"mask": "x"}, 400),
         ("trace", {"query": [[1, "x"]], "key": [[1, 2]], "value": [[1, 2]]}, 400),

@@ -78,7 +78,7 @@ def test_a_job_whose_reader_has_gone_ends(start: Callable[..., Client]) -> None:
     client.enter()
     body = json.dumps({"id": 1, "method": "scaling", "params": {}}).encode()
     head = [
-        "POST /call HTTP/1.1", f"Host: {client.host}", f"Cookie: qkv-lab={client.cookie}",
+        "POST /call HTTP/1.1", f"Host: {client.host}", client.cookie_line,
         f"Origin: http://{client.host}", "Sec-Fetch-Site: same-origin",
         "Content-Type: application/json", f"Content-Length: {len(body)}", "", "",
     ]  # fmt: skip
@@ -110,7 +110,7 @@ def test_a_second_file_is_refused_before_it_is_read(start: Callable[..., Client]
     client = start(limits=Limits(idle_seconds=2))
     client.enter()
     head = [
-        "POST /file HTTP/1.1", f"Host: {client.host}", f"Cookie: qkv-lab={client.cookie}",
+        "POST /file HTTP/1.1", f"Host: {client.host}", client.cookie_line,
         f"Origin: http://{client.host}", "Sec-Fetch-Site: same-origin",
         "Content-Type: application/octet-stream", "Content-Length: 200000000", "", "",
     ]  # fmt: skip

@@ -54,7 +54,7 @@ class Load:
         """A connection that has sent the head of a request."""
         client = self.client
         head = [
-            f"POST {path} HTTP/1.1", f"Host: {client.host}", f"Cookie: qkv-lab={client.cookie}",
+            f"POST {path} HTTP/1.1", f"Host: {client.host}", client.cookie_line,
             f"Origin: http://{client.host}", "Sec-Fetch-Site: same-origin",
             f"Content-Type: {kind}", f"Content-Length: {length}", "", "",
         ]  # fmt: skip

@@ -166,25 +166,125 @@ def test_tensors_are_learned_in_compiled_functions(name: str, place: str) -> Non
         assert_close(one, other)
 
 
-WHOLE = {
-    "compile": lambda model: torch.compile(model, backend="eager", fullgraph=True)(QUERY),
-    "export": lambda model: torch.export.export(model, (QUERY,), strict=True),
+@pytest.mark.sampled("name", list(CAPTURES), one_in=4)
+@pytest.mark.parametrize("place", ["inside", "outside"])
+def test_tensors_are_learned_in_one_graph(name: str, place: str) -> None:
+    mod = CAPTURES[name]
+    made = qkv.ScoreMod(mod)
+    functions = {
+        "inside": lambda q: qkv.attention(q, KEY, VALUE, qkv.ScoreMod(mod)),
+        "outside": lambda q: qkv.attention(q, KEY, VALUE, made),
+    }
+    torch.compiler.reset()
+    found = gradients(torch.compile(functions[place], backend="aot_eager", fullgraph=True))
+    right = gradients(partial(written_out, WRITTEN_OUT.get(name, mod)))
+    for one, other in zip(found, right, strict=True):
+        assert_close(one, other)
+
+
+def in_one_graph(mod: Any, query: torch.Tensor = QUERY) -> torch.Tensor:
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda q: qkv.attention(q, KEY, VALUE, qkv.ScoreMod(mod)), backend="eager", fullgraph=True
+    )
+    found: torch.Tensor = compiled(query)
+    return found
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.one_in(4)
+def test_functions_of_torch_in_one_graph(name: str) -> None:
+    mod = FUNCTIONS[name]
+    right = written_out(mod, QUERY, dtype=torch.float64)
+    assert_close(in_one_graph(mod), right, rtol=1e-10, atol=1e-10)
+
+
+def test_indices_of_positions_and_constants_in_one_graph() -> None:
+    bias = torch.linspace(-1, 1, 4 * 81 * 2, dtype=torch.float64).reshape(2, 2, 9, 9, 2)
+    array = np.linspace(0.0, 1.0, 2)
+
+    def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        same = (i == i) & (i - j == i - j)
+        return torch.where(same, s + bias[b, h, i, j, -1], 0.0) * array[h] - bias[0][h][i, 0, 0]
+
+    def right(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        heads = torch.from_numpy(array)[:, None, None]
+        return (s + bias[..., -1]) * heads - bias[0, :, :, 0, 0, None]
+
+    assert_close(in_one_graph(mod), written_out(right, QUERY))
+
+
+def test_sizes_that_change_are_part_of_one_graph() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda q: qkv.attention(
+            q, KEY, VALUE, qkv.ScoreMod(lambda s, b, h, i, j: s + i / q.shape[-2])
+        ),
+        backend="eager",
+        fullgraph=True,
+        dynamic=True,
+    )
+    for length in (9, 5, 7):
+        query = QUERY[:, :, :length]
+        slope = torch.arange(length)[:, None].double() / length
+        right = ((query @ KEY.mT * 8**-0.5) + slope).softmax(-1) @ VALUE
+        assert_close(compiled(query), right)
+
+
+def test_a_tensor_that_is_replaced_is_seen() -> None:
+    class Holder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.tensor([0.5, 1.5], dtype=torch.float64))
+
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            mod = qkv.ScoreMod(lambda s, b, h, i, j: s * self.weight[h])
+            return qkv.attention(q, KEY, VALUE, mod)
+
+    holder = Holder()
+    torch.compiler.reset()
+    compiled = torch.compile(holder, backend="eager", fullgraph=True)
+    for value in (None, [2.0, -1.0], [0.0, 3.0]):
+        if value is not None:
+            holder.weight = torch.nn.Parameter(torch.tensor(value, dtype=torch.float64))
+        right = written_out(lambda s, b, h, i, j: s * holder.weight[h], QUERY)
+        assert_close(compiled(QUERY), right)
+        with torch.no_grad():
+            holder.weight += 1.0
+        right = written_out(lambda s, b, h, i, j: s * holder.weight[h], QUERY)
+        assert_close(compiled(QUERY), right)
+
+
+REFUSED = {
+    "branch": (lambda s, b, h, i, j: s if i > j else -s, "write torch.where"),
+    "whole tensor": (lambda s, b, h, i, j: s * WEIGHT, r"as in w\[head\]"),
+    "NumPy": (lambda s, b, h, i, j: np.where(i >= j, s * WEIGHT[h], -np.inf), "as torch.where"),
+    "no such function": (lambda s, b, h, i, j: torch.erf(s * WEIGHT[h]), "erf is not part"),
 }
 
 
-@pytest.mark.parametrize("way", WHOLE)
-@pytest.mark.parametrize("place", ["inside", "outside"])
-def test_one_graph_with_tensors_of_score_mods_is_refused(place: str, way: str) -> None:
-    mod = CAPTURES["parameter"]
-    made = qkv.ScoreMod(mod)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_function_of_scores_is_refused_in_one_graph(name: str) -> None:
+    mod, words = REFUSED[name]
+    with pytest.raises(Exception, match=words):
+        in_one_graph(mod)
 
-    class Whole(torch.nn.Module):
-        def forward(self, q: torch.Tensor) -> torch.Tensor:
-            return qkv.attention(q, KEY, VALUE, qkv.ScoreMod(mod) if place == "inside" else made)
 
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_masks_that_are_functions_are_part_of_a_graph(fullgraph: bool) -> None:
+    document = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
+    outside = qkv.Mask(lambda b, h, i, j: document[i] == document[j])
     torch.compiler.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"reads tensors.*strict=False"):
-        WHOLE[way](Whole())
+    compiled = torch.compile(
+        lambda q: qkv.attention(
+            q, KEY, VALUE, outside & qkv.Causal(), qkv.Mask(lambda b, h, i, j: i - j < 2)
+        ),
+        backend="eager",
+        fullgraph=fullgraph,
+    )
+    allowed = (document[:, None] == document) & (Q_POS >= KV_POS) & (Q_POS - KV_POS < 2)
+    right = torch.nn.functional.scaled_dot_product_attention(QUERY, KEY, VALUE, attn_mask=allowed)
+    assert_close(compiled(QUERY), right)
 
 
 def test_masks_that_are_functions() -> None:
@@ -218,15 +318,19 @@ NEAR = qkv.ScoreMod(lambda s, b, h, i, j: s - 0.5 * abs(i - j))
 
 
 @pytest.mark.parametrize(
-    ("mod", "strict"), [(NEAR, True), (NEAR, False), (None, False)], ids=["", "eager", "tensor"]
+    ("mod", "strict"),
+    [(NEAR, True), (NEAR, False), (None, False), (None, True)],
+    ids=["", "eager", "tensor", "tensor strict"],
 )
 @pytest.mark.one_in(2)
+# torch counts what the reading of the function notes as a side effect of the model.
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
 def test_exported_programs_hold_the_expression(mod: Any, strict: bool, tmp_path: Any) -> None:
     """They held a number, which stood for another score mod in another process."""
     module = Exported(mod)
+    torch.save((QUERY, module(QUERY).detach()), tmp_path / "values.pt")
     program = torch.export.export(module, (QUERY,), strict=strict)
     torch.export.save(program, tmp_path / "program.pt2")
-    torch.save((QUERY, module(QUERY).detach()), tmp_path / "values.pt")
     script = f"""
 import torch, qkv.torch
 other = qkv.ScoreMod(lambda s, b, h, i, j: 3.0 * s)

@@ -2,7 +2,7 @@
 
 import { html, useAsk, useLab, inside } from "../parts/lab.js";
 import { ExampleBar, useRow } from "../parts/example.js";
-import { Choice, Copy, Failure, Num, Select, Token, Vector, Waiting } from "../parts/basics.js";
+import { Choice, Copy, Failure, Num, Quoted, Select, Vector, Waiting } from "../parts/basics.js";
 
 /** What a line of the code of scaled dot-product attention makes for the chosen query. */
 const VALUES = {
@@ -55,5 +55,5 @@ export function Code() {
     <div class="code" role="listbox" aria-label=${`Code of ${name}, ${library}`} data-keys onKeyDown=${move}>${lines.map(({ text, note, value }, i) => html`<div key=${i} role="option" aria-selected=${i === at} tabindex=${i === at ? 0 : -1} class=${i === at ? "now" : ""} onFocus=${() => i !== at && set({ line: i })} onClick=${(event) => event.currentTarget.focus()}>
       <code>${text || " "}</code>${(note || value) && html`<span class="side">${value && html`<span class="values" data-line=${i}>${value}</span>`}${note && html`<span class="note">${note}</span>`}</span>`}</div>`)}</div>
     ${same && html`<p class="faint">The same code takes arrays of NumPy, torch and JAX.</p>`}
-    ${own && html`<p class="faint">Values of <${Token} text=${all.name} />, without a mask.</p>`}`}`;
+    ${own && html`<p class="faint">Values of <${Quoted} text=${all.name} />, without a mask.</p>`}`}`;
 }

@@ -1,6 +1,6 @@
 // Every multiply and add of three tokens, one step at a time, and the same ledger for any size.
 
-import { html, useLab, inside, examplesOf } from "../parts/lab.js";
+import { html, useLab, useLayoutEffect, useRef, inside, examplesOf } from "../parts/lab.js";
 import { DataTable, Stepper, Unbroken, Whole } from "../parts/basics.js";
 import { Chart, Figure } from "../parts/chart.js";
 import { Grid } from "../parts/grid.js";
@@ -62,13 +62,24 @@ export function Count() {
   const counts = added(steps.slice(0, at + 1));
   const { n, d } = view;
   const big = ledger(n, d);
+  const walk = useRef(null);
+  useLayoutEffect(() => {
+    // What is written stays in sight below the step, which stays at the top.
+    const [head] = walk.current.children;
+    const top = parseFloat(getComputedStyle(head).top) + head.offsetHeight;
+    walk.current.style.setProperty("--step-ends", `${top}px`);
+    if (at === 0) return;
+    const cell = walk.current.querySelector("td.written") ?? walk.current.querySelector("td.read");
+    cell?.closest(".small-matrix").scrollIntoView({ block: "nearest" });
+  }, [at]);
   const lengths = [256, 1024, 4096, 16384, 65536, 262144, 1048576];
 
   return html`<p class="lead">How much work is attention? Count it: three tokens of three numbers, ${steps.length} steps, every multiply and every add.</p>
-    <${Stepper} at=${at} length=${steps.length} onStep=${(count) => set({ count })} />
+    <div class="walk" ref=${walk}><div class="walk-step"><${Stepper} at=${at} length=${steps.length} onStep=${(count) => set({ count })} />
     <div class="explained" aria-live="polite"><p class="formula">${step.title}</p><p class="mono">${step.text}</p>
-      <p class="faint">${Object.entries(step.counts).map(([name, count]) => `${count} × ${MEANINGS[name]}`).join("; ")}</p></div>
-    <div class="two wide-left"><${Board} example=${example} steps=${steps} at=${at} /><${Ledger} counts=${counts} step=${step} /></div>
+      <p class="faint">${Object.entries(step.counts).map(([name, count]) => `${count} × ${MEANINGS[name]}`).join("; ")}</p>
+      <p class="faint" data-name="so-far"><b>${total(counts)}</b> of ${total(ledger(3, 3))} operations</p></div></div>
+    <div class="two wide-left"><${Board} example=${example} steps=${steps} at=${at} /><${Ledger} counts=${counts} step=${step} /></div></div>
     <h3 class="part">The same ledger for any size</h3>
     <div class="row"><${Whole} label="Tokens n" value=${n} least=${1} most=${10000000} onChange=${(to) => set({ n: to })} />
       <${Whole} label="Numbers of a row d" value=${d} least=${1} most=${65536} onChange=${(to) => set({ d: to })} />

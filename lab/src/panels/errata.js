@@ -10,7 +10,7 @@ export function Errata() {
   const errata = result.errata ?? result;
   const rows = () => [["text", "what", "printed, wrong", "right", "why"], ...errata.map((each) => [each.text, each.what, each.printed, each.right, each.why])];
   return html`<p class="lead">Numbers and sentences of the classical texts that their own inputs contradict, each with what is right. <${Copy} rows=${rows} what="errata" /></p>
-    <ul class="errata">${errata.map((each) => html`<li key=${each.name} id=${`erratum-${each.name}`} data-name=${each.name}>
+    <ul class="errata">${errata.map((each) => html`<li key=${each.name} data-name=${each.name}>
       <h3>${each.text}: ${each.what}</h3>
       <div class="versus"><p class="wrong"><span class="verdict">✗ printed</span> <del>${each.printed}</del></p><p class="right"><span class="verdict">✓ right</span> <ins>${each.right}</ins></p></div>
       <p>${each.why}</p>

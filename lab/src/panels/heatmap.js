@@ -4,7 +4,7 @@ import { html, useLab } from "../parts/lab.js";
 import { ExampleBar, useRow } from "../parts/example.js";
 import { Block, Choice, Num, Token, Vector } from "../parts/basics.js";
 import { Grid, scoreShare, weightShare } from "../parts/grid.js";
-import { shown } from "../format.js";
+import { quoted, shown } from "../format.js";
 
 const STAGES = [["raw", "raw"], ["scaled", "scaled"], ["masked", "masked"], ["weights", "weights"]];
 
@@ -21,7 +21,7 @@ function Arithmetic({ row, trace, index, j, name, keyName }) {
   const root = Math.sqrt(d);
   const allowed = row.allowed[j];
   const byRoot = Math.abs(scale * root - 1) < 1e-12;
-  return html`<${Block} class="arithmetic" title=${`${name} reads ${keyName}`} rows=${() => [
+  return html`<${Block} class="arithmetic" title=${`${quoted(name)} reads ${quoted(keyName)}`} rows=${() => [
       ["query", ...query], ["key", ...key], ["products", ...row.products[j]], ["raw", row.raw[j]], ["scaled", row.scaled[j]],
       ["score", row.scores[j]], ["row max", softmax.row_max], ["exp", softmax.exp[j]], ["row sum", softmax.row_sum],
       ["weight", softmax.weights[j]], ["share of output", ...row.contributions[j]], ["output", ...row.output]]}>
@@ -52,7 +52,7 @@ export function Heatmap() {
   const select = (i, j) => {
     if (i === index && j === key) return;
     set({ token: i, key: j });
-    announce(`${names[i]} reads ${keyNames[j]}: ${values[i][j] === null ? "forbidden" : values[i][j].toFixed(4)}`);
+    announce(`${quoted(names[i])} reads ${quoted(keyNames[j])}: ${values[i][j] === null ? "forbidden" : values[i][j].toFixed(4)}`);
   };
   return html`<p class="lead">Queries go down and keys across; each row is one query's choice. Point at a cell, or walk there with the arrow keys, for all of its arithmetic.</p>
     <${ExampleBar} withToken=${false} />

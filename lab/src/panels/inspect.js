@@ -1,10 +1,12 @@
 // A model, or captured arrays: every head by its scores, one head's keys and its map, and what if.
 
-import { html, useAsk, useLab, useRef, useState, inside } from "../parts/lab.js";
+import { html, useAsk, useLab, useLayoutEffect, useRef, useState, inside } from "../parts/lab.js";
 import { Block, Choice, DataTable, Failure, Num, Select, Token, Waiting, Whole } from "../parts/basics.js";
 import { Grid } from "../parts/grid.js";
 import { Bars } from "../parts/chart.js";
 import { WeightMap } from "../parts/map.js";
+import { Shown } from "../parts/shown.js";
+import { UNCHOSEN } from "../view.js";
 import { shown } from "../format.js";
 
 const PAGE = 512;
@@ -28,7 +30,7 @@ function HeadGrid({ layers, score, layer, head, onOpen }) {
   const place = layers.findIndex(({ index }) => index === layer);
   const select = (i, j) => {
     if (!layers[i].heads[j] || (layers[i].index === layer && j === head)) return;
-    set({ layer: layers[i].index, head: j });
+    set({ layer: layers[i].index, head: j, kkey: UNCHOSEN });
     announce(`layer ${layers[i].index}, head ${j}: ${score} ${layers[i].heads[j][score]?.toFixed?.(3) ?? "none"}${layers[i].heads[j].kind ? `, ${layers[i].heads[j].kind}` : ""}`);
   };
   const grouped = layers.some((each) => group(each) > 1);
@@ -56,29 +58,39 @@ function HowToRead() {
 /** The text as its tokens; each is shaded by the weight that the chosen query puts on it. */
 function Words({ tokens, query, strength, canChoose }) {
   const { set } = useLab();
+  const list = useRef(null);
+  useLayoutEffect(() => {
+    // The query comes into sight in its list, without moving the page.
+    const here = list.current.querySelector(".here");
+    if (!here) return;
+    const [box, word] = [list.current, here].map((each) => each.getBoundingClientRect());
+    if (word.top < box.top || word.bottom > box.bottom) list.current.scrollTop += word.top - box.top - (box.height - word.height) / 2;
+  }, [query, tokens]);
   const [low, high] = tokens.length <= 2 * AROUND ? [0, tokens.length] : [Math.max(0, query - AROUND), Math.min(tokens.length, query + AROUND + 1)];
   const move = (event) => {
     const to = { ArrowLeft: query - 1, ArrowRight: query + 1, Home: 0, End: tokens.length - 1 }[event.key];
     if (to === undefined || !canChoose) return;
     event.preventDefault();
     event.stopPropagation();
-    set({ query: inside(to, tokens.length) });
+    set({ query: inside(to, tokens.length), kkey: UNCHOSEN });
   };
-  return html`<p class="words" role="group" tabindex="0" data-keys aria-label="The text; left and right choose the query" onKeyDown=${move} onClick=${(event) => {
+  return html`<p class="words" ref=${list} role="group" tabindex="0" data-keys aria-label="The text; left and right choose the query" onKeyDown=${move} onClick=${(event) => {
     const index = event.target.dataset?.index;
-    if (index !== undefined && canChoose) set({ query: Number(index) });
+    if (index !== undefined && canChoose) set({ query: Number(index), kkey: UNCHOSEN });
   }}>${low > 0 && "… "}${tokens.slice(low, high).map((token, i) => {
     const weight = strength.get(low + i) ?? 0;
     return html`<span key=${low + i} data-index=${low + i} class=${canChoose && low + i === query ? "here" : ""} style=${weight >= 0.005 ? { "--weight": String(Math.sqrt(weight)) } : undefined}>${shown(token)}</span><wbr />`;
   })}${high < tokens.length && " …"}</p>`;
 }
 
-function TopKeys({ layer, head, tokens, qLen, kvLen }) {
-  const { view, set } = useLab();
-  const query = inside(view.query, qLen);
+/** The best keys of the queries around one, as they are asked for together. */
+function useBestKeys({ layer, head, query, qLen }) {
   const first = Math.floor(query / PAGE) * PAGE;
-  const params = qLen > PAGE ? { layer, head, first, count: PAGE } : { layer, head };
-  const { result, error } = useAsk("head", params);
+  return useAsk(query === undefined ? null : "head", qLen > PAGE ? { layer, head, first, count: PAGE } : { layer, head });
+}
+
+function TopKeys({ best: { result, error }, query, tokens, qLen, kvLen }) {
+  const { set } = useLab();
   if (error) return html`<${Failure} error=${error} />`;
   if (!result) return html`<${Waiting} what="the best keys" />`;
   const at = query - result.first;
@@ -87,7 +99,7 @@ function TopKeys({ layer, head, tokens, qLen, kvLen }) {
   const rows = isThere ? result.top_keys[at].map((key, i) => [key, result.top_weights[at][i]]).filter(([key]) => key >= 0) : [];
   const rest = Math.max(0, 1 - rows.reduce((sum, [, weight]) => sum + weight, 0));
   return html`<${Block} title="Where one query looks" rows=${() => [["key", "token", "weight"], ...rows.map(([key, weight]) => [key, name(key), weight])]}>
-    <div class="row"><${Whole} label=${`Query, 0 to ${qLen - 1}`} value=${query} least=${0} most=${qLen - 1} onChange=${(to) => set({ query: to })} />
+    <div class="row"><${Whole} label=${`Query, 0 to ${qLen - 1}`} value=${query} least=${0} most=${qLen - 1} onChange=${(to) => set({ query: to, kkey: UNCHOSEN })} />
       ${isThere && html`<p>entropy <b data-name="head-entropy"><${Num} x=${result.entropy[at]} /></b> nats</p>`}</div>
     ${tokens && html`<${Words} tokens=${tokens} query=${query} strength=${new Map(rows)} canChoose=${qLen === kvLen} />`}
     ${!isThere && html`<${Failure} error=${{ message: `Of each head the first ${result.first + result.count} of ${qLen} queries are in this page.`, action: "The others need Python: run qkv lab." }} />`}
@@ -107,7 +119,6 @@ function WhatIf({ model, layers, layer, head }) {
   const { client } = useLab();
   const [changes, setChanges] = useState([]);
   const [what, setWhat] = useState("off");
-  const [prompt, setPrompt] = useState("");
   const [source, setSource] = useState("");
   const [answer, setAnswer] = useState({});
   const add = (list) => setChanges([...changes.filter((old) => !list.some((each) => each.layer === old.layer && each.head === old.head)), ...list]);
@@ -115,7 +126,7 @@ function WhatIf({ model, layers, layer, head }) {
   const run = async () => {
     setAnswer({ pending: true });
     try {
-      const params = { changes, ...(prompt ? { prompt } : {}), ...(source && changes.some((each) => each.what === "copy") ? { source } : {}) };
+      const params = { changes, ...(source && changes.some((each) => each.what === "copy") ? { source } : {}) };
       setAnswer({ result: await client.ask("intervene", params) });
     } catch (error) {
       setAnswer({ error });
@@ -123,12 +134,11 @@ function WhatIf({ model, layers, layer, head }) {
   };
   const { result } = answer;
   return html`<${Block} title="What if" class="whatif">
-    <p>Where a head reads is not why. Change heads, and see what the model then predicts.</p>
+    <p>Where a head reads is not why. Change heads, and see what the model then predicts after the text above.</p>
     <div class="row"><${Choice} label=${`Layer ${layer}, head ${head} becomes`} value=${what} onChange=${setWhat} options=${WHATS} />
       <button type="button" onClick=${() => add([{ layer, head, what }])}>Add this head</button>
       ${kinds.includes("induction") && html`<button type="button" onClick=${() => add(layers.flatMap(({ index, heads }) => heads.filter(({ kind }) => kind === "induction").map((each) => ({ layer: index, head: each.head, what }))))}>Add all induction heads</button>`}</div>
     <ul class="chips" aria-label="Changes">${changes.map((each, i) => html`<li key=${`${each.layer}.${each.head}`}>layer ${each.layer}, head ${each.head}: ${each.what} <button type="button" class="small" aria-label=${`Take back layer ${each.layer}, head ${each.head}`} onClick=${() => setChanges(changes.filter((_, j) => j !== i))}>×</button></li>`)}</ul>
-    <label class="field"><span>Prompt, or nothing for the text above</span><textarea rows="2" value=${prompt} onInput=${(event) => setPrompt(event.currentTarget.value)}></textarea></label>
     ${changes.some((each) => each.what === "copy") && html`<label class="field"><span>The prompt to copy weights from</span><textarea rows="2" value=${source} onInput=${(event) => setSource(event.currentTarget.value)}></textarea></label>`}
     <button type="button" class="main" disabled=${!changes.length || answer.pending} onClick=${run}>${answer.pending ? "The model runs …" : "Run the model"}</button>
     ${answer.error && html`<${Failure} error=${answer.error} />`}
@@ -142,13 +152,18 @@ export function Inspect() {
   const { view, set, client } = useLab();
   const { result: model, error } = useAsk("model");
   const text = useRef(null);
+  const { layers = [], notable = {} } = model ?? {};
+  const chosen = (name) => (view[name] === UNCHOSEN ? notable[name] ?? 0 : view[name]);
+  const current = layers.find(({ index }) => index === chosen("layer")) ?? layers[0];
+  const head = current && inside(chosen("head"), current.heads.length);
+  const query = current && inside(chosen("query"), current.q_len);
+  const best = useBestKeys({ layer: current?.index, head, query, qLen: current?.q_len });
   if (error) return html`<p class="lead">Every head of a real model, and the map of its weights at any length.</p><${Failure} error=${error} />`;
   if (!model) return html`<${Waiting} what="the record" />`;
-  const { layers } = model;
-  const current = layers.find(({ index }) => index === view.layer) ?? layers[0];
   // Layers of another sequence than the text, as in a decoder, have tokens of their own, or none.
   const { index: layer, q_len: qLen, kv_len: kvLen, tokens = model.tokens } = current;
-  const head = inside(view.head, current.heads.length);
+  // Where no key was chosen, the query's best.
+  const key = inside(view.kkey !== UNCHOSEN ? view.kkey : best.result?.top_keys[query - best.result.first]?.[0] ?? 0, kvLen);
   const scores = model.scores.filter((name) => layers.some(({ heads }) => heads.some((each) => Number.isFinite(each[name]))));
   const score = scores.includes(view.score) ? view.score : scores[0];
   const kind = current.heads[head]?.kind;
@@ -159,16 +174,17 @@ export function Inspect() {
   };
   return html`<p class="lead"><b class="token">${model.model}</b>: ${layers.length} ${layers.length === 1 ? "layer" : "layers"}, ${qLen.toLocaleString("en-US")} queries, ${kvLen.toLocaleString("en-US")} keys${model.kind === "model" ? "" : html`, computed by the backend <code>${model.backend}</code>`}.
       ${" "}${model.about}</p><p>${model.note}</p><${HowToRead} />
+    ${client.host !== "export" && html`<${Shown} model=${model} />`}
     <${Choice} label="Heads coloured by" value=${score} onChange=${(to) => set({ score: to })} options=${scores.map((name) => [name, worded(name)])} />
     <p class="faint" data-name="about-score">${model.meanings[score] ? `Weight on ${model.meanings[score]}. ` : ""}${meanOf(score, current)}.</p>
     <${HeadGrid} layers=${layers} score=${score} layer=${layer} head=${head} onOpen=${read} />
     <h3 class="part">${layers.length > 1 ? `Layer ${layer}, head ${head}` : `Head ${head}`}${kind ? html` <span class="kind">${kind}</span>` : ""}</h3>
-    <div class="row">${layers.length > 1 && html`<${Select} label="Layer" value=${layer} onChange=${(to) => set({ layer: Number(to) })} options=${layers.map(({ index, name }) => [index, name ? `${index}: ${name}` : String(index)])} />`}
-      <${Select} label="Head" value=${head} onChange=${(to) => set({ head: Number(to) })} options=${current.heads.map((each, i) => [i, each.kind ? `${i}: ${each.kind}` : String(i)])} /></div>
+    <div class="row">${layers.length > 1 && html`<${Select} label="Layer" value=${layer} onChange=${(to) => set({ layer: Number(to), kkey: UNCHOSEN })} options=${layers.map(({ index, name }) => [index, name ? `${index}: ${name}` : String(index)])} />`}
+      <${Select} label="Head" value=${head} onChange=${(to) => set({ head: Number(to), kkey: UNCHOSEN })} options=${current.heads.map((each, i) => [i, each.kind ? `${i}: ${each.kind}` : String(i)])} /></div>
     ${kind && html`<p class="faint">It puts ${model.threshold} or more of its weight on ${model.meanings[kind]}, which is what the word says and no more.</p>`}
     <div class="two">
-      ${hasMap ? html`<${WeightMap} layer=${layer} head=${head} qLen=${qLen} kvLen=${kvLen} levels=${current.levels} tokens=${tokens} onOpen=${read} />` : html`<p class="faint">The map of weights is not in this page; it needs Python: <code>qkv lab</code>.</p>`}
-      <div ref=${text}><${TopKeys} layer=${layer} head=${head} tokens=${tokens} qLen=${qLen} kvLen=${kvLen} /></div></div>
+      ${hasMap ? html`<${WeightMap} key=${client.opening} layer=${layer} head=${head} query=${query} chosenKey=${key} qLen=${qLen} kvLen=${kvLen} levels=${current.levels} tokens=${tokens} onOpen=${read} />` : html`<p class="faint">The map of weights is not in this page; it needs Python: <code>qkv lab</code>.</p>`}
+      <div ref=${text}><${TopKeys} best=${best} query=${query} tokens=${tokens} qLen=${qLen} kvLen=${kvLen} /></div></div>
     <${DataTable} title="All heads in numbers" sortable=${true} columns=${["head", "kind", ...scores.map(worded)]} under=${["", "", ...scores.map((name) => (name === "max_logit" ? "largest" : `of ${current.counted[name]}`))]}
       rows=${layers.flatMap((each) => each.heads.map((one, i) => ({ key: `${each.index}.${i}`, class: each.index === layer && i === head ? "here" : "", cells: [layers.length > 1 ? `${each.index}.${i}` : i, one.kind ?? "", ...scores.map((name) => ({ x: one[name] ?? NaN }))] })))}
       note="Each column is a mean over the queries that have such a key; under its name stands how many they are. The columns of a row are means over different queries, so they are not parts of one whole." />

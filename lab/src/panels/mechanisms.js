@@ -1,6 +1,6 @@
 // Every mechanism of the family on the same five tokens.
 
-import { html, useAsk, useLab, inside, useMemo } from "../parts/lab.js";
+import { html, useAsk, useLab, useLayoutEffect, useMemo, useRef, inside } from "../parts/lab.js";
 import { Block, Choice, DataTable, Failure, Num, Waiting } from "../parts/basics.js";
 import { Grid } from "../parts/grid.js";
 import { paint } from "../colours.js";
@@ -14,30 +14,44 @@ function Small({ matrix, theme }) {
     html`<rect x=${j * 10 + 0.4} y=${i * 10 + 0.4} width="9.2" height="9.2" rx="1.2" style=${{ fill: x === null ? "transparent" : paint(share(x), theme).background }} />`))}</svg>`;
 }
 
+/** One mechanism at large. */
+function Detail({ chosen, tokens }) {
+  const { view, set } = useLab();
+  const heads = chosen.token_mixing.length;
+  const head = inside(view.mhead, heads);
+  const matrix = chosen.token_mixing[head];
+  const columns = matrix[0].length === tokens.length ? tokens : matrix[0].map((_, j) => String(j));
+  return html`<${Block} title=${chosen.mechanism} level=${3} class="chosen-mechanism">
+    <p class="formula">${chosen.formula}</p><p class="faint">${chosen.paper}. Largest difference of an output from full attention: <${Num} x=${chosen.difference_from_full_attention} />.</p>
+    ${heads > 1 && html`<${Choice} label="Head" value=${head} onChange=${(to) => set({ mhead: to })} options=${chosen.token_mixing.map((_, i) => [i, i])} />`}
+    <div class="pair"><${Grid} title=${heads > 1 ? `Token mixing, head ${head}` : "Token mixing"} kind="heat" values=${matrix} rows=${tokens} columns=${columns} share=${share} />
+      <${Grid} title="Output" kind="output" values=${chosen.output} rows=${tokens} /></div></${Block}>`;
+}
+
 export function Mechanisms() {
-  const { view, set, theme } = useLab();
+  const { view, set, theme, client } = useLab();
+  const list = useRef(null);
   const { result, error } = useAsk("mechanisms");
   const chosenName = view.mech || "scaled-dot-product";
   const all = result?.mechanisms;
   const chosen = all?.find(({ mechanism }) => mechanism === chosenName) ?? all?.[0];
+  // A link leads to its mechanism; a notebook that is opened again stays where it is.
+  const wasShown = useRef(client.host === "widget" ? view.mech : "");
+  useLayoutEffect(() => {
+    // The detail stands in the list, under the row of its card. Where both do not fit, the card stays.
+    if (!chosen || wasShown.current === view.mech) return;
+    wasShown.current = view.mech;
+    list.current.querySelector(".detail").scrollIntoView({ block: "nearest" });
+    list.current.querySelector('[aria-pressed="true"]').scrollIntoView({ block: "nearest" });
+  }, [chosen]);
   const cards = useMemo(() => all?.map((each) => html`<li key=${each.mechanism}><button type="button" aria-pressed=${each === chosen} onClick=${() => set({ mech: each.mechanism, mhead: 0 })}>
       <${Small} matrix=${each.token_mixing[0]} theme=${theme} />
       <b>${each.mechanism}</b>
-      <span class="faint">${each.difference_from_full_attention < 1e-12 ? "the same as full attention" : html`differs by <${Num} x=${each.difference_from_full_attention} digits=${3} />`}</span></button></li>`),
-  [all, chosen, theme, view.digits]);
+      <span class="faint">${each.difference_from_full_attention < 1e-12 ? "the same as full attention" : html`differs by <${Num} x=${each.difference_from_full_attention} digits=${3} />`}</span></button></li>
+      ${each === chosen && html`<li class="detail" key="detail"><${Detail} chosen=${chosen} tokens=${result.tokens} /></li>`}`), [all, chosen, theme, view.digits]);
   if (error) return html`<${Failure} error=${error} />`;
   if (!all) return html`<${Waiting} what="all mechanisms" />`;
-  const heads = chosen.token_mixing.length;
-  const head = inside(view.mhead, heads);
-  const matrix = chosen.token_mixing[head];
-  const tokens = result.tokens;
-  const columns = matrix[0].length === tokens.length ? tokens : matrix[0].map((_, j) => String(j));
   return html`<p class="lead">The whole family on the same five tokens. Each square is how much a query (down) takes of a key (across); the number says how far the output is from that of full attention.</p>
-    <ul class="multiples" aria-label="Mechanisms">${cards}</ul>
-    <${Block} title=${chosen.mechanism} level=${3} class="chosen-mechanism">
-      <p class="formula">${chosen.formula}</p><p class="faint">${chosen.paper}. Largest difference of an output from full attention: <${Num} x=${chosen.difference_from_full_attention} />.</p>
-      ${heads > 1 && html`<${Choice} label="Head" value=${head} onChange=${(to) => set({ mhead: to })} options=${chosen.token_mixing.map((_, i) => [i, i])} />`}
-      <div class="pair"><${Grid} title=${heads > 1 ? `Token mixing, head ${head}` : "Token mixing"} kind="heat" values=${matrix} rows=${tokens} columns=${columns} share=${share} />
-        <${Grid} title="Output" kind="output" values=${chosen.output} rows=${tokens} /></div></${Block}>
+    <ul class="multiples" aria-label="Mechanisms" ref=${list}>${cards}</ul>
     <${DataTable} title="All of them" class="texts" columns=${["mechanism", "difference", "formula", "paper"]} rows=${all.map((each) => ({ key: each.mechanism, class: each === chosen ? "here" : "", cells: [each.mechanism, { x: each.difference_from_full_attention }, each.formula, each.paper] }))} />`;
 }

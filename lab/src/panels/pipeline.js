@@ -2,7 +2,8 @@
 
 import { html, useLab, inside } from "../parts/lab.js";
 import { ExampleBar, useRow } from "../parts/example.js";
-import { Block, Num, Stepper, Token, Vector } from "../parts/basics.js";
+import { Block, Num, Quoted, Stepper, Token, Vector } from "../parts/basics.js";
+import { quoted } from "../format.js";
 import { paint } from "../colours.js";
 import { product, LONGEST } from "../kernel.js";
 
@@ -30,7 +31,7 @@ function sentence(name, { row, trace, name: token, keyNames, example }) {
   const best = softmax.weights.indexOf(Math.max(...softmax.weights));
   switch (name) {
     case "projections":
-      return html`The row x of <${Token} text=${token} /> is multiplied by three matrices. Its query asks, the keys are what is asked for, the values are what is returned.`;
+      return html`The row x of <${Quoted} text=${token} /> is multiplied by three matrices. Its query asks, the keys are what is asked for, the values are what is returned.`;
     case "products":
       return html`Each number of the query <${Vector} of=${row.rotated_query ?? row.query} kind="q" /> meets the number of the key in the same place.`;
     case "raw":
@@ -44,7 +45,7 @@ function sentence(name, { row, trace, name: token, keyNames, example }) {
     case "scores":
       return forbidden
         ? html`${row.masks.map(({ label }) => html`<code>${label}</code> `)}forbids ${forbidden} of ${n} keys; their score becomes −∞, so that their exp is 0.`
-        : html`Nothing is forbidden to <${Token} text=${token} />${row.masks.length ? html` by <code>${row.masks.map(({ label }) => label).join(", ")}</code>` : ""}: it sees all ${n} keys.`;
+        : html`Nothing is forbidden to <${Quoted} text=${token} />${row.masks.length ? html` by <code>${row.masks.map(({ label }) => label).join(", ")}</code>` : ""}: it sees all ${n} keys.`;
     case "max":
       return softmax.row_max === null
         ? html`Every key is forbidden, so there is no largest score.`
@@ -58,7 +59,7 @@ function sentence(name, { row, trace, name: token, keyNames, example }) {
     case "weights":
       return softmax.row_sum === 0
         ? html`A row that may see nothing has weights 0 and output 0, not NaN.`
-        : html`Divided by the sum they are shares that add up to 1. The most, <${Num} x=${softmax.weights[best]} />, goes to <${Token} text=${keyNames[best]} />; the entropy is <${Num} x=${softmax.entropy} /> nats of at most <${Num} x=${Math.log(n)} />.`;
+        : html`Divided by the sum they are shares that add up to 1. The most, <${Num} x=${softmax.weights[best]} />, goes to <${Quoted} text=${keyNames[best]} />; the entropy is <${Num} x=${softmax.entropy} /> nats of at most <${Num} x=${Math.log(n)} />.`;
     default:
       return html`Each value is multiplied by its weight, and all are added: <${Vector} of=${row.output} kind="o" />. ${example.tokens.length <= LONGEST ? "This row is what the next layer reads." : ""}`;
   }
@@ -67,7 +68,7 @@ function sentence(name, { row, trace, name: token, keyNames, example }) {
 function Projections({ example, index, name }) {
   const x = example.x[index];
   return html`<div class="cards">${[["W_Q", "w_q", "query", "q"], ["W_K", "w_k", "key", "k"], ["W_V", "w_v", "value", "v"]].map(([title, weights, role, kind]) => html`
-    <${Block} title=${`${role} of ${name} = x ${title}`} class=${`project ${kind}`} rows=${() => example[weights]}>
+    <${Block} title=${`${role} of ${quoted(name)} = x ${title}`} class=${`project ${kind}`} rows=${() => example[weights]}>
       <p class="mono"><${Vector} of=${x} kind="x" /> × ${title}</p>
       <table class="grid still"><tbody>${example[weights].map((row) => html`<tr>${row.map((w) => html`<td><${Num} x=${w} /></td>`)}</tr>`)}</tbody></table>
       <p class="mono">= <${Vector} of=${product([x], example[weights])[0]} kind=${kind} /></p>
@@ -129,7 +130,7 @@ export function Pipeline() {
     <${Stepper} at=${at} length=${steps.length} onStep=${(to) => set({ step: to })} />
     <div class="explained" aria-live="polite"><p class="formula">${formula}</p><p>${sentence(step, all)}</p></div>
     ${step === "projections" && html`<${Projections} example=${example} index=${row.q_index} name=${name} />`}
-    ${columns.length > 0 && html`<${Block} title=${`What ${name} reads`} rows=${raw}>
+    ${columns.length > 0 && html`<${Block} title=${`What ${quoted(name)} reads`} rows=${raw}>
       <div class="wide" tabindex="0" role="group" aria-label="Steps of all keys"><table class="data growing"><thead><tr><th scope="col">key</th>${columns.map(([column, title]) => html`<th scope="col" key=${column} class=${`${now(column)} ${["products", "output"].includes(column) ? "" : "right"}`}>${title}</th>`)}</tr></thead>
         <tbody>${row.raw.map((_, j) => html`<tr key=${j} class=${row.allowed[j] || !reached("scores") ? "" : "masked"}><th scope="row"><${Token} text=${keyNames[j]} /></th>${columns.map((column) => cell(column, j))}</tr>`)}</tbody>
         <tfoot><tr><td></td>${columns.map(([column]) => html`<td class=${`right ${column === "scores" && step === "max" ? "now" : ""} ${column === "exp" && step === "sum" ? "now" : ""}`}>${totals[column] || ""}</td>`)}</tr></tfoot></table></div>

@@ -8,6 +8,7 @@ import { Figures } from "../parts/figures.js";
 import { complaint, matrixOf } from "../examples.js";
 import { arraysOf, exampleOf } from "../files.js";
 import { opened } from "../host.js";
+import { NOTHING_CHOSEN } from "../view.js";
 import { LONGEST } from "../kernel.js";
 import { shown } from "../format.js";
 
@@ -73,7 +74,7 @@ export function Start() {
     try {
       if (client.host === "server") {
         replace(await opened(given));
-        set({ ex: "file", panel: given.size > SMALL ? "inspect" : "start", token: 0, layer: 0, head: 0, query: 0, kkey: 0, zoom: -99 });
+        set({ ex: "file", panel: given.size > SMALL ? "inspect" : "start", token: 0, ...NOTHING_CHOSEN });
       } else use(exampleOf(await arraysOf(given)));
     } catch (reason) {
       setError(`${given.name}: ${reason.message}`);

@@ -4,6 +4,7 @@ import { html, useLab, inside } from "../parts/lab.js";
 import { Figure } from "../parts/chart.js";
 import { ExampleBar, useRow } from "../parts/example.js";
 import { Block, DataTable, Num, Stepper, Token, Vector, Whole } from "../parts/basics.js";
+import { quoted } from "../format.js";
 import { paint } from "../colours.js";
 import { tilesOf } from "../kernel.js";
 
@@ -62,7 +63,7 @@ export function Tiles() {
           : html`The running max grows from <${Num} x=${before.row_max} /> to <${Num} x=${state.row_max} />, so what was added so far shrinks by e^(<${Num} x=${before.row_max} /> − <${Num} x=${state.row_max} />) = <${Num} x=${state.rescale} />.`}</p>
       <p>sum: ${before ? html`<${Num} x=${state.rescale} /> × <${Num} x=${before.row_sum} /> + ` : ""}${state.exp.map((e, i) => html`${i ? " + " : ""}<${Num} x=${e} />`)} = <b><${Num} x=${state.row_sum} /></b></p>
     </div>
-    <${DataTable} title=${`States for ${name}`} columns=${["keys", "block max", "running max", "rescale", "running sum", "accumulator"]}
+    <${DataTable} title=${`States for ${quoted(name)}`} columns=${["keys", "block max", "running max", "rescale", "running sum", "accumulator"]}
       rows=${states.map((each, i) => ({ key: i, class: i === at ? "here" : i > at ? "later" : "", cells: [
         each.stop - each.start === 1 ? String(each.start) : `${each.start}–${each.stop - 1}`, { x: each.block_max }, { x: each.row_max }, { x: each.rescale }, { x: each.row_sum },
         html`<${Vector} of=${each.accumulator} text=${each.accumulator.join(" ")} />`] }))} />

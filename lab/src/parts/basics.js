@@ -1,7 +1,7 @@
 // Small parts: numbers, copy buttons, titled blocks, tables, choices, steppers.
 
 import { html, useLab, useKeys, useRef, useState } from "./lab.js";
-import { shown, tsv, written } from "../format.js";
+import { quoted, shown, tsv, written } from "../format.js";
 import { save } from "../picture.js";
 
 /** A number for reading, with all its digits in `value`. */
@@ -21,6 +21,9 @@ export const Unbroken = ({ text }) => html`<span class="unbroken">${text}</span>
 
 /** A token of somebody's text, as text. */
 export const Token = ({ text }) => html`<span class="token">${shown(text)}</span>`;
+
+/** A token inside of a sentence, in quotes and as text. */
+export const Quoted = ({ text }) => html`<span class="token">${quoted(text)}</span>`;
 
 async function copied(text, holder) {
   try {
@@ -101,11 +104,13 @@ export function DataTable({ title, columns, rows, under, note, sortable = false,
     })}</tr>`)}</tbody></table></div>${note && html`<p class="faint">${note}</p>`}</${Block}>`;
 }
 
+/** Of this page: each widget of a notebook is one, and radio buttons of one name are one choice. */
+const page = crypto.getRandomValues(new Uint32Array(2)).join("-");
 let names = 0;
 
 /** One of a few, as radio buttons: one tab stop, arrow keys. @param {{options: [any, any][]}} props */
 export function Choice({ label, options, value, onChange, class: kind = "" }) {
-  const [name] = useState(() => `choice-${names++}`);
+  const [name] = useState(() => `choice-${page}-${names++}`);
   return html`<fieldset class=${`choice ${kind}`}><legend>${label}</legend><div>
     ${options.map(([each, text]) => html`<label key=${each}>
       <input type="radio" name=${name} checked=${each === value} onChange=${() => onChange(each)} /><span>${text}</span>

@@ -14,7 +14,7 @@ import { matrixSvg } from "../picture.js";
  * @param {string[]} [props.columns] names of the columns, their numbers if absent
  * @param {(x: number|null, i: number, j: number) => number|null} [props.share] -1 to 1, for colours
  * @param {[number|null, number|null]} [props.selected] a cell, or a row or column with null for the other
- * @param {(i: number, j: number) => void} [props.onSelect] focus or hover
+ * @param {(i: number, j: number) => void} [props.onSelect] focus, or hover where a click opens nothing
  * @param {(i: number, j: number) => void} [props.onOpen] click or Enter, where nothing is edited
  * @param {(i: number, j: number, x: number) => void} [props.onEdit]
  * @param {(text: string) => void} [props.onPaste]
@@ -113,7 +113,7 @@ export function Grid({
       data-row=${i} data-column=${j} aria-selected=${onSelect ? Boolean(chosen) : undefined}
       aria-readonly=${onEdit ? "false" : undefined}
       onFocus=${() => { if (!isHere) setAt([i, j]); onSelect?.(i, j); }}
-      onMouseEnter=${onSelect && !onEdit ? () => onSelect(i, j) : undefined}
+      onMouseEnter=${onSelect && !onEdit && !onOpen ? () => onSelect(i, j) : undefined}
       onClick=${(event) => (onEdit ? open(i, j, String(values[i][j])) : (event.currentTarget.focus(), onOpen?.(i, j, false)))}
     ><${Num} x=${x} digits=${onEdit ? 12 : undefined} /></td>`;
   };

@@ -19,20 +19,20 @@ export const useLab = () => useContext(Lab);
  */
 export function useAsk(method, params = {}) {
   const { client } = useLab();
-  const text = JSON.stringify(params);
+  const text = JSON.stringify([client.opening, method, params]);
   const [state, setState] = useState({});
   const now = method ? client.given(method, params) : undefined;
   useEffect(() => {
     if (!method || now !== undefined) return undefined;
     let open = true;
     client.ask(method, params).then(
-      (result) => open && setState({ for: method + text, result }),
-      (error) => open && setState({ for: method + text, error }),
+      (result) => open && setState({ for: text, result }),
+      (error) => open && setState({ for: text, error }),
     );
     return () => { open = false; };
-  }, [method, text]);
+  }, [text]);
   if (now !== undefined) return { result: now };
-  return state.for === method + text ? state : { pending: Boolean(method) };
+  return state.for === text ? state : { pending: Boolean(method) };
 }
 
 /** Keys of the panel that is shown, beside those of the page. @param {Record<string, Function>} handlers */

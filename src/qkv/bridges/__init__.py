@@ -22,6 +22,8 @@ torch_layouts   what prepared calls ask of tensors, and the empty tensors of res
 torch_observers whether torch traces, transforms or converts what operations are given
 torch_passes    prepared forward and backward passes, which torch_functions carries
 torch_onnx      calls while torch exports to ONNX
+torch_score_mods
+                functions of scores and positions that torch's compiler reads
 torch_outside   attention between two graphs of torch's compiler
 learnable       scales that are learned
 torch_guards    whether tensors are like earlier ones

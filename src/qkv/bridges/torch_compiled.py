@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qkv.backends import device_backend
 from qkv.bridges import torch_functions as functions
+from qkv.bridges import torch_score_mods
 from qkv.bridges.learnable import refuse_constants
 from qkv.bridges.torch_eager import attend_on_device, refuse_export
 from qkv.bridges.torch_onnx import refuse_sizes
@@ -20,7 +21,7 @@ from qkv.call.flatten import declared_fields
 from qkv.call.merging import merge_parts
 from qkv.call.options import OptionValues
 from qkv.call.structure_text import keep_for_good, names_objects
-from qkv.errors import ArgumentError, UnsupportedError
+from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.problem.stored_rows import Paged, Quantized
 
 __all__ = ["attention", "merge_in_graph"]
@@ -44,11 +45,12 @@ def attention(
     if _is_for_onnx():
         refuse_sizes()
     refuse_constants(variants, _wants_gradient, ".detach()")
-    for variant in variants:
-        if _stays_whole(variant) and _kept_number(variant) < 0:
-            from qkv.bridges.torch_outside import attention_outside
+    given = [_with_functions(variant) for variant in variants]
+    if any(variant is None for variant in given):
+        from qkv.bridges.torch_outside import attention_outside
 
-            return attention_outside(query, key, value, variants, options, return_lse)
+        return attention_outside(query, key, value, variants, options, return_lse)
+    variants = tuple(given)
     bound = bind(query, key, value, variants, options, _keep)
     query, key, value, *tensors = [as_tensor(leaf) for leaf in bound.leaves]
     operands = autocast(query, key, value)
@@ -59,6 +61,19 @@ def attention(
         return _node(*operands, tensors, text, return_lse)
     out, lse = functions.attend(*operands, tensors, text)
     return (out, lse) if return_lse else out
+
+
+def _with_functions(variant: Any) -> Any:
+    """A variant as a graph can hold it, None if it cannot.
+
+    It is a constant if it reads no tensors and was made before; else its functions are read.
+    """
+    whole = _stays_whole(variant)
+    if whole and _kept_number(variant) >= 0:
+        return variant
+    if hasattr(type(variant), "with_functions"):
+        return variant.with_functions(torch_score_mods.read)
+    return None if whole else variant
 
 
 def _is_in_onnx_export() -> bool:
@@ -85,7 +100,10 @@ def _keep_if_whole(variant: Any) -> int:
     if not vars(variant):
         return -1
     if hasattr(type(variant), "tree_flatten"):
-        _, arrays = variant.tree_flatten()
+        try:
+            _, arrays = variant.tree_flatten()
+        except QkvError:
+            return -1  # The call says it to its caller, where torch does not add words of its own.
         if any(isinstance(array, Tensor) for array in arrays):
             return -1
     return keep_for_good(variant)

@@ -13,8 +13,7 @@ __all__ = ["attention_outside"]
 
 attention_outside = torch.compiler.disable(
     attention,
-    reason="this call of qkv.attention has a score mod that is made inside of the compiled "
-    "function, or that reads tensors, which are no constants of a graph. Compile without "
-    "fullgraph=True, export with strict=False, or make a score mod that reads no tensors outside "
-    "of the function",
+    reason="this call of qkv.attention has a function of scores or positions that calls NumPy's "
+    "functions, and reads tensors or is made inside of the compiled function. Write it with those "
+    "of torch, as torch.where; or compile without fullgraph=True, or export with strict=False",
 )

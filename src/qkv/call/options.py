@@ -47,6 +47,7 @@ class OptionValues(NamedTuple):
 
 
 DEFAULTS = OptionValues()
+_OPTIONS = frozenset(OptionValues._fields)
 
 
 _KEYWORDS: dict[str, tuple[list[str], list[str]]] = {}
@@ -64,10 +65,10 @@ def option_values(function: str, given: Mapping[str, Any]) -> OptionValues:
     """
     if not given:
         return DEFAULTS
-    try:
-        return OptionValues(**given)
-    except TypeError:
-        raise keyword_error(function, given, *_KEYWORDS[function]) from None
+    for name in given:  # Not by a TypeError, which torch's compiler does not see.
+        if name not in _OPTIONS:
+            raise keyword_error(function, given, *_KEYWORDS[function])
+    return OptionValues(**given)
 
 
 def with_options(function: Function, name: str = "") -> Function:

@@ -39,7 +39,7 @@ def keyword_error(
         action = f"Pass {close[0]}= instead." if close else "Pass only keywords from this list."
         return KeywordError(fact, [("keywords", ", ".join(known))], action)
     meanings = {**_MEANINGS, **_OF_MODULE} if name else _MEANINGS
-    arguments = [word for key in unknown if (word := meanings[key](key, given[key]))]
+    arguments = [word for word in [meanings[key](key, given[key]) for key in unknown] if word]
     options = [word for word in arguments if _is_keyword(word)]
     variants = list(dict.fromkeys(word for word in arguments if not _is_keyword(word)))
     options += [f"{key}={_short(key, given[key])}" for key in given if key in known]

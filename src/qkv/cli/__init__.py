@@ -22,7 +22,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from typing import NoReturn
 
@@ -30,6 +29,7 @@ from qkv._version import __version__
 from qkv.cli.variants import add_variants, words
 from qkv.errors import ArgumentError, QkvError
 from qkv.inspection.tokens import printable
+from qkv.spelling import did_you_mean
 
 __all__ = ["Parser", "exit_code", "main"]
 
@@ -120,11 +120,8 @@ def _unknown_option(word: str, parser: Parser) -> ArgumentError:
         return ArgumentError(
             f"there is no place for {word!r:.80} here.", action=f"See {parser.prog} --help."
         )
-    like = get_close_matches(flag, parser.flags, 1, cutoff=0.7)
-    action = f"Did you mean {like[0]}? " if like else ""
-    return ArgumentError(
-        f"{parser.prog} has no option {flag!r:.80}.", action=f"{action}See {parser.prog} --help."
-    )
+    action = f"{did_you_mean(flag, parser.flags)}See {parser.prog} --help."
+    return ArgumentError(f"{parser.prog} has no option {flag!r:.80}.", action=action)
 
 
 def _write(text: str) -> None:
@@ -151,6 +148,18 @@ class Parser(argparse.ArgumentParser):
         return list(self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
+        wrong = re.fullmatch(
+            r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message
+        )
+        if wrong is not None:
+            argument, given, choices = wrong.groups()
+            names = choices.replace("'", "").split(", ")
+            what = "command" if argument == "COMMAND" else argument
+            raise ArgumentError(
+                f"{self.prog} has no {what} {given!r:.80}.",
+                [("there are", ", ".join(names))],
+                f"{did_you_mean(given, names)}See {self.prog} --help.",
+            )
         for kind, name in (("int", "integer"), ("float", "number")):
             message = re.sub(rf"invalid {kind} value: ('.*')", rf"\1 is no {name}", message)
         raise ArgumentError(f"{message}.", action=f"See {self.prog} --help.")
@@ -158,9 +167,12 @@ class Parser(argparse.ArgumentParser):
 
 def _run_inspect(options: argparse.Namespace) -> str:
     from qkv.cli import inspect_command, model_command
+    from qkv.inspection.model_file import is_model_record
 
     if options.model is not None:
         return model_command.run(options)
+    if options.file is not None and is_model_record(options.file):
+        return model_command.run_saved(options)
     model_command.refuse_without_model(options)
     return inspect_command.run(options)
 
@@ -350,7 +362,9 @@ def _add_model(parser: argparse.ArgumentParser, title: str, about: str) -> None:
         "--model", metavar="NAME", help="folder or name of a transformers model, or tiny"
     )
     model.add_argument("--layer", type=int, metavar="L", help="one layer, in the order of calls")
-    model.add_argument("--text", metavar="FILE", help="what it reads (default: a paragraph)")
+    model.add_argument(
+        "--text", metavar="TEXT", help="what it reads: a text, a file, or - (default: a paragraph)"
+    )
     model.add_argument("--tokens", type=int, metavar="N", help="read only the first N tokens")
     model.add_argument(
         "--download", action="store_true", help="fetch the model if it is not on this machine"

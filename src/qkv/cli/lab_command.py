@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from qkv.cli.variants import add_variants, command_line_of, variants_of
 from qkv.errors import ArgumentError, UnsupportedError
+from qkv.extras import install_command
 
 if TYPE_CHECKING:
     from qkv.lab.session import Session
@@ -36,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="NAME", help="folder or name of a transformers model, or tiny"
     )
-    parser.add_argument("--text", metavar="FILE", help="what it reads (default: a paragraph)")
+    parser.add_argument(
+        "--text", metavar="TEXT", help="what it reads: a text, a file, or - (default: a paragraph)"
+    )
     parser.add_argument("--tokens", type=int, metavar="N", help="read only the first N tokens")
     parser.add_argument(
         "--download", action="store_true", help="fetch the model if it is not on this machine"
@@ -63,7 +66,7 @@ def run(options: argparse.Namespace) -> str:
     except ImportError as error:
         raise UnsupportedError(
             f"the page needs a server, and {error.name} is not installed.",
-            action='pip install -e ".[lab]", or write a file with --export page.html.',
+            action=f"{install_command('lab')}, or write a file with --export page.html.",
         ) from error
     serve(_session(options), options.port, lambda url: _ready(url, options.no_open))
     return ""

@@ -21,9 +21,9 @@ from qkv.cli.terminal import Bar, Page
 from qkv.cli.variants import command_line_of
 from qkv.errors import ArgumentError
 from qkv.inspection.head_scores import KINDS, LETTERS, MEANINGS, THRESHOLD
-from qkv.inspection.model_record import ModelRecord
+from qkv.inspection.model_record import ModelRecord, load
 
-__all__ = ["refuse_with_model", "refuse_without_model", "run", "summary_of_model"]
+__all__ = ["refuse_with_model", "refuse_without_model", "run", "run_saved", "summary_of_model"]
 
 SCHEMA, VERSION = "qkv-inspect-model", 1
 
@@ -67,13 +67,29 @@ def run(options: argparse.Namespace) -> str:
     with Bar(f"inspecting {Page().token(options.model, 40)}", passes=1) as bar:
         # The page draws maps of the weights.
         record = inspect_model(options, bar, keep="weights" if options.html else None)
+    return _output(record, options, about(options))
+
+
+def run_saved(options: argparse.Namespace) -> str:
+    """The output of the command for a file that `ModelRecord.save` wrote."""
+    refused = {**_FILE_OPTIONS, **_MODEL_OPTIONS, **_LAYER_OPTIONS}
+    _refuse(options, refused, "goes with arrays or --model, not with a record that was saved")
+    for word in command_line_of(options.variants)[:1]:
+        raise ArgumentError(f"{word} goes with a file of arrays, not with a record of a model.")
+    if options.html:
+        require_place(options.html)
+    return _output(load(options.file), options, "")
+
+
+def _output(record: ModelRecord, options: argparse.Namespace, about: str) -> str:
+    """A map of the heads of a record or JSON, and the files that were asked for."""
     view = _view(record, options)
     if options.html:
         from qkv.lab.heads import heads_of_model
         from qkv.lab.session import Session
         from qkv.lab.sources import Source
 
-        heads = heads_of_model(record, about(options))
+        heads = heads_of_model(record, about)
         write_page(options.html, Session(Source(record.model, heads=heads)), view)
     if options.save:
         record.save(options.save)

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from qkv.cli.token_texts import token_texts
 from qkv.errors import ArgumentError, FileError, QkvError, UnsupportedError
+from qkv.extras import install_command
 from qkv.files.contents import shown
 from qkv.inspection.model_record import Keep, ModelRecord
 
@@ -56,10 +55,14 @@ def inspect_model(
         The model or the text cannot be used; the message says why.
     """
     if options.model == TINY:
-        text = None if options.text is None else _read_text(options.text)
-        return _inspect_tiny(text, options.tokens, progress, keep, see)
-    text = _chosen_text(options)
-    return _run_transformer(options.model, text, options, progress, keep, see=see).record
+        from qkv.samples import tiny_model
+
+        model = tiny_model()
+        text = None if options.text is None else given_text(options.text)
+        ids = model.repeated_sequence() if text is None else model.encode(text)
+        return model.inspect(ids[: options.tokens], keep=keep, progress=progress, see=see)
+    loaded = _load_transformer(options.model, options.download)
+    return loaded.run(_chosen_text(options), options.tokens, progress, keep, see).record
 
 
 def about(options: argparse.Namespace) -> str:
@@ -67,39 +70,54 @@ def about(options: argparse.Namespace) -> str:
     if options.text is not None:
         return ""
     if options.model == TINY:
-        return (
-            "The model reads random characters, and then the same ones again. No language helps "
-            "with the first half; the second can be predicted by a head that finds the character "
-            "before and reads what followed it."
-        )
+        from qkv.lab.shipped import TINY_ABOUT
+
+        return TINY_ABOUT
     return "The model reads a paragraph that comes with qkv."
 
 
 def lab_source(options: argparse.Namespace, progress: Progress) -> Source:
     """The model of `--model` on its text as a source of the lab, with the weights of all layers."""
-    from qkv.lab.heads import heads_of_model
-    from qkv.lab.sources import Source
-    from qkv.lab.what_if import tiny_what_if
+    from qkv.lab.shipped import tiny_source
 
-    if options.model != TINY:
-        return _transformer_source(options, progress)
-    record = inspect_model(options, progress, keep="weights")
-    ids = [] if record.tokens is None else record.tokens[0].tolist()
-    heads = heads_of_model(record, about(options))
-    return Source(record.model, heads=heads, intervene=tiny_what_if(ids))
+    if options.model == TINY:
+        text = None if options.text is None else given_text(options.text)
+        return tiny_source(text, options.tokens, progress)
+    loaded = _load_transformer(options.model, options.download, predicts=True)
+    ran = loaded.run(_chosen_text(options), options.tokens, progress, "weights")
+    return _transformer_source(loaded, ran, about(options))
 
 
-def _transformer_source(options: argparse.Namespace, progress: Progress) -> Source:
+def _transformer_source(loaded: _Loaded, ran: _ModelRun, about: str = "") -> Source:
     from qkv.lab.heads import heads_of_model
     from qkv.lab.sources import Source
     from qkv.lab.what_if import transformer_what_if
 
-    ran = _run_transformer(options.model, _chosen_text(options), options, progress, "weights", True)
+    model = loaded.model
     intervene = None
-    if hasattr(ran.model, "lm_head") or ran.model.get_output_embeddings() is not None:
-        intervene = transformer_what_if(ran.model, ran.tokenizer, ran.ids, ran.room)
-    heads = heads_of_model(ran.record, about(options))
-    return Source(ran.record.model, heads=heads, intervene=intervene)
+    if hasattr(model, "lm_head") or model.get_output_embeddings() is not None:
+        intervene = transformer_what_if(model, loaded.tokenizer, ran.ids, ran.room)
+
+    def read(text: str) -> Source:
+        again = loaded.run(text, None, lambda done, of: None, "weights")
+        return _transformer_source(loaded, again)
+
+    heads = heads_of_model(ran.record, about)
+    return Source(ran.record.model, heads=heads, intervene=intervene, read=read)
+
+
+def given_text(said: str) -> str:
+    """The text of `--text`: standard input for "-", a file if it is one, else what was said."""
+    if said == "-":
+        text = sys.stdin.read(_MAX_BYTES)
+        if not text.strip():
+            raise ArgumentError("standard input held no text.", action="Pipe a text into it.")
+        return text
+    # A word with an ending or a folder was meant as a file, also where there is none.
+    names_a_file = not any(map(str.isspace, said)) and (os.sep in said or "." in said[:-1])
+    if said.strip() and not names_a_file and not os.path.exists(said):
+        return said
+    return _read_text(said)
 
 
 def _read_text(path: str) -> str:
@@ -131,89 +149,82 @@ def _read_text(path: str) -> str:
     return text
 
 
-# --- the embedded model --------------------------------------------------------------------------
-
-
-def _inspect_tiny(
-    text: str | None, count: int | None, progress: Progress, keep: Keep, see: SeeValue | None
-) -> ModelRecord:
-    """qkv's own model; without a text it reads random characters, twice."""
-    from qkv.samples.tiny import LAYERS, tiny_model
-
-    model = tiny_model()
-    ids = model.repeated_sequence() if text is None else model.encode(text)
-    ids = ids[:count]
-    record = ModelRecord(model.name, keep=keep)
-    record.tokens, record.texts = np.array([ids]), model.tokens(ids)
-    for layer, (query, key, value, variants) in enumerate(model.attention_inputs(ids)):
-        record.add(query, key, *variants, name=f"layers.{layer}", tokens=record.tokens)
-        if see is not None:
-            see(record, value[None])
-        progress(layer + 1, len(LAYERS))
-    return record
-
-
 # --- models of transformers ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ModelRun:
-    """A model that has read a text."""
+    """What a model did on a text; `room` is how many tokens it can read."""
 
     record: ModelRecord
-    model: Any
-    tokenizer: Any
     ids: list[int]
     room: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Loaded:
+    """A model that can read texts."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    config: Any
+
+    def run(
+        self,
+        text: str,
+        count: int | None,
+        progress: Progress,
+        keep: Keep,
+        see: SeeValue | None = None,
+    ) -> _ModelRun:
+        """Record the model on a text, or on its first `count` tokens."""
+        import torch
+
+        import qkv.hf
+
+        ids = self.tokenizer(text, verbose=False)["input_ids"][:count]
+        room = _require_room(ids, self.config, self.tokenizer)
+        with (
+            torch.no_grad(),
+            qkv.hf.inspect(self.model, progress=progress, keep=keep) as record,
+            qkv.hf.observe(lambda call: see(record, call.value) if see is not None else None),
+            _running_errors(type(self.model).__name__),
+        ):
+            self.model(input_ids=torch.tensor([ids]))
+        record.model = self.name
+        record.texts = token_texts(self.tokenizer, ids)
+        return _ModelRun(record, ids, room)
 
 
 def _chosen_text(options: argparse.Namespace) -> str:
     """The text of `--text`, or a paragraph."""
     if options.text is not None:
-        return _read_text(options.text)
+        return given_text(options.text)
     from qkv.samples import real_sample
 
     return real_sample().paragraph
 
 
-def _run_transformer(
-    name: str,
-    text: str,
-    options: argparse.Namespace,
-    progress: Progress,
-    keep: Keep,
-    predicts: bool = False,
-    see: SeeValue | None = None,
-) -> _ModelRun:
-    """Record a model on a text; `predicts` asks for its head for the next token, if it has one."""
+def _load_transformer(name: str, download: bool, predicts: bool = False) -> _Loaded:
+    """A model; `predicts` asks for its head for the next token, if it has one."""
     _require_safetensors(name)
-    with _offline(not options.download):
+    with _offline(not download):
         try:
-            import torch
+            import torch  # noqa: F401  named in the error if it is missing
             import transformers
 
-            import qkv.hf
+            import qkv.hf  # noqa: F401  registers with transformers before a model is made
         except ImportError as error:
             raise UnsupportedError(
                 f"--model needs torch and transformers, and {error.name} is not installed.",
-                action='pip install -e ".[hf]", or --model tiny, which needs neither.',
+                action=f"{install_command('hf')}, or --model tiny, which needs neither.",
             ) from error
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        with _loading_errors(name, options.download):
-            config, tokenizer, model = _load_model(name, options.download, predicts)
-    ids = tokenizer(text, verbose=False)["input_ids"][: options.tokens]
-    room = _require_room(ids, config, tokenizer)
-    with (
-        torch.no_grad(),
-        qkv.hf.inspect(model, progress=progress, keep=keep) as record,
-        qkv.hf.observe(lambda call: see(record, call.value) if see is not None else None),
-        _running_errors(type(model).__name__),
-    ):
-        model(input_ids=torch.tensor([ids]))
-    record.model = name
-    record.texts = token_texts(tokenizer, ids)
-    return _ModelRun(record, model, tokenizer, ids, room)
+        with _loading_errors(name, download):
+            config, tokenizer, model = _load_model(name, download, predicts)
+    return _Loaded(name, model, tokenizer, config)
 
 
 def _require_safetensors(name: str) -> None:

@@ -12,6 +12,7 @@ from qkv.cost.config import read_config
 from qkv.cost.model import Model
 from qkv.declarations import checked
 from qkv.errors import ArgumentError
+from qkv.spelling import did_you_mean
 
 __all__ = ["model_card", "model_names"]
 
@@ -59,7 +60,8 @@ def model_card(name: str) -> Model:
     raise ArgumentError(
         f"there is no card of a model {str(name)!r:.60}.",
         [("models", ", ".join(model_names()))],
-        "Name one of these, or pass the model's config.json.",
+        f"{did_you_mean(str(name), model_names())}Name one of these, or pass the model's "
+        "config.json.",
     )
 
 

@@ -13,6 +13,7 @@ from qkv import get_num_threads
 from qkv.count import Amount
 from qkv.declarations import checked
 from qkv.errors import ArgumentError, KernelBuildError, UnsupportedError
+from qkv.spelling import did_you_mean
 
 __all__ = ["DTYPE_BYTES", "Machine", "Roofline", "bytes_of", "machine", "machine_names"]
 
@@ -165,7 +166,7 @@ def machine(name: str) -> Machine:
         raise ArgumentError(
             f"no machine is called {name!r:.40}.",
             [("machines", ", ".join(machine_names()))],
-            "Name one of these.",
+            f"{did_you_mean(name, machine_names())}Name one of these.",
         )
     return _described()[name]
 

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from qkv.call.flatten import copied
 from qkv.declarations import checked
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, UnsupportedError
 from qkv.inspection import model_file
 from qkv.inspection.head_scores import SCORES, HeadScores, also, head_scores, kind_of
 from qkv.inspection.pages import page_of, summary_in_html, summary_of
-from qkv.inspection.pictures import draw_heads, save_picture
+from qkv.inspection.pictures import draw_heads, picture
 from qkv.inspection.weights import LazyWeights
 
 __all__ = ["HeadTable", "Keep", "LayerRecord", "ModelRecord", "load"]
@@ -323,15 +323,69 @@ class ModelRecord:
         fields = (self.model, self.tokens, self.texts, self.decoder_texts, layers)
         model_file.save(model_file.RecordFields(*fields), path)
 
-    def plot(self, path: str | os.PathLike[str], score: str = "entropy") -> None:
-        """Draw one score of every head to a file, layers down and heads across.
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ModelRecord:
+        """Read a record that `save` wrote.
+
+        Raises
+        ------
+        FileError
+            The file is missing, broken, or of another kind.
+
+        Examples
+        --------
+        >>> import qkv, qkv.samples, tempfile
+        >>> record = qkv.samples.tiny_model().inspect("the cat. the cat.")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     record.save(folder + "/record.safetensors")
+        ...     qkv.ModelRecord.load(folder + "/record.safetensors")
+        ModelRecord('tiny', 2 layers, 8 heads)
+        """
+        return load(path)
+
+    def to_pandas(self) -> Any:
+        """One row for each layer and head, as `heads()`, always as a table of pandas.
+
+        Returns
+        -------
+        pandas.DataFrame
+
+        Raises
+        ------
+        UnsupportedError
+            pandas is not installed; `rows()` needs none.
+        """
+        try:
+            pandas = import_module("pandas")
+        except ImportError as error:
+            raise UnsupportedError(
+                "a table of pandas needs pandas, which is not installed.",
+                action="pip install pandas, or call rows(), which is a list of dicts.",
+            ) from error
+        return pandas.DataFrame(list(self.rows()))
+
+    def plot(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        score: str = "entropy",
+        *,
+        ax: Any = None,
+    ) -> Any:
+        """Draw one score of every head, layers down and heads across.
 
         Parameters
         ----------
-        path : path
-            Its ending says the format: .svg, .png or .pdf. Needs matplotlib.
+        path : path, optional
+            Where to write the picture; its ending says the format: .svg, .png or .pdf. Without, a
+            new figure of pyplot is drawn, which a notebook shows. Needs matplotlib.
         score : str
             One of `qkv.inspection.head_scores.SCORES`.
+        ax : matplotlib.axes.Axes, optional
+            Where to draw, in place of a path.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
 
         Raises
         ------
@@ -349,7 +403,7 @@ class ModelRecord:
         for row in self.rows():
             scores[row["layer"], row["head"]] = row[score]
         size = min(14.0, 2.5 + 0.4 * widest), min(14.0, 2.0 + 0.4 * len(self))
-        save_picture(path, size, lambda figure: draw_heads(figure, scores, score, self.model))
+        return picture(path, ax, size, lambda axes: draw_heads(axes, scores, score, self.model))
 
     def to_html(self) -> str:
         """The record as a page of the lab: one HTML file that works from disk, with no network.

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from qkv.declarations import checked
 from qkv.errors import ArgumentError, UnsupportedError
+from qkv.extras import install_command
 from qkv.files.writing import replace_file
 from qkv.inspection.tokens import printable
 from qkv.problem.tiles import TileGrid, TileKind
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["LONGEST", "draw_heads", "draw_tiles", "draw_weights", "save_picture"]
+__all__ = ["LONGEST", "draw_heads", "draw_tiles", "draw_weights", "picture", "save_picture"]
 
 Array = NDArray[Any]
 
@@ -33,6 +34,9 @@ LONGEST = 1024
 _FORMATS = ("pdf", "png", "svg")
 _MOST_NAMES = 40
 """Tokens that are written beside a picture, at most."""
+
+_COLOURS = ("#f4f7fc", "#8eb0dd", "#16498a")
+"""Of the smallest and the largest weight, and between: those of the lab in the light."""
 
 _KINDS = {
     TileKind.EMPTY: ("skipped", "#ffffff"),
@@ -74,10 +78,7 @@ def save_picture(
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UnsupportedError(
-            "a picture needs matplotlib, which is not installed.",
-            action='Install it, as with pip install -e ".[plot]".',
-        ) from error
+        raise _no_matplotlib() from error
     file = io.BytesIO()
     with rc_context({"svg.hashsalt": "qkv"}):
         figure = Figure(figsize=size, layout="constrained")
@@ -87,14 +88,71 @@ def save_picture(
     replace_file(path, file.getvalue())
 
 
+def picture(
+    path: str | os.PathLike[str] | None,
+    ax: Any,
+    size: tuple[float, float],
+    draw: Callable[[Axes], None],
+) -> Axes:
+    """Draw in a file, in axes of the caller, or in a new figure of pyplot, as notebooks show it.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+
+    Raises
+    ------
+    ArgumentError
+        Both a path and axes are given.
+    UnsupportedError, FileError
+        As `save_picture`.
+    """
+    if path is not None:
+        if ax is not None:
+            raise ArgumentError(
+                "a picture goes to a file or into axes, and both are given.",
+                action="Leave one out; ax.figure.savefig(path) writes what was drawn.",
+            )
+        made: list[Axes] = []
+
+        def draw_alone(figure: Figure) -> None:
+            made.append(figure.subplots())
+            draw(made[0])
+
+        save_picture(path, size, draw_alone)
+        return made[0]
+    if ax is None:
+        try:
+            from matplotlib import pyplot
+        except ImportError as error:
+            raise _no_matplotlib() from error
+        _, ax = pyplot.subplots(figsize=size, layout="constrained")
+    draw(ax)
+    axes: Axes = ax
+    return axes
+
+
+def _no_matplotlib() -> UnsupportedError:
+    return UnsupportedError(
+        "a picture needs matplotlib, which is not installed.",
+        action=f"Install it, as with {install_command('plot')}.",
+    )
+
+
+def _colour_map() -> Any:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("qkv", _COLOURS)
+
+
 def draw_weights(
-    figure: Figure, weights: Array, title: str, tokens: Sequence[str] | None, block: int
+    axes: Axes, weights: Array, title: str, tokens: Sequence[str] | None, block: int
 ) -> None:
     """Weights `(queries, keys)` as a picture, queries down and keys across.
 
     Parameters
     ----------
-    figure : matplotlib.figure.Figure
+    axes : matplotlib.axes.Axes
     weights : array (rows, columns)
         Of single pairs, or the largest of blocks of `block` x `block`.
     title : str
@@ -104,36 +162,41 @@ def draw_weights(
     """
     from matplotlib.colors import PowerNorm
 
-    axes = figure.subplots()
     extent = (-0.5, block * weights.shape[1] - 0.5, block * weights.shape[0] - 0.5, -0.5)
     # Most weights are small: on a scale of square roots they differ visibly from 0.
     norm = PowerNorm(0.5, 0.0, max(float(np.nan_to_num(weights).max()), 1e-30))
-    image = axes.imshow(weights, cmap="viridis", norm=norm, extent=extent, interpolation="nearest")
+    colours = _colour_map()
+    image = axes.imshow(weights, cmap=colours, norm=norm, extent=extent, interpolation="nearest")
     largest = f", largest of {block} x {block}" if block > 1 else ""
-    figure.colorbar(image, ax=axes, label=f"weight{largest}", shrink=0.8)
+    axes.figure.colorbar(image, ax=axes, label=f"weight{largest}", shrink=0.8)
     axes.set(xlabel="key", ylabel="query")
     axes.set_title(title, parse_math=False)
-    if tokens is not None and len(tokens) <= _MOST_NAMES:
-        names = [printable(token) for token in tokens]
-        axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7, parse_math=False)
-        if weights.shape[0] == len(names):
-            axes.set_yticks(range(len(names)), names, fontsize=7, parse_math=False)
+    if tokens is not None:
+        every = -(-len(tokens) // _MOST_NAMES)
+        places = range(0, len(tokens), every) if tokens else range(0)
+        names = [printable(tokens[place]) for place in places]
+        left_out = f" ({len(names)} of {len(tokens)} are named)" if every > 1 else ""
+        axes.set_xticks(places, names, rotation=90, fontsize=7, parse_math=False)
+        axes.set(xlabel=f"key{left_out}")
+        # Rows of a block stand for as many queries.
+        if -(-len(tokens) // block) == weights.shape[0]:
+            axes.set_yticks(places, names, fontsize=7, parse_math=False)
+            axes.set(ylabel=f"query{left_out}")
 
 
-def draw_heads(figure: Figure, scores: Array, score: str, title: str) -> None:
+def draw_heads(axes: Axes, scores: Array, score: str, title: str) -> None:
     """One score of every head, layers down and heads across.
 
     Parameters
     ----------
-    figure : matplotlib.figure.Figure
+    axes : matplotlib.axes.Axes
     scores : array (layers, heads)
         NaN where a layer has fewer heads, or the score does not apply.
     score, title : str
     """
-    axes = figure.subplots()
-    image = axes.imshow(scores, cmap="viridis", interpolation="nearest")
+    image = axes.imshow(scores, cmap=_colour_map(), interpolation="nearest")
     unit = {"entropy": "entropy, nats", "distance": "distance, tokens"}
-    figure.colorbar(image, ax=axes, label=unit.get(score, score.replace("_", " ")), shrink=0.8)
+    axes.figure.colorbar(image, ax=axes, label=unit.get(score, score.replace("_", " ")), shrink=0.8)
     axes.set(xlabel="head", ylabel="layer")
     # Text of others may hold a dollar sign, which matplotlib would read as a formula.
     axes.set_title(printable(title, 60), parse_math=False)

@@ -18,7 +18,7 @@ from qkv.declarations import LARGEST, checked, checked_size
 from qkv.errors import ArgumentError
 from qkv.inspection.non_finite import First, NonFinite, non_finite
 from qkv.inspection.pages import page_of, summary_in_html, summary_of
-from qkv.inspection.pictures import LONGEST, draw_tiles, draw_weights, save_picture
+from qkv.inspection.pictures import LONGEST, draw_tiles, draw_weights, picture, save_picture
 from qkv.inspection.replay import PAIRS, Replay
 from qkv.inspection.statistics import WeightStatistics, by_weight, top_keys, weight_statistics
 from qkv.inspection.weight_blocks import reduced
@@ -267,21 +267,30 @@ class Record:
 
     def plot(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None = None,
         head: int = 0,
         batch: int = 0,
         tokens: Sequence[str] | None = None,
-    ) -> None:
-        """Draw the weights of one head to a file, queries down and keys across.
+        *,
+        ax: Any = None,
+    ) -> Any:
+        """Draw the weights of one head, queries down and keys across.
 
         Parameters
         ----------
-        path : path
-            Its ending says the format: .svg, .png or .pdf. Needs matplotlib.
+        path : path, optional
+            Where to write the picture; its ending says the format: .svg, .png or .pdf. Without, a
+            new figure of pyplot is drawn, which a notebook shows. Needs matplotlib.
         head, batch : int
             Query head, and flat index over the leading dimensions.
         tokens : sequence of str (kv_len,), optional
-            Names of the keys, written where there are at most 40.
+            Names of the keys. Of more than 40 some are written, and the axis says how many.
+        ax : matplotlib.axes.Axes, optional
+            Where to draw, in place of a path.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
 
         Raises
         ------
@@ -303,12 +312,14 @@ class Record:
         whole = (0, spec.q_len), (0, spec.kv_len)
         weights, _ = reduced(self._replay, head, *whole, block, batch)
         title = f"head {head}" + (f" of batch row {batch}" if spec.batch_size > 1 else "")
-        save_picture(path, (7, 6), lambda f: draw_weights(f, weights, title, tokens, block))
+        return picture(
+            path, ax, (7, 6), lambda axes: draw_weights(axes, weights, title, tokens, block)
+        )
 
     def plot_tiles(self, path: str | os.PathLike[str], head: int = 0, batch: int = 0) -> None:
         """Draw which tiles of one head the backend skips, and in which it evaluates a mask.
 
-        Parameters and errors are those of `plot`.
+        path, head, batch and errors are those of `plot`.
         """
         self._require_head(head, batch)
         spec = self._call.problem.spec

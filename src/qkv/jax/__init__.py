@@ -19,6 +19,8 @@ from qkv.variants import Bias, Causal, KeyLengths, Mask, SlidingWindow
 
 __all__ = ["dot_product_attention", "ring_attention"]
 
+_MOST_DIMENSIONS = 32
+
 is_registered()  # Registers the foreign function, which programs that were exported name.
 
 
@@ -99,6 +101,8 @@ def dot_product_attention(
     array([[1.  , 0.  ],
            [0.33, 0.67]], dtype=float32)
     """
+    for given in (query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths):
+        _check_depth(given)
     if implementation is not None:
         their_own: Any = jax.nn.dot_product_attention
         return their_own(
@@ -115,8 +119,8 @@ def dot_product_attention(
             implementation=implementation,
             **({"return_residual": True} if return_residual else {}),
         )
-    shape = jnp.shape(query)
     q, k, v = map(_four_dimensions, (query, key, value))
+    shape = jnp.shape(query)
     _check(q, k, v)
     variants: list[Any] = []
     if bias is not None:
@@ -160,6 +164,22 @@ def _array(given: Any, name: str) -> Any:
         raise DTypeError(
             f"{name} is a {type(given).__name__}, not an array.", action="Pass jax.numpy arrays."
         ) from error
+
+
+def _check_depth(given: Any) -> None:
+    """Refuse lists that are nested more deeply than arrays can be, as one that holds itself is.
+
+    JAX would not count its recursion back: whatever Python calls afterwards would be too deep.
+    """
+    level = [given]
+    for _ in range(_MOST_DIMENSIONS + 1):
+        inside = [part for part in level if isinstance(part, list | tuple)]
+        level = list({id(inner): inner for part in inside for inner in part}.values())
+    if level:
+        raise DTypeError(
+            f"a list is nested more than {_MOST_DIMENSIONS} times, or holds itself.",
+            action="Pass jax.numpy arrays.",
+        )
 
 
 def _four_dimensions(array: Any) -> Any:

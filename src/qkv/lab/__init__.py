@@ -8,6 +8,7 @@ session         one session; it answers by the name of a question
 small_methods   its answers about small examples; code_lines, walkthrough
 heads           its layers and heads; weight_map draws their weights at any length
 what_if         its predictions of a model with heads changed
+shipped         what it shows of heads where nothing else was opened; notable: which head first
 sources         what it is opened with: a file, a record, arrays
 examples        the small examples: shipped, from a trace, or typed in
 messages        questions and answers as JSON and bytes; parameters checks the questions

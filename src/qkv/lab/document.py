@@ -178,7 +178,7 @@ def export_data(session: Session, view: Mapping[str, Any] | None = None) -> dict
 def _head_results(session: Session, heads: Heads) -> dict[str, Any]:
     results = session.results(("model", {}))
     # A file has no server that could run the model again.
-    results["model"]["can_intervene"] = False
+    results["model"] |= {"can_intervene": False, "can_read": False, "others": []}
     places = [(layer, head) for layer in heads.layers for head in range(layer.num_heads)]
     most = min(_MOST_QUERIES, max(_MOST_ROWS // max(len(places), 1), 1))
     for layer, head in places:

@@ -23,6 +23,10 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 COOKIE = "qkv-lab"
+"""Before the port: browsers send the cookies of one port of a host to all others too."""
+
+_COOKIE_SECONDS = 30 * 24 * 3600
+"""So that a browser that was closed may come back; no other server knows the cookie."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -76,6 +80,10 @@ class Guard:
         answer = self._app if refusal is None else refusal
         await answer(scope, receive, with_headers)
 
+    @property
+    def _name(self) -> str:
+        return f"{COOKIE}-{self.host.rpartition(':')[2]}"
+
     def _refusal(self, scope: Scope) -> Response | None:
         """What a request is answered that may not pass; None if it may."""
         if _all(scope, b"host") != [self.host.encode()]:
@@ -91,7 +99,10 @@ class Guard:
                 return self._redirect(cookie=False)
         if not known:
             return PlainTextResponse(
-                "Open the lab with the address that qkv lab has printed; it works once.\n", 401
+                "Open the lab with the address that qkv lab has printed. It works once; after "
+                f"that, http://{self.host}/ opens the lab in the same browser. For another "
+                "browser, start qkv lab again.\n",
+                401,
             )
         return None
 
@@ -111,7 +122,7 @@ class Guard:
         found = False
         for header in _all(scope, b"cookie"):
             try:
-                given = SimpleCookie(header.decode("latin-1")).get(COOKIE)
+                given = SimpleCookie(header.decode("latin-1")).get(self._name)
             except CookieError:
                 continue
             if given is not None:
@@ -121,7 +132,14 @@ class Guard:
     def _redirect(self, *, cookie: bool) -> Response:
         response = Response(status_code=303, headers={"location": "/"})
         if cookie:
-            response.set_cookie(COOKIE, self._cookie, httponly=True, samesite="strict", path="/")
+            response.set_cookie(
+                self._name,
+                self._cookie,
+                max_age=_COOKIE_SECONDS,
+                httponly=True,
+                samesite="strict",
+                path="/",
+            )
         return response
 
 

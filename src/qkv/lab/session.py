@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
 from qkv.declarations import checked
-from qkv.errors import UnsupportedError
+from qkv.errors import ArgumentError, UnsupportedError
+from qkv.inspection.tokens import printable
 from qkv.lab.examples import Example, examples
 from qkv.lab.heads import HeadLayer, Heads, shown
 from qkv.lab.messages import Answer, key_of, plain
+from qkv.lab.notable import notable_place
 from qkv.lab.parameters import MissingError, Parameters
+from qkv.lab.shipped import sample_source, tiny_source
 from qkv.lab.small_methods import SmallMethods
 from qkv.lab.sources import Source
 from qkv.lab.weight_map import TILE, WeightMaps, levels_of
@@ -23,11 +27,13 @@ __all__ = ["HEAVY", "Session"]
 VERSION = 1
 """Of the data that a page is given."""
 
-HEAVY = frozenset({"head", "intervene", "mechanisms", "model", "scaling", "tile"})
+HEAVY = frozenset({"head", "intervene", "mechanisms", "model", "open", "scaling", "tile"})
 """Methods that may take seconds; a host runs one of them at a time."""
 
 _MOST_QUERIES = 4096
 _LONGEST_RECEIVED = 4096
+_LONGEST_READ = 4096
+"""Characters of a text that is typed into the page."""
 
 
 @checked
@@ -48,10 +54,11 @@ class Session:
 
     def __init__(self, source: Source | None = None) -> None:
         self._lock = Lock()
+        self._first = source
         self.open(source)
 
     def open(self, source: Source | None) -> None:
-        """Show something else beside the examples."""
+        """Show something else beside the examples; without heads, Inspect shows a sample."""
         own = () if source is None or source.example is None else (source.example,)
         self.source = source
         self._small = SmallMethods((*own, *examples()))
@@ -73,6 +80,7 @@ class Session:
             "tile": self._tile,
             "weight": self._weight,
             "intervene": self._intervene,
+            "open": self._open,
         }
 
     @property
@@ -92,7 +100,8 @@ class Session:
         ----------
         method : str
             example, trace, tiles, count, scaling, mechanisms, code, errata, exercises, check;
-            with a model or arrays also model, head, tile, weight, intervene.
+            of the model or arrays that are shown: model, head, tile, weight, intervene; open shows
+            others.
         params : mapping, optional
             As JSON gives them.
 
@@ -135,35 +144,70 @@ class Session:
             "version": VERSION,
             "host": host,
             "title": self.title,
-            "panels": self.panels(),
-            "view": {"panel": "inspect"} if "inspect" in self.panels() else {},
+            "panels": self.panels(host),
+            "view": {"panel": "inspect"} if self._has_heads() else {},
             "results": found,
         }
 
-    def panels(self) -> list[str]:
-        """Panels that have something to show."""
+    def panels(self, host: str) -> list[str]:
+        """Panels that have something to show; a file holds no sample that nobody asked for."""
         names = [
             "start", "scaling", "pipeline", "heatmap", "count", "tiles", "mechanisms", "inspect",
             "code", "errata", "exercises",
         ]  # fmt: skip
-        if self.source is None or self.source.heads is None:
+        if host == "export" and not self._has_heads():
             names.remove("inspect")
         return names
 
+    def _has_heads(self) -> bool:
+        return self.source is not None and self.source.heads is not None
+
     def heads(self) -> Heads:
-        """The layers of the model panel."""
+        """The layers of the model panel; those of a sample where nothing else has any."""
         if self.source is None or self.source.heads is None:
-            raise MissingError(
-                "no model and no arrays are open.",
-                action="Start qkv lab with a file or --model, or open a file in the page.",
-            )
+            heads = _sample().heads
+            assert heads is not None
+            return heads
         return self.source.heads
 
     def _model(self, given: Parameters) -> dict[str, Any]:
-        heads = self.heads()
+        heads, source = self.heads(), self.source
         summary = heads.summary(lambda layer: levels_of(layer.q_len, layer.kv_len))
-        changes = self.source is not None and self.source.intervene is not None
-        return {**plain(summary), "can_intervene": changes}
+        others = [("sample", _sample().title), ("tiny", "a small model that comes with qkv")]
+        if self._first is not None and self._first.heads is not None:
+            others.insert(0, ("given", self._first.title))
+        return {
+            **plain(summary),
+            "can_intervene": source is not None and source.intervene is not None,
+            "can_read": source is not None and source.read is not None,
+            "notable": notable_place(heads),
+            "others": [{"what": what, "title": printable(title, 200)} for what, title in others],
+        }
+
+    def _open(self, given: Parameters) -> dict[str, Any]:
+        """Show something that comes with qkv, what the session began with, or another text."""
+        host = given.choice("host", ("server", "widget"), "server")
+        text = given.text("text", _LONGEST_READ)
+        with self._lock:
+            if text is not None:
+                self.open(self._read(text))
+            else:
+                what = given.choice("what", ("given", "sample", "tiny"), "sample")
+                made: dict[str, Callable[[], Source | None]] = {
+                    "given": lambda: self._first, "sample": _sample, "tiny": tiny_source,
+                }  # fmt: skip
+                self.open(made[what]())
+            return {"data": self.data(host)}
+
+    def _read(self, text: str) -> Source:
+        if self.source is None or self.source.read is None:
+            raise UnsupportedError(
+                "no model is open that could read another text.",
+                action="Choose the small model of qkv, or start qkv lab with --model.",
+            )
+        if not text.strip():
+            raise ArgumentError("the text is empty.", action="Write a sentence.")
+        return self.source.read(text)
 
     def _head(self, given: Parameters) -> dict[str, Any]:
         layer, head = self._place(given)
@@ -254,6 +298,11 @@ class Session:
         heads = self.heads()
         layer = heads.layer(given.integer("layer", 0, max(len(heads.layers) - 1, 0)))
         return layer, given.integer("head", 0, layer.num_heads - 1)
+
+
+@cache
+def _sample() -> Source:
+    return sample_source()
 
 
 def _replay(layer: HeadLayer) -> Any:

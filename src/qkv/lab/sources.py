@@ -38,12 +38,15 @@ class Source:
         Layers and heads for the model panel.
     intervene : callable (Parameters) -> dict, or None
         Runs the model again with some heads changed; answers the method `intervene`.
+    read : callable (text) -> Source, or None
+        The same model on another text.
     """
 
     title: str
     example: Example | None = None
     heads: Heads | None = None
     intervene: Callable[[Parameters], dict[str, Any]] | None = None
+    read: Callable[[str], Source] | None = None
 
 
 @checked

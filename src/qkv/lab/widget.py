@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qkv.errors import QkvError, UnsupportedError
+from qkv.extras import install_command
 from qkv.lab.document import asset
 from qkv.lab.messages import Answer, failure, read_request
 from qkv.lab.session import Session
@@ -48,7 +49,7 @@ def widget(shown: Any = None, tokens: Sequence[str] | None = None) -> Any:
     except ImportError as error:
         raise UnsupportedError(
             f"a widget needs anywidget, and {error.name} is not installed.",
-            action='pip install -e ".[lab]"',
+            action=install_command("lab") + ".",
         ) from error
     session = Session(None if shown is None else source_of(shown, tokens))
 

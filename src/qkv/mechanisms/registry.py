@@ -35,6 +35,7 @@ from qkv.mechanisms.sparse.strided import Strided
 from qkv.mechanisms.streaming.flash import Flash
 from qkv.mechanisms.streaming.kv_cache_decoding import KVCacheDecoding
 from qkv.mechanisms.streaming.ring import Ring
+from qkv.spelling import did_you_mean
 
 __all__ = ["MECHANISMS", "mechanism_class"]
 
@@ -88,6 +89,6 @@ def mechanism_class(name: str) -> type[Mechanism]:
         raise ArgumentError(
             f"there is no mechanism {name!r:.60}.",
             [("mechanisms", ", ".join(MECHANISMS))],
-            "Choose one of these.",
+            f"{did_you_mean(name, MECHANISMS)}Choose one of these.",
         )
     return MECHANISMS[name]

@@ -6,7 +6,8 @@ LongRoPE give an attention factor as well. The constructors of `qkv.RoPE` say wh
 
 from __future__ import annotations
 
-from math import ceil, floor, isfinite, log, pi, sqrt
+from math import ceil, floor, log, pi, sqrt
+from sys import float_info
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,8 @@ __all__ = [
 
 def positive(name: str, value: Any) -> float:
     """A positive finite number, or an error that names it."""
-    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    if not number or not (isfinite(value) and value > 0):
+    number = isinstance(value, int | float | np.integer | np.floating)
+    if not number or isinstance(value, bool) or not 0 < value <= float_info.max:
         raise ArgumentError(
             f"RoPE {name}={value!r:.60} is not a positive number.",
             action=f"Pass {name} as the model's configuration has it.",

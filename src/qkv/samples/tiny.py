@@ -6,7 +6,7 @@ Trained by `examples/train_tiny_model.py`; how it went is in `tiny_loss.json` an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any, cast
 
@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv._api import attention
+from qkv.backends import Progress
 from qkv.declarations import Size, Whole, checked, shown
 from qkv.errors import ArgumentError
+from qkv.inspection.model_record import Keep, ModelRecord
 from qkv.interventions import HeadChange, HeadInputs, changed_heads
 from qkv.variants import Causal, RoPE, SlidingWindow
 
@@ -114,6 +116,60 @@ class TinyModel:
         """
         for layer, variants, x in zip(self._layers, LAYERS, self._states(ids), strict=False):
             yield *self._heads(layer, x), variants
+
+    def inspect(
+        self,
+        text: str | Sequence[int],
+        *,
+        keep: Keep = None,
+        progress: Progress | None = None,
+        see: Callable[[ModelRecord, Array], None] | None = None,
+    ) -> ModelRecord:
+        """Every head of the model on a text.
+
+        Parameters
+        ----------
+        text : str or sequence of int
+            Characters, or their ids.
+        keep : "weights", optional
+            Query and key of each layer are kept, so that weights can be read.
+        progress : callable (done, all), optional
+            Told of each layer that is done.
+        see : callable (record, value), optional
+            Given the record after each layer, and its value (1, num_heads, length, head_dim).
+
+        Returns
+        -------
+        ModelRecord
+
+        Raises
+        ------
+        ArgumentError
+            There is no character to read, or an id is not one of the model's.
+
+        Notes
+        -----
+        O(length^2) operations and O(length) memory for each head.
+
+        Examples
+        --------
+        >>> import qkv.samples
+        >>> record = qkv.samples.tiny_model().inspect("the cat. the cat.")
+        >>> len(record), record.texts[:3]
+        (2, ['t', 'h', 'e'])
+        """
+        ids = self.encode(text) if isinstance(text, str) else list(text)
+        if not ids:
+            raise ArgumentError("the text has no characters.", action="Write a sentence.")
+        record = ModelRecord(self.name, keep=keep)
+        record.tokens, record.texts = np.array([ids]), self.tokens(ids)
+        for layer, (query, key, value, variants) in enumerate(self.attention_inputs(ids)):
+            record.add(query, key, *variants, name=f"layers.{layer}", tokens=record.tokens)
+            if see is not None:
+                see(record, value[None])
+            if progress is not None:
+                progress(layer + 1, len(LAYERS))
+        return record
 
     def logits(
         self,

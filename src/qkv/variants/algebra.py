@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.base import Role, Variant, short_repr
+from qkv.variants.base import ReadFunction, Role, Variant, short_repr
 
 
 class MaskVariant(Variant):
@@ -59,6 +59,11 @@ def _checked_mask(mask: Any) -> Any:
     )
 
 
+def _with_functions(mask: Any, read: ReadFunction) -> Any:
+    """A mask with what was read in the place of functions; None if one of them cannot be read."""
+    return mask.with_functions(read) if hasattr(type(mask), "with_functions") else mask
+
+
 class _Joined(MaskVariant):
     masks: tuple[Any, ...]
 
@@ -72,6 +77,12 @@ class _Joined(MaskVariant):
                 f"{type(self).__name__} joins a tuple of masks, of which there is none.",
                 action="Write mask | mask, or mask & mask.",
             )
+
+    def with_functions(self, read: ReadFunction) -> Any:
+        """See `qkv.variants.base.ReadFunction`."""
+        found = tuple([_with_functions(mask, read) for mask in self.masks])
+        kind: Any = type(self)
+        return None if any(mask is None for mask in found) else kind(found)
 
     def naive_rows(self, dense: Dense) -> None:
         for mask in self.masks:
@@ -157,6 +168,11 @@ class Not(MaskVariant):
 
     def __repr__(self) -> str:
         return f"~{short_repr(self.mask)}"
+
+    def with_functions(self, read: ReadFunction) -> Any:
+        """See `qkv.variants.base.ReadFunction`."""
+        found = _with_functions(self.mask, read)
+        return None if found is None else Not(found)
 
     def lower(self, builder: Builder) -> None:
         builder.mask(~builder.condition(self.mask))

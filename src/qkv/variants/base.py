@@ -7,9 +7,10 @@ benchmarks are made.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
@@ -18,7 +19,7 @@ from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.problem.expressions import Load, Node, Op, rebuilt
-from qkv.problem.reading import in_words
+from qkv.problem.reading import from_words, in_words
 from qkv.problem.symbols import Expr
 
 UNSAID: Any = type("Unsaid", (), {"__repr__": lambda self: "..."})()
@@ -106,6 +107,39 @@ class Expression(Opaque):
             return node
 
         return Expr(rebuilt(self.thing, change))
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionText:
+    """A function of scores or a mask that is one, as text and arrays that another compiler holds.
+
+    Attributes
+    ----------
+    text : str
+        JSON of what `qkv.problem.reading.in_words` gives, of tables t0, t1, ...
+    arrays : tuple of arrays
+    is_mask : bool
+    """
+
+    roles: ClassVar[Mapping[str, Role]] = {"text": "static", "is_mask": "static"}
+    positions_only: ClassVar[bool] = True
+
+    text: str
+    arrays: tuple[Any, ...]
+    is_mask: bool
+
+    def lower(self, builder: Builder) -> None:
+        """See `Variant`."""
+        found = Expression(from_words(json.loads(self.text))).on_tables(builder, self.arrays)
+        (builder.mask if self.is_mask else builder.mod)(found)
+
+
+ReadFunction: TypeAlias = Callable[
+    [Callable[..., Any], tuple[str, ...]], tuple[str, tuple[Any, ...]] | None
+]
+"""How another compiler reads a function of these arguments: text and arrays, None if it cannot.
+Variants that hold functions have `with_functions(read)`, which gives what stands for them, or None.
+"""
 
 
 class Variant(ABC):

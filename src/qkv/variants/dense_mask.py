@@ -14,7 +14,7 @@ from qkv.problem.dense import Dense
 from qkv.problem.expressions import as_node
 from qkv.problem.reading import Reading, explained, with_replaced_values
 from qkv.variants.algebra import MaskVariant
-from qkv.variants.base import Expression, Role
+from qkv.variants.base import Expression, FunctionText, ReadFunction, Role
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -49,6 +49,13 @@ class Mask(MaskVariant):
     """Has a boolean for each pair, which a bias of 0 and -inf can stand for."""
 
     array: ArrayLike | Callable[..., Any]
+
+    def with_functions(self, read: ReadFunction) -> Any:
+        """See `qkv.variants.base.ReadFunction`."""
+        if hasattr(self.array, "shape") or not callable(self.array):
+            return self
+        found = read(self.array, ("batch", "head", "q_pos", "kv_pos"))
+        return None if found is None else FunctionText(*found, is_mask=True)
 
     def lower(self, builder: Builder) -> None:
         if not callable(self.array):

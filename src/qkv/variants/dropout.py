@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from qkv._dynamo import is_reading
 from qkv.declarations import shown
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
@@ -69,7 +70,7 @@ class Dropout(Variant):
                 f"Dropout p={shown(self.p)} is not a probability below 1.",
                 action="Pass the share of weights to drop, as in Dropout(0.1, seed=0).",
             )
-        if isinstance(self.seed, HOST_VALUES):
+        if isinstance(self.seed, HOST_VALUES) and not is_reading():
             self._seed()
 
     def _seed(self) -> int:

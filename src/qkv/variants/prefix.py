@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from qkv._dynamo import is_reading
 from qkv.errors import ArgumentError
 from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
@@ -50,7 +51,7 @@ class Prefix(MaskVariant):
     length: ArrayLike
 
     def __post_init__(self) -> None:
-        if isinstance(self.length, HOST_VALUES):
+        if isinstance(self.length, HOST_VALUES) and not is_reading():
             self._lengths()
 
     def _lengths(self) -> NDArray[np.int64]:

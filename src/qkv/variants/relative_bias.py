@@ -17,6 +17,8 @@ from qkv.problem.dense import Dense
 from qkv.readable_checks import as_array
 from qkv.variants.base import Role, Variant
 
+_FARTHEST = 2**24
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RelativeBias(Variant):
@@ -36,7 +38,7 @@ class RelativeBias(Variant):
     ShapeError
         If the table is not (num_buckets, num_heads), or has too few buckets.
     ArgumentError
-        If max_distance is not beyond the buckets of one distance each.
+        If max_distance is not beyond the buckets of one distance each, or above 2**24.
 
     Notes
     -----
@@ -71,7 +73,8 @@ class RelativeBias(Variant):
                 f"bidirectional={shown(self.bidirectional)} is not a bool.",
                 action="Pass True or False.",
             )
-        shape = np.shape(self.table)
+        table: Any = self.table
+        shape = (table if hasattr(table, "shape") else as_array("table", table)).shape
         per_side = shape[0] // (2 if self.bidirectional else 1) if len(shape) == 2 else 0
         if per_side < 2:
             raise ShapeError(
@@ -86,6 +89,12 @@ class RelativeBias(Variant):
             raise ArgumentError(
                 f"max_distance={shown(self.max_distance)} is not beyond the {per_side // 2} exact "
                 "buckets of a direction.",
+                action="Pass T5's relative_attention_max_distance (128).",
+            )
+        if self.max_distance > _FARTHEST:
+            raise ArgumentError(
+                f"max_distance={shown(self.max_distance)} is above {_FARTHEST}; the bucket of each "
+                "distance is kept.",
                 action="Pass T5's relative_attention_max_distance (128).",
             )
 

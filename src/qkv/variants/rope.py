@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from qkv._dynamo import made_outside
 from qkv.errors import ArgumentError
 from qkv.positions import hf_config, scaling
 from qkv.positions.rotation import rotate
@@ -231,6 +232,7 @@ class RoPE(Variant):
         )
 
     @classmethod
+    @made_outside("RoPE.longrope", "reads the values of its arrays")
     def longrope(
         cls,
         rotary_dim: int,
@@ -272,6 +274,7 @@ class RoPE(Variant):
         return cls(layout=layout, inv_freq=found, attention_factor=attention_factor)
 
     @classmethod
+    @made_outside("RoPE.from_hf_config", "reads a configuration")
     def from_hf_config(
         cls,
         config: Mapping[str, Any] | Any,

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from qkv._dynamo import is_reading
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
@@ -25,7 +26,7 @@ from qkv.problem.reading import (
     with_replaced_values,
 )
 from qkv.problem.symbols import Expr, Table
-from qkv.variants.base import Expression, Opaque, Variant
+from qkv.variants.base import Expression, FunctionText, Opaque, ReadFunction, Variant
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -66,6 +67,8 @@ class ScoreMod(Variant):
                 f"ScoreMod takes a function, not {type(self.fn).__name__}.",
                 action="Pass fn(score, batch, head, q_pos, kv_pos).",
             )
+        if is_reading():
+            return  # The call checks it.
         try:
             signature = inspect.signature(self.fn)
         except (TypeError, ValueError):
@@ -108,6 +111,11 @@ class ScoreMod(Variant):
         fn = with_replaced_values(function.thing, lambda v: next(following) if _is_array(v) else v)
         object.__setattr__(made, "fn", fn)
         return made
+
+    def with_functions(self, read: ReadFunction) -> Any:
+        """See `qkv.variants.base.ReadFunction`."""
+        found = read(self.fn, _ARGUMENTS)
+        return None if found is None else FunctionText(*found, is_mask=False)
 
     def lower(self, builder: Builder) -> None:
         tables: dict[int, Any] = {}

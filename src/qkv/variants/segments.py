@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from qkv._dynamo import made_outside
 from qkv.errors import DTypeError, ShapeError
 from qkv.problem.builder import Builder, Restart, Shape
 from qkv.problem.dense import Dense
@@ -60,6 +61,7 @@ class Segments(MaskVariant):
     kv_ids: ArrayLike | None = None
 
     @classmethod
+    @made_outside("Segments.from_cu_seqlens", "reads the values of its arrays")
     def from_cu_seqlens(cls, cu_q: ArrayLike, cu_kv: ArrayLike | None = None) -> Segments:
         """From cumulative lengths `[0, n0, n0 + n1, ...]`, as varlen interfaces take them.
 

@@ -2,7 +2,8 @@
 
 Each draws a subject and one, two or three of its arguments, puts hostile values there, and calls
 it. It may return, or raise a `QkvError`, or the TypeError with which Python refuses arguments that
-a signature has no place for. It may not take seconds, nor gigabytes, which the process is refused.
+a signature has no place for. It may not take seconds, nor gigabytes, which the process is refused;
+and Python's recursion is counted back afterwards.
 """
 
 from __future__ import annotations
@@ -85,12 +86,21 @@ def fault_of(error: BaseException) -> str | None:
     return f"{type(error).__name__} in {place.name} ({os.path.basename(place.filename)})"
 
 
+def _calls_left() -> int:
+    """How much deeper calls may go."""
+    try:
+        return 1 + _calls_left()
+    except RecursionError:
+        return 0
+
+
 def call_many(calls: int, seed: int, only: str = "") -> tuple[Counter[str], dict[str, list[str]]]:
     """How the calls ended, and for each kind of fault the calls that have it."""
     rng = np.random.default_rng(seed)
     chosen = [s for s in subjects() if re.search(only, s.name)]
     ended: Counter[str] = Counter()
     faults: dict[str, list[str]] = {}
+    deepest = _calls_left()
     for _ in range(calls):
         subject: Subject = chosen[int(rng.integers(len(chosen)))]
         places = list(subject.parameters)
@@ -111,6 +121,9 @@ def call_many(calls: int, seed: int, only: str = "") -> tuple[Counter[str], dict
             if fault is not None:
                 said = str(error) if not isinstance(error, MemoryError) else ""
                 faults.setdefault(f"{fault}: {said:.90}", []).append(f"{subject.name} {hostile}")
+        if _calls_left() < deepest:
+            faults["recursion is not counted back"] = [f"{subject.name} {hostile}"]
+            break  # Nothing works any more.
     return ended, faults
 
 

@@ -163,6 +163,26 @@ def test_a_notebook(chromium: Any) -> None:
     context.close()
 
 
+def test_two_widgets_of_one_notebook_are_apart(chromium: Any) -> None:
+    """Each loads the script for itself, and a choice in one changes nothing in the other."""
+    context = chromium.new_context(reduced_motion="reduce")
+    page = context.new_page()
+    page.set_content("<!doctype html><title>notebook</title>")
+    data = {"version": 1, "host": "widget", "panels": [], "results": {}}
+    for _ in range(2):
+        page.evaluate(NOTEBOOK, [(STATIC / "lab.js").read_text("utf-8"), data])
+    for place in range(2):
+        page.locator('nav a[href="#heatmap"]').nth(place).click()
+    masks = page.locator('fieldset:has(legend:text-is("Mask"))')
+    masks.nth(0).locator('label:has-text("causal")').click()
+    masks.nth(1).locator('label:has-text("window")').click()
+    chosen = [masks.nth(i).locator("input:checked + span").all_inner_texts() for i in range(2)]
+    assert chosen == [["causal"], ["window"]]
+    ids = page.eval_on_selector_all("[id]", "all => all.map((each) => each.id)")
+    assert len(ids) == len(set(ids))
+    context.close()
+
+
 def test_a_long_job_shows_how_far_it_is_and_is_stopped(served: Any, tmp_path: Path) -> None:
     """A minute or more of work, which is stopped in its first seconds."""
     path = tmp_path / "long.npz"

@@ -37,7 +37,7 @@ def test_a_grid_is_one_tab_stop_with_arrow_keys(lab: Any) -> None:
     page.wait_for_selector('[data-cell="1,2"]')
     page.wait_for_function(
         """() => [...document.querySelectorAll('[role="status"]')]
-            .some((each) => each.textContent === "cat reads sat: 0.2442")"""
+            .some((each) => each.textContent === "“cat” reads “sat”: 0.2442")"""
     )
     press(page, "Home", "Control+End")
     assert page.evaluate(FOCUSED)[2:4] == ["4", "4"]

@@ -8,6 +8,7 @@ from typing import Any
 from qkv.arrays import kind_of, library_of
 from qkv.arrays.views import view
 from qkv.errors import DTypeError, UnsupportedError
+from qkv.extras import install_command
 
 __all__ = ["array_namespace", "as_numpy", "host_views", "like", "recomputed", "values"]
 
@@ -52,7 +53,7 @@ def array_namespace(x: Any) -> Any:
     except ImportError as error:
         raise UnsupportedError(
             "mechanisms read torch tensors through array-api-compat, which is not installed.",
-            action="Run pip install -e '.[mechanisms]'.",
+            action=f"Run {install_command('mechanisms')}.",
         ) from error
     return namespace
 

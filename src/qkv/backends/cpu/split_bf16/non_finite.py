@@ -42,12 +42,20 @@ def recompute(of: TermSplitter, name: str, left_dtype: str, right_dtype: str) ->
             x_row = e.at(right.pointer, e.mul(row, right.row))
             y_row = e.at(left.pointer, e.mul(k, left.row))
 
+            def add_vector(d: Value, total: list[Value]) -> list[Value]:
+                x = _vector(e, e.at(x_row, e.mul(d, right.element)), right.element, right_dtype)
+                y = _vector(e, e.at(y_row, e.mul(d, left.element)), left.element, left_dtype)
+                return [e.fma(b.fmul(e.splat(sign), x), y, total[0])]
+
             def add_element(d: Value, total: list[Value]) -> list[Value]:
                 x = storage.load(e, e.at(x_row, e.mul(d, right.element)), right_dtype)
                 y = storage.load(e, e.at(y_row, e.mul(d, left.element)), left_dtype)
                 return [e.fma(b.fmul(sign, x), y, total[0])]
 
-            (product,) = e.loop(0, dim, 1, [ir.Constant(e.real, 0.0)], add_element)
+            whole = e.round_down(dim, e.lanes)
+            (sums,) = e.loop(0, whole, e.lanes, [e.const(0.0)], add_vector)
+            total = e.extract(e.reduce(sums, b.fadd), 0)
+            (product,) = e.loop(whole, dim, 1, [total], add_element)
             place = e.at(products, e.mul(k, of.width), e.mul(lane, FLOAT_BYTES))
             e.store(product, place, FLOAT_BYTES)
 
@@ -67,6 +75,32 @@ def recompute(of: TermSplitter, name: str, left_dtype: str, right_dtype: str) ->
         e.loop(1, e.add(e.load(non_finite_rows, INT64, WORD), 1), 1, [], recompute_left_row)
         e.loop(0, block_q, 1, [], recompute_right_row)
     return function
+
+
+def _vector(e: Emitter, place: Value, stride: Value, dtype: str) -> Value:
+    """Elements of a row, one in each lane, that lie `stride` bytes apart.
+
+    Adjacent ones are loaded at once. The lanes are the same either way, and so are the bits of a
+    sum, wherever a row lies.
+    """
+    b = e.builder
+    is_adjacent = b.icmp_signed("==", stride, e.index(storage.ITEM_BYTES[dtype]))
+    with b.if_else(is_adjacent) as (then, otherwise):
+        with then:
+            at_once = storage.load(e, place, dtype, e.lanes)
+            after_adjacent = b.block
+        with otherwise:
+
+            def load_element(n: Value, found: list[Value]) -> list[Value]:
+                x = storage.load(e, e.at(place, e.mul(stride, n)), dtype)
+                return [b.insert_element(found[0], x, b.trunc(n, INT32))]
+
+            (each,) = e.loop(0, e.lanes, 1, [e.const(0.0)], load_element)
+            after_strided = b.block
+    found = b.phi(e.vector)
+    found.add_incoming(at_once, after_adjacent)
+    found.add_incoming(each, after_strided)
+    return found
 
 
 def any_non_finite(of: TermSplitter, non_finite_rows: Value, lanes: Value) -> Value:
@@ -108,8 +142,10 @@ def add_non_finite(of: TermSplitter) -> Value:
                         b.icmp_signed("!=", e.as_bits(x), e.as_bits(e.const(-0.0))) for x in term
                     ]
 
+            start_of_row = e.at(rows, e.mul(k, row))
+
             def add_element(d: Value, _: list[Value]) -> None:
-                start = e.at(rows, e.mul(k, row), e.mul(d, FLOAT_BYTES))
+                start = e.at(start_of_row, e.mul(d, FLOAT_BYTES))
                 x = e.splat(e.load(start, e.real, FLOAT_BYTES))
                 left_out = b.extract_element(of.cannot_be_split(x), ir.Constant(INT32, 0))
                 with b.if_then(left_out, likely=False):
@@ -120,7 +156,15 @@ def add_non_finite(of: TermSplitter) -> Value:
                         for may, weight, old in zip(allowed, weights_of_key, total, strict=True)
                     ])  # fmt: skip
 
-            e.loop(0, dim, 1, [], add_element)
+            def add_elements(d: Value, _: list[Value]) -> None:
+                """A vector of elements is tested at once: most have none that was left out."""
+                left_out = of.cannot_be_split(of.load_elements(start_of_row, d, dim))
+                lanes = ir.IntType(e.lanes)
+                some = b.icmp_unsigned("!=", b.bitcast(left_out, lanes), ir.Constant(lanes, 0))
+                with b.if_then(some, likely=False):
+                    e.loop(d, e.least(e.add(d, e.lanes), dim), 1, [], add_element)
+
+            e.loop(0, dim, e.lanes, [], add_elements)
 
         e.loop(0, count, 1, [], add_key)
     return function

@@ -1,0 +1,271 @@
+"""Score mods of tensors while Dynamo, torch's compiler, reads the call.
+
+Dynamo runs the function with symbols, which note the steps; a tensor that it indexes with a symbol
+becomes an array of the call, so that a graph has it as an input, differentiates it and sees when
+it is replaced. The steps are constants of the graph, from which the expression is made.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from qkv.errors import ArgumentError, QkvError
+from qkv.problem import score_functions
+from qkv.problem.expressions import Var, as_node
+from qkv.problem.reading import global_names, in_words
+from qkv.problem.symbols import Expr, Table
+
+__all__ = ["read"]
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def read(fn: Any, arguments: tuple[str, ...]) -> tuple[str, tuple[Tensor, ...]] | None:
+    """The text of a function's expression, and its tensors; None if Dynamo cannot read it."""
+    if not _can_be_read(_code_of(fn)):
+        return None
+    reading = _Reading()
+    symbols = [reading.note(("var", name)) for name in arguments]
+    with reading:
+        last = reading.word(fn(*symbols))
+    # What is added to nothing is a constant to Dynamo, and no longer the result of a function.
+    text = "" + _expression(tuple(reading.steps), last)
+    return (text, tuple(reading.tensors)) if text else None
+
+
+def _code_of(fn: Any) -> Any:
+    """The code of a function, None if it is not written in Python."""
+    if isinstance(fn, partial):
+        fn = fn.func
+    if isinstance(fn, MethodType):
+        fn = fn.__func__
+    elif not isinstance(fn, FunctionType):
+        fn = type(fn).__call__
+    return fn.__code__ if isinstance(fn, FunctionType) else None
+
+
+def _readable(code: Any) -> bool:
+    """Whether to run a function of this code with symbols: its functions are not NumPy's.
+
+    Where it may end graphs, Dynamo ends one at what it cannot read, and comes back to a call of
+    qkv, which is then left to run as it is.
+    """
+    if code is None or (
+        _may_end_graphs() and _PACKAGE in Path(_outermost().f_code.co_filename).parents
+    ):
+        return False
+    return not {"np", "numpy"} & set(global_names(code))
+
+
+def _outermost() -> Any:
+    """The function that Dynamo began with."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx().output.root_tx
+
+
+def _may_end_graphs() -> bool:
+    return not _outermost().one_graph
+
+
+_can_be_read = _readable
+_can_be_read._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class _Reading(TorchFunctionMode):
+    """Steps and tensors of a function that is called with symbols."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[Any, ...]] = []
+        self.tensors: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        named = kwargs or {}
+        name = func.__name__
+        if name.strip("_") == "getitem" and _has_symbol(args[1]):
+            return _entry(self, args[0], args[1])
+        if _has_symbol(args) or _has_symbol(tuple(named.values())):
+            return self.call(name, *args, **named)
+        return func(*args, **named)
+
+    def note(self, step: tuple[Any, ...]) -> _Symbol:
+        """Add a step."""
+        self.steps.append(step)
+        return _Symbol(self, len(self.steps) - 1)
+
+    def call(self, name: str, *args: Any, **named: Any) -> _Symbol:
+        """Add a call of a function."""
+        words = tuple([self.word(arg) for arg in args])
+        return self.note(("call", name, words, tuple([(n, self.word(named[n])) for n in named])))
+
+    def load(self, tensor: Tensor, indices: tuple[Any, ...]) -> _Symbol:
+        """Add an entry of a tensor."""
+        number = -1
+        for n, known in enumerate(self.tensors):
+            if known is tensor:
+                number = n
+        if number < 0:
+            number = len(self.tensors)
+            self.tensors.append(tensor)
+        kind = "float" if tensor.is_floating_point() else "int"
+        if tensor.dtype == torch.bool:
+            kind = "bool"
+        return self.note(("load", number, kind, tuple([self.word(index) for index in indices])))
+
+    def word(self, value: Any) -> tuple[str, Any]:
+        """What stands for a value in a step."""
+        if isinstance(value, _Symbol):
+            return "step", value.number
+        if isinstance(value, Tensor) and not value.ndim:
+            return "step", self.load(value, ()).number
+        if isinstance(value, (Tensor, _Row)):
+            return "array", None
+        # Dynamo takes a size that it knows by name as the number that it is now.
+        return "constant", operator.index(value) if type(value) is int else value
+
+
+def _has_symbol(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_symbol, value))
+    return isinstance(value, _Symbol)
+
+
+def _entry(reading: _Reading, tensor: Tensor, index: Any) -> Any:
+    """An entry of a tensor, or a row where there are fewer indices than dimensions."""
+    given = index if isinstance(index, tuple) else (index,)
+    symbols = tuple([i for i in given if isinstance(i, _Symbol)])
+    # Constant indices are applied by the graph; the others are those of the table.
+    tensor = torch.as_tensor(tensor)
+    rest = tensor[tuple([slice(None) if isinstance(i, _Symbol) else i for i in given])]
+    if rest.ndim != tensor.ndim - len(given) + len(symbols):
+        raise ArgumentError(
+            "a tensor is indexed with positions, and with what is no number.",
+            action="Index it with positions and integers, as in w[head, 0].",
+        )
+    return (
+        reading.load(rest, symbols) if rest.ndim == len(symbols) else _Row(rest, symbols, reading)
+    )
+
+
+class _Row:
+    """What is left of a tensor where there were fewer indices than it has dimensions."""
+
+    def __init__(self, tensor: Tensor, indices: tuple[Any, ...], reading: _Reading) -> None:
+        self.tensor, self.indices, self._reading = tensor, indices, reading
+
+    def __getitem__(self, index: Any) -> Any:
+        more = index if isinstance(index, tuple) else (index,)
+        return _entry(self._reading, self.tensor, (*self.indices, *more))
+
+
+class _Symbol:
+    """A score, a position, or what was made of them."""
+
+    __hash__ = None  # type: ignore[assignment]  # Python's own way to say so
+
+    def __init__(self, reading: _Reading, number: int) -> None:
+        self.reading, self.number = reading, number
+
+    def _refuse(self) -> Any:
+        raise TypeError(
+            "a score or position has no single value; write torch.where(condition, a, b) in place "
+            "of if, and &, | and ~ in place of and, or and not"
+        )
+
+    __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = _refuse
+
+
+def _add_operators() -> None:
+    """Give symbols Python's operators, and the methods that tensors have."""
+
+    def forwards(name: str) -> Any:
+        return lambda self, *others: self.reading.call(name, self, *others)
+
+    def backwards(name: str) -> Any:
+        return lambda self, other: self.reading.call(name, other, self)
+
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or"):
+        setattr(_Symbol, f"__{name}__", forwards(f"__{name}__"))
+        setattr(_Symbol, f"__r{name}__", backwards(f"__{name}__"))
+    for name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert"):
+        setattr(_Symbol, f"__{name}__", forwards(f"__{name}__"))
+    for name in score_functions.NAMES:
+        setattr(_Symbol, name, _method(name))
+
+
+def _method(name: str) -> Any:
+    return lambda self, *args, **named: self.reading.call(name, self, *args, **named)
+
+
+_add_operators()
+
+
+# From here on Dynamo calls what it does not read.
+
+
+def _text(steps: tuple[Any, ...], last: tuple[str, Any]) -> str:
+    """The expression as text; empty if it is none, and the call may tell its caller outside."""
+    try:
+        return json.dumps(in_words(as_node(_value(last, _values(steps)))))
+    except QkvError:
+        if _may_end_graphs():
+            return ""
+        raise
+
+
+_expression = _text
+_expression._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _values(steps: tuple[Any, ...]) -> list[Any]:
+    """What the steps give."""
+    values: list[Any] = []
+    for what, *rest in steps:
+        if what == "var":
+            values.append(Expr(Var(rest[0])))
+        elif what == "load":
+            number, kind, indices = rest
+            # Sizes are looked at where the expression meets its arrays.
+            table = Table(f"t{number}", kind, (0,) * len(indices))
+            values.append(table.entry(*[_value(index, values) for index in indices]))
+        else:
+            name, args, named = rest
+            given = [_value(arg, values) for arg in args]
+            values.append(_called(name, *given, **{n: _value(w, values) for n, w in named}))
+    return values
+
+
+def _value(word: tuple[str, Any], values: Sequence[Any]) -> Any:
+    what, found = word
+    if what == "array":
+        raise ArgumentError(
+            "a score mod uses a tensor where a number is wanted.",
+            action="Index it with positions, one for each dimension, as in w[head].",
+        )
+    return values[found] if what == "step" else found
+
+
+def _called(name: str, *args: Any, **named: Any) -> Expr:
+    """Python's operators, also those whose left side gave them up; else a function by its name."""
+    plain = name.strip("_")
+    if name.startswith("__"):
+        if plain.startswith("r") and hasattr(operator, plain[1:]):
+            plain, args = plain[1:], args[::-1]
+        function = getattr(operator, f"__{plain}__", None)
+        if function is not None:
+            found: Expr = function(*args)
+            return found
+    return Expr(as_node(score_functions.call(name, *args, **named)))

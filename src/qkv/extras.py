@@ -1,0 +1,26 @@
+"""How a person installs what an optional part of qkv needs."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
+
+__all__ = ["install_command"]
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra: of a checkout in its folder, of a wheel by name."""
+    return f'pip install -e ".[{extra}]"' if _is_checkout() else f'pip install "qkv[{extra}]"'
+
+
+@cache
+def _is_checkout() -> bool:
+    """Whether qkv is run out of a checkout; pip writes that down when it installs one."""
+    try:
+        found = distribution("qkv").read_text("direct_url.json")
+    except PackageNotFoundError:
+        return True
+    if found is None:
+        return False
+    return bool(json.loads(found).get("dir_info", {}).get("editable", False))

@@ -1,0 +1,148 @@
+"""The map of the weights: what a pointer, a wheel and a link do to it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from qkv.samples import real_sample
+
+from .conftest import Lab
+
+pytestmark = pytest.mark.browser
+
+QUERY = ".field input[type=number]"
+
+
+SEES = """([query, key]) => {
+    const canvas = document.querySelector("canvas").getBoundingClientRect();
+    const view = new URLSearchParams(location.hash);
+    const [x, y] = ["x", "y"].map((name) => Number(view.get(name)));
+    return key >= x && key < x + canvas.width / 32 && query >= y && query < y + canvas.height / 32;
+}"""
+"""Whether a point is in a map of 32 pixels for each weight."""
+
+
+def is_marked(page: Any, query: int, key: int) -> None:
+    page.wait_for_selector(f'canvas[data-marker="{query},{key}"]')
+
+
+def test_what_was_clicked_stays_chosen(lab: Any) -> None:
+    page = lab.open("inspect", layer=1, head=1, query=40, kkey=9)
+    page.wait_for_selector('canvas[data-missing="0"]')
+    canvas = page.locator("canvas")
+    canvas.scroll_into_view_if_needed()
+    canvas.hover(position={"x": 100, "y": 200})
+    page.wait_for_selector('.readout[data-over="pointer"]')
+    under = page.inner_text(".readout [data-name=query]")
+    assert page.input_value(QUERY) == "40"
+    is_marked(page, 40, 9)
+    canvas.click(position={"x": 100, "y": 200})
+    chosen = page.input_value(QUERY)
+    assert under.split()[-1] == chosen != "40"
+    canvas.hover(position={"x": 10, "y": 10})
+    page.mouse.move(2, 2)
+    page.wait_for_selector('.readout[data-over="chosen"]')
+    assert page.input_value(QUERY) == chosen
+    assert page.inner_text(".readout [data-name=query]").split()[-1] == chosen
+    # The same for the grid of heads, which a pointer crosses on its way to the map.
+    page.hover('.heads td[data-row="0"][data-column="3"]')
+    assert "Layer 1, head 1" in page.inner_text("main")
+
+
+def test_the_wheel_scrolls_the_page_and_zooms_with_ctrl(lab: Any) -> None:
+    page = lab.open("inspect", layer=1, head=1)
+    canvas = page.locator("canvas")
+    canvas.scroll_into_view_if_needed()
+    canvas.hover()
+    before = page.evaluate("scrollY")
+    page.mouse.wheel(0, 120)
+    page.wait_for_function(f"() => scrollY > {before}")
+    assert "zoom" not in page.url
+    canvas.hover()
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -240)
+    page.keyboard.up("Control")
+    page.wait_for_function("() => location.hash.includes('zoom=')")
+    assert page.evaluate("visualViewport.scale") == 1
+
+
+def test_axes_have_labels(lab: Any) -> None:
+    page = lab.open("inspect", layer=1, head=1)
+    across, down = page.locator(".axis").all()
+    assert "keys" in across.text_content()
+    assert "queries" in down.text_content()
+    canvas = page.locator("canvas").bounding_box()
+    for axis, along in ((across, "x"), (down, "y")):
+        ticks = axis.locator("text:not(.axis-title)").all()
+        assert len(ticks) > 3
+        for tick in ticks:
+            box = tick.bounding_box()
+            size = "width" if along == "x" else "height"
+            middle = box[along] + box[size] / 2 - canvas[along]
+            # All 64 tokens are shown.
+            assert abs(middle / canvas[size] * 64 - 0.5 - int(tick.text_content())) < 0.5
+
+
+def test_a_link_leads_to_its_query(lab: Any) -> None:
+    page = lab.open("inspect", layer=1, head=1, query=8, zoom=5)
+    is_marked(page, 8, page.locator('.bars[aria-label="Best keys"] dt .faint').first.inner_text())
+    page = lab.open("inspect", layer=1, head=1, query=60, kkey=50, zoom=5, x=0, y=0)
+    is_marked(page, 60, 50)
+    inside = """(each) => {
+        const box = each.parentElement.getBoundingClientRect();
+        const word = each.getBoundingClientRect();
+        return word.top >= box.top && word.bottom <= box.bottom;
+    }"""
+    assert page.eval_on_selector(".words .here", inside)
+    page.wait_for_function(SEES, arg=[60, 50])
+
+
+def test_a_page_opens_with_its_query_in_sight(opened: Any) -> None:
+    page = opened().open("inspect", layer=1, head=1, query=60, kkey=50, zoom=5)
+    page.wait_for_function(SEES, arg=[60, 50])
+
+
+@pytest.fixture(scope="module")
+def bare(chromium: Any) -> Iterator[Lab]:
+    """The page of `qkv lab` without a file or a model."""
+    command = [sys.executable, "-u", "-m", "qkv", "lab", "--no-open"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline().strip()
+        address = line[line.index("http://") :]
+        context = chromium.new_context(viewport={"width": 1440, "height": 900})
+        page = context.new_page()
+        page.goto(address)
+        yield Lab(page, address.partition("?")[0])
+        context.close()
+        process.terminate()
+
+
+def test_inspect_opens_the_sample_and_then_a_text_of_the_reader(bare: Lab) -> None:
+    """Text, heads and map are of what the reader chose, and a change of a head is too."""
+    page = bare.open("inspect")
+    page.wait_for_selector(".words")
+    sample = real_sample()
+    assert page.locator(".words span").count() == len(sample.tokens)
+    assert "Head 3" in page.inner_text("h3.part")
+    assert page.query_selector(".failure") is None
+    page.select_option(".examplebar select", "tiny")
+    page.wait_for_selector('[data-name="intervened"], .whatif')
+    assert page.locator(".words span").count() == 64
+    text = "the cat sat. the cat sat."
+    page.fill(".own-text textarea", text)
+    page.click("text=Read it")
+    page.wait_for_function(f"() => document.querySelectorAll('.words span').length === {len(text)}")
+    assert f"{len(text)} queries" in page.inner_text(".lead")
+    assert f"{len(text)} queries down" in (page.get_attribute("canvas", "aria-label") or "")
+    page.wait_for_selector('canvas[data-missing="0"]')
+    page.click("text=Add this head")
+    page.click("text=Run the model")
+    page.wait_for_selector('[data-name="intervened"]')
+    assert len(bare.table("Loss of each token")) == len(text)
+    assert bare.errors == []

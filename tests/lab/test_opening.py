@@ -1,0 +1,76 @@
+"""What the panel Inspect shows: a sample where nothing was opened, and what the reader chooses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.cli import main
+from qkv.errors import QkvError
+from qkv.lab.session import Session
+from qkv.lab.sources import source_of
+from qkv.samples import real_sample, tiny_model
+
+
+def ask(session: Session, method: str, **params: Any) -> Any:
+    return json.loads(json.dumps(session.answer(method, params).result, allow_nan=False))
+
+
+def test_without_a_file_the_sample_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    session = Session()
+    model = ask(session, "model")
+    assert model["tokens"] == list(real_sample().tokens)
+    assert session.data("server")["view"] == {}
+    assert "inspect" in session.panels("server")
+    assert "inspect" not in session.panels("export")
+    # The command's next step is the same head and query; the weights are from the definition.
+    assert main(["inspect"]) == 0
+    place = model["notable"]
+    assert f"--query {place['query']} --head {place['head']}" in capsys.readouterr().out
+    sample = real_sample()
+    q, k = sample.q[place["head"]].astype(float), sample.k[place["head"]].astype(float)
+    scores = q[place["query"]] @ k.T / np.sqrt(q.shape[-1])
+    assert place["kkey"] == scores.argmax()
+
+
+def test_another_source_is_chosen_in_the_page() -> None:
+    x = np.random.default_rng(0).normal(size=(5, 3))
+    session = Session(source_of(qkv.inspect(x, x, x), list("abcde")))
+    others = [each["what"] for each in ask(session, "model")["others"]]
+    assert others == ["given", "sample", "tiny"]
+    data = ask(session, "open", what="tiny")["data"]
+    assert data["view"] == {"panel": "inspect"}
+    model = ask(session, "model")
+    assert (model["model"], model["can_read"], model["can_intervene"]) == ("tiny", True, True)
+    head = model["layers"][1]["heads"][model["notable"]["head"]]
+    assert head["kind"] == "induction"
+    ask(session, "open", what="given")
+    assert ask(session, "model")["tokens"] == list("abcde")
+    assert not ask(session, "model")["can_read"]
+    with pytest.raises(QkvError, match="no model is open that could read"):
+        session.answer("open", {"text": "another"})
+
+
+def test_a_text_of_the_reader_changes_everything() -> None:
+    session = Session()
+    session.answer("open", {"what": "tiny"})
+    text = "the cat sat. the cat sat."
+    data = ask(session, "open", text=text, host="widget")["data"]
+    assert data["host"] == "widget"
+    assert "".join(ask(session, "model")["tokens"]) == text
+    _, (query, key, _, _) = tiny_model().attention_inputs(tiny_model().encode(text))
+    scores = query[2].astype(float) @ key[2].astype(float).T / np.sqrt(query.shape[-1])
+    exp = np.exp(np.where(np.tri(len(text), dtype=bool), scores - scores.max(), -np.inf))
+    weights = exp / exp.sum(axis=1, keepdims=True)
+    tile = session.answer(
+        "tile", {"layer": 1, "head": 2, "reduce": "max", "level": 0, "row": 0, "column": 0}
+    )
+    np.testing.assert_allclose(tile.arrays[0], weights, atol=1e-5)
+    off = [{"layer": 1, "head": 2, "what": "off"}]
+    assert len(ask(session, "intervene", changes=off)["tokens"]) == len(text)
+    with pytest.raises(QkvError, match="the text is empty"):
+        session.answer("open", {"text": " "})
