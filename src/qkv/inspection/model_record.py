@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, Literal
 
@@ -18,116 +18,15 @@ from qkv.call.flatten import copied
 from qkv.declarations import checked
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.inspection import model_file
-from qkv.inspection.head_scores import SCORES, HeadScores, also, head_scores, kind_of
+from qkv.inspection.head_scores import SCORES, HeadScores, head_scores
+from qkv.inspection.layer_record import HeadTable, LayerRecord
 from qkv.inspection.pages import page_of, summary_in_html, summary_of
 from qkv.inspection.pictures import draw_heads, picture
-from qkv.inspection.weights import LazyWeights
 
 __all__ = ["HeadTable", "Keep", "LayerRecord", "ModelRecord", "load"]
 
 Array = NDArray[Any]
 Keep = Literal["weights"] | Collection[int] | None
-Sequences = tuple[str | None, str | None]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerRecord:
-    """One call of one attention layer.
-
-    Attributes
-    ----------
-    index : int
-        Place in the order of calls.
-    name : str
-        Name of the module in its model.
-    scores : HeadScores
-        Query by query; see there.
-    sequences : tuple (str or None, str or None)
-        The inputs of the model that queries and keys are: "input_ids", "decoder_input_ids", or None
-        for rows that are no tokens.
-
-    Examples
-    --------
-    >>> import numpy as np, qkv
-    >>> record, x = qkv.ModelRecord("one layer"), np.eye(4)[None]
-    >>> layer = record.add(x, x, qkv.Causal(), name="layer 0")
-    >>> layer, layer.rows["entropy"][0, 0, 0]
-    (LayerRecord(0, 'layer 0', 1 heads, 1 x 4 queries, 4 keys), np.float64(0.0))
-    """
-
-    index: int
-    name: str
-    scores: HeadScores
-    sequences: Sequences = ("input_ids", "input_ids")
-
-    @property
-    def num_heads(self) -> int:
-        """Query heads of the layer."""
-        return int(self.scores.received.shape[1])
-
-    @property
-    def rows(self) -> dict[str, Array]:
-        """Each score, query by query: `(batch, num_heads, q_len)`."""
-        return self.scores.rows
-
-    @property
-    def received(self) -> Array:
-        """`sum_i w[i, j]`, `(batch, num_heads, kv_len)`, over queries that are no padding."""
-        return self.scores.received
-
-    @property
-    def top(self) -> tuple[Array, Array]:
-        """Indices and weights of the best keys of each query, `(batch, num_heads, q_len, k)`."""
-        return self.scores.top_keys, self.scores.top_weights
-
-    @property
-    def weights(self) -> LazyWeights:
-        """The weights `(batch, num_heads, q_len, kv_len)`, computed where they are sliced.
-
-        Raises
-        ------
-        ArgumentError
-            If the record did not keep this layer's query and key.
-        """
-        if self.scores.weights is None:
-            raise ArgumentError(
-                f"layer {self.index} ({self.name}) kept no query and key to compute weights from.",
-                action=f'Inspect with keep="weights", or keep=[{self.index}].',
-            )
-        return self.scores.weights
-
-    def heads(self) -> list[dict[str, Any]]:
-        """One row for each head: layer, head, kind, and the mean of each score."""
-        means = self.scores.means()
-        rows = [{name: float(means[name][h]) for name in SCORES} for h in range(self.num_heads)]
-        return [
-            {"layer": self.index, "head": h, "kind": kind_of(row), "also": also(row), **row}
-            for h, row in enumerate(rows)
-        ]
-
-    def __repr__(self) -> str:
-        batch, num_heads, q_len = self.rows["entropy"].shape
-        kv_len = self.received.shape[-1]
-        return (
-            f"LayerRecord({self.index}, {self.name!r}, {num_heads} heads, "
-            f"{batch} x {q_len} queries, {kv_len} keys)"
-        )
-
-
-class HeadTable(list[dict[str, Any]]):
-    """Rows of a table, one for each head; printed as one."""
-
-    def __repr__(self) -> str:
-        if not self:
-            return "HeadTable([])"
-        columns = [(name, [_cell(row[name]) for row in self]) for name in self[0]]
-        widths = [max(len(name), *map(len, cells)) for name, cells in columns]
-        names, cells = [name for name, _ in columns], zip(*(c for _, c in columns), strict=True)
-        lines = [
-            "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
-            for line in (names, *cells)
-        ]
-        return "\n".join(lines)
 
 
 @checked
@@ -431,9 +330,3 @@ def load(path: str | os.PathLike[str]) -> ModelRecord:
     for index, (name, scores, sequences) in enumerate(fields.layers):
         record.layers.append(LayerRecord(index, name, scores, sequences))
     return record
-
-
-def _cell(value: Any) -> str:
-    if value is None or value != value:
-        return "-"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
