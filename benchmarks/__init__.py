@@ -13,5 +13,6 @@ samples       medians and ratios
 report        what is shown of a run; tables, picture, compare
 latency/, models/
               other kinds of run: small calls, whole models of transformers
-linear_time   a program of its own, for the linear-time mechanisms
+linear_time, ranks
+              programs of their own: linear-time mechanisms, and attention over ranks
 """

@@ -5,7 +5,8 @@ trace           the Trace; trace_fields, trace_data (JSON) and trace_text are it
 record          the result of `qkv.inspect`
 model_record    every head of a model: layer_record, head_scores, earlier_tokens, kept_inputs;
                 model_file
-corpus          heads over many texts: corpus_folder keeps them, score_rows are their numbers
+score_rows      scores of one layer, query by query, from the passes of layer_heads
+corpus          heads over many texts; corpus_folder keeps them
 weights         the lazy array of weights: weight_reductions, weight_blocks, and replay
 statistics      those of rows, for backends that have none
 non_finite      which rows are NaN, and why
