@@ -45,8 +45,8 @@ def generated(
     family: str, implementation: str, inputs: dict[str, Any], cache: Any, **options: Any
 ) -> tuple[Any, Any]:
     """Ten tokens, beyond the window, and their logits."""
-    torch.manual_seed(0)
     with attending(model_of(family), implementation) as model, torch.no_grad():
+        torch.manual_seed(0)  # The first call has made the model, with random numbers.
         output = model.generate(
             **inputs,
             **{CACHE: cache},
