@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from importlib.metadata import PackageNotFoundError, distribution
 
 __all__ = ["install_command"]
 
@@ -17,6 +16,8 @@ def install_command(extra: str) -> str:
 @cache
 def _is_checkout() -> bool:
     """Whether qkv is run out of a checkout; pip writes that down when it installs one."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
     try:
         found = distribution("qkv").read_text("direct_url.json")
     except PackageNotFoundError:

@@ -10,6 +10,7 @@ import pytest
 
 import qkv
 from qkv.backends.cpu import CpuBackend
+from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes.backward import BackwardPass
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.plan import block_skipping as block_skipping
@@ -58,8 +59,11 @@ def pairs(*variants, dtype="float32", change=lambda *arrays: None, length=LENGTH
 def test_blocks_far_away_are_not_computed(dtype):
     all_pairs = pairs(qkv.Causal(), dtype=dtype)
     few_pairs = pairs(*STEEP, dtype=dtype)
-    share = {"float32": 0.7, "float16": 0.7}.get(dtype, 1.0)
-    assert all(few < share * many for few, many in zip(few_pairs, all_pairs, strict=True))
+    shares = {"float32": (0.7, 0.7), "float16": (0.7, 0.7)}.get(dtype, (1.0, 1.0))
+    if host().kernels == "amx" and shares[1] < 1:
+        shares = shares[0], 0.8  # Blocks of gradients are larger there.
+    for few, share, many in zip(few_pairs, shares, all_pairs, strict=True):
+        assert few < share * many
 
 
 def heavy(q, k, v, grad_out):

@@ -385,7 +385,7 @@ def test_a_missing_extra_is_installed_as_qkv_was(monkeypatch: pytest.MonkeyPatch
             assert name == "direct_url.json"
             return self.written
 
-    monkeypatch.setattr("qkv.extras.distribution", lambda name: Installed())
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Installed())
     for written, command in (
         (None, 'pip install "qkv[hf]"'),
         ('{"url": "file:///w/qkv.whl", "archive_info": {}}', 'pip install "qkv[hf]"'),

@@ -31,12 +31,13 @@ def expected() -> np.ndarray:
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty kernel cache, nothing in memory, and no fault that was warned of before."""
-    from qkv.backends.cpu.passes import forward
+    from qkv.backends.cpu.passes import decode, forward
     from qkv.call.cache import CALLS
 
     monkeypatch.setenv("QKV_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.setattr(stored_kernels, "_faults", [])
-    forward._kernel.cache_clear()
+    for either in (decode, forward):  # Which it is depends on the instruction set.
+        either._kernel.cache_clear()
     CALLS.clear()
     return tmp_path / "kernels"
 

@@ -71,7 +71,7 @@ def _with_functions(variant: Any) -> Any:
     whole = _stays_whole(variant)
     if whole and _kept_number(variant) >= 0:
         return variant
-    if hasattr(type(variant), "with_functions"):
+    if not isinstance(variant, np.ndarray) and hasattr(type(variant), "with_functions"):
         return variant.with_functions(torch_score_mods.read)
     return None if whole else variant
 

@@ -95,7 +95,7 @@ class _Reading(TorchFunctionMode):
     ) -> Any:
         named = kwargs or {}
         name = func.__name__
-        if name.strip("_") == "getitem" and _has_symbol(args[1]):
+        if (name == "__getitem__" or name == "getitem") and _has_symbol(args[1]):
             return _entry(self, args[0], args[1])
         if _has_symbol(args) or _has_symbol(tuple(named.values())):
             return self.call(name, *args, **named)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from qkv.declarations import checked_size
+from qkv.declarations import checked_size, shown
 from qkv.distributed.agreement import compare, in_words, tell
 from qkv.distributed.links import TIMEOUT, Links, group_of
 from qkv.errors import ArgumentError, DistributedError, FileError, QkvError
@@ -101,6 +101,10 @@ def inspect_corpus(
     ...     qkv.hf.inspect_corpus(model, texts, folder)
     CorpusRecord('GPT2Model', 4 texts, 1 layers, 2 heads)
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise ArgumentError(
+            f"folder={shown(folder)} is no path.", action="Name the folder that keeps the scores."
+        )
     links = Links(None, timeout)
     if mesh is not None or (dist.is_available() and dist.is_initialized()):
         links = Links(group_of(mesh, dim), timeout)
