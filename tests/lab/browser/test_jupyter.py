@@ -131,7 +131,7 @@ def test_the_widget_asks_a_live_kernel(chromium: Any, notebook_address: str) -> 
     ids = model.repeated_sequence()
     query, key, value, said = list(model.attention_inputs(ids))[1]
     record = qkv.inspect(query, key, value, *said)
-    page.select_option('label:has-text("Layer") select', "1")
+    page.select_option('label:has(span:text-is("Layer")) select', "1")
     page.click('.heads td[data-row="1"][data-column="1"]')
     page.wait_for_selector('.kind:has-text("induction")')
     page.fill(".qkv-lab input[type=number]", "40")
