@@ -189,3 +189,10 @@ def test_rows_where_one_key_has_nearly_all_the_weight(spread, offset, q_len, kv_
         for exact, plain, gradient in zip(truth, written_out(*arrays), got, strict=True):
             allowed = np.abs(plain - exact).max() + 2.0**-23 * max(1, np.abs(exact).max())
             assert np.abs(gradient - exact).max() <= 3 * allowed
+
+
+def test_a_pullback_is_named_in_one_line() -> None:
+    x = np.ones((2, 5, 8))
+    _, pullback = qkv.vjp(x, x, x, qkv.Causal())
+    sizes = "query (2, 5, 8), key (2, 5, 8), value (2, 5, 8)"
+    assert repr(pullback) == f"Pullback({sizes}, Causal())"

@@ -103,7 +103,7 @@ def vjp(
     return ((found.out, found.lse) if return_lse else found.out), pullback
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Pullback:
     """The backward pass of one call, as `qkv.vjp` gives it; keeps the call's arrays and its lse.
 
@@ -131,6 +131,11 @@ class Pullback:
     _residuals: Residuals | None
     _call: CheckedCall | None
     _partial: Partial | None
+
+    def __repr__(self) -> str:
+        named = zip(("query", "key", "value"), self._shapes, strict=False)
+        shapes = ", ".join(f"{name} {shape}" for name, shape in named)
+        return f"Pullback({', '.join((shapes, *map(repr, self._variants)))})"
 
     def __call__(self, grad_out: Any, grad_lse: Any = None, wrt: Iterable[Any] = ()) -> Gradients:
         """Gradients for cotangents of the output and of lse; see `qkv.vjp`."""
