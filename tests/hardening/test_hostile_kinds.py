@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="hostile tensors need torch: pip ins
 import qkv  # noqa: E402
 import qkv.cache  # noqa: E402
 import qkv.cost  # noqa: E402
+import qkv.files  # noqa: E402
 import qkv.mechanisms  # noqa: E402
 import qkv.samples  # noqa: E402
 import qkv.torch  # noqa: E402
@@ -89,6 +90,10 @@ CASES: dict[str, Callable[[], Any]] = {
         factor=2.0,
     ),
     "flags: backward": lambda: qkv.prepare(T, T, T, backward=AMBIGUOUS),
+    "no axes": lambda: qkv.inspect(X, X, X).plot(ax=AMBIGUOUS),
+    "nested rows in a file": lambda: qkv.files.write_arrays("x", X, NESTED, X),
+    "nested positions": lambda: qkv.RoPE().rotate(T, NESTED),
+    "layers to keep": lambda: qkv.ModelRecord("x", keep=AMBIGUOUS),
     "an array for a name": lambda: qkv.prepare(X, X, X, free=AMBIGUOUS),
     "tokens beyond memory": lambda: qkv.samples.tiny_model().repeated_sequence(2**31),
     "no number: dropout_p": lambda: qkv.torch.scaled_dot_product_attention(

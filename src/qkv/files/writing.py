@@ -15,6 +15,7 @@ import numpy as np
 from qkv.declarations import checked
 from qkv.errors import DTypeError, FileError
 from qkv.files.contents import shown
+from qkv.readable_checks import as_array
 
 __all__ = ["replace_file", "write_arrays"]
 
@@ -69,7 +70,8 @@ def write_arrays(
     header = dict(metadata or {})
     if tokens is not None:
         header["tokens"] = json.dumps(list(tokens))
-    data = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, header)
+    dense = {name: np.ascontiguousarray(as_array(name, array)) for name, array in arrays.items()}
+    data = save(dense, header)
     replace_file(path, data)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.call.flatten import copied
-from qkv.declarations import checked
+from qkv.declarations import checked, shown
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.inspection import model_file
 from qkv.inspection.head_scores import SCORES, HeadScores, head_scores
@@ -44,6 +44,13 @@ class HeadTable(list[dict[str, Any]]):
             for line in (names, *cells)
         ]
         return "\n".join(lines)
+
+
+def _is_keep(keep: Any) -> bool:
+    """Whether it is what `keep` may be."""
+    if keep is None or isinstance(keep, str):
+        return keep in (None, "weights")
+    return isinstance(keep, Collection) and all(isinstance(n, int | np.integer) for n in keep)
 
 
 @checked
@@ -93,9 +100,9 @@ class ModelRecord:
     """
 
     def __init__(self, model: str, *, top: int = 4, keep: Keep = None) -> None:
-        if isinstance(keep, str) and keep != "weights":
+        if not _is_keep(keep):
             raise ArgumentError(
-                f"keep={keep!r} is not known.",
+                f"keep={shown(keep)} is not known.",
                 action='Pass "weights" for all layers, or the numbers of some.',
             )
         self.model = model
@@ -126,7 +133,9 @@ class ModelRecord:
         index = len(self.layers)
         sequences = options.pop("sequences", ("input_ids", "input_ids"))
         keep_weights = (
-            self._keep == "weights" if isinstance(self._keep, str) else index in (self._keep or ())
+            self._keep == "weights"
+            if isinstance(self._keep, str)
+            else index in (() if self._keep is None else self._keep)
         )
         if keep_weights:
             # What a cache or the caller does to these arrays later must not change the weights.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.declarations import checked
+from qkv.declarations import checked, shown
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.extras import install_command
 from qkv.files.writing import replace_file
@@ -103,10 +103,15 @@ def picture(
     Raises
     ------
     ArgumentError
-        Both a path and axes are given.
+        Both a path and axes are given, or `ax` is something else.
     UnsupportedError, FileError
         As `save_picture`.
     """
+    if ax is not None and not hasattr(type(ax), "imshow"):
+        raise ArgumentError(
+            f"ax={shown(ax)} is not axes of matplotlib.",
+            action="Pass what pyplot.subplots() returns second.",
+        )
     if path is not None:
         if ax is not None:
             raise ArgumentError(

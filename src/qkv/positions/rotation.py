@@ -113,8 +113,11 @@ def _on_host(values: Any) -> NDArray[Any] | None:
     if hasattr(values, "__array_namespace__"):
         traced = isinstance(values, sys.modules["jax"].core.Tracer)
         return None if traced else np.asarray(values)
-    if hasattr(values, "dtype") and hasattr(values, "shape"):
-        return None
+    try:
+        if hasattr(values, "dtype") and hasattr(values, "shape"):
+            return None
+    except RuntimeError:  # A nested tensor has no shape.
+        pass
     raise ArgumentError(
         f"positions are a {type(values).__name__}, not integers.",
         action="Pass an integer array that broadcasts to x.shape[:-1], such as np.arange(length).",
