@@ -29,6 +29,8 @@ MAX_DECODE_QUERIES = 16
 def heads_first(bound: BoundCall) -> Views | None:
     """Query, key and value with heads before rows, None if they are not plain NumPy arrays."""
     structure = bound.structure
+    if len(bound.leaves) < 3:  # What is no array is no leaf.
+        return None
     query, key, value = bound.leaves[:3]
     if not (type(query) is type(key) is type(value) is np.ndarray and structure.is_plain):
         return None

@@ -86,6 +86,11 @@ def fault_of(error: BaseException) -> str | None:
     return f"{type(error).__name__} in {place.name} ({os.path.basename(place.filename)})"
 
 
+def _is_of_int(error: BaseException, hostile: dict[str, str]) -> bool:
+    """Whether `int` was given for a function, and says that it takes no such arguments."""
+    return "<class 'int'>" in hostile.values() and "to a scalar index" in str(error)
+
+
 def _calls_left() -> int:
     """How much deeper calls may go."""
     try:
@@ -116,7 +121,7 @@ def call_many(calls: int, seed: int, only: str = "") -> tuple[Counter[str], dict
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            fault = fault_of(error)
+            fault = None if _is_of_int(error, hostile) else fault_of(error)
             ended["refused" if fault is None else "failed"] += 1
             if fault is not None:
                 said = str(error) if not isinstance(error, MemoryError) else ""
