@@ -94,6 +94,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "nested rows in a file": lambda: qkv.files.write_arrays("x", X, NESTED, X),
     "nested positions": lambda: qkv.RoPE().rotate(T, NESTED),
     "layers to keep": lambda: qkv.ModelRecord("x", keep=AMBIGUOUS),
+    "no layers to keep": lambda: qkv.ModelRecord("x", keep=np.array(1)),
+    "a name too long for a file": lambda: qkv.cost.read_config("x" * 10_000),
     "an array for a name": lambda: qkv.prepare(X, X, X, free=AMBIGUOUS),
     "tokens beyond memory": lambda: qkv.samples.tiny_model().repeated_sequence(2**31),
     "no number: dropout_p": lambda: qkv.torch.scaled_dot_product_attention(

@@ -105,8 +105,9 @@ def read_config(
 
 
 def _contents(path: Path) -> Mapping[str, Any]:
-    file = path / "config.json" if path.is_dir() else path
+    file = path
     try:
+        file = path / "config.json" if path.is_dir() else path
         with file.open("rb") as opened:
             raw = opened.read(_LARGEST + 1)
     except OSError as error:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from qkv.declarations import shown
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.attention import observe
 from qkv.hf.forward_calls import BackwardAfter, around_forward, in_backward
@@ -146,6 +147,11 @@ def inspect(
         raise ArgumentError(
             f"a text and its tokenizer go together, and there is no {missing}.",
             action="Pass both, or neither and call the model inside of the with.",
+        )
+    if not callable(tokenizer) or isinstance(tokenizer, type):
+        raise ArgumentError(
+            f"tokenizer={shown(tokenizer)} is no tokenizer.",
+            action="Pass what AutoTokenizer.from_pretrained returns.",
         )
     inputs = tokenizer(text, return_tensors="pt")
     with torch.no_grad(), recorded as record:

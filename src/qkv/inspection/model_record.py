@@ -50,7 +50,10 @@ def _is_keep(keep: Any) -> bool:
     """Whether it is what `keep` may be."""
     if keep is None or isinstance(keep, str):
         return keep in (None, "weights")
-    return isinstance(keep, Collection) and all(isinstance(n, int | np.integer) for n in keep)
+    try:
+        return isinstance(keep, Collection) and all(isinstance(n, int | np.integer) for n in keep)
+    except TypeError:  # An array of no dimension.
+        return False
 
 
 @checked

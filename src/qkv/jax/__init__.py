@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from qkv._api import attention
 from qkv.bridges.jax_rules import is_registered
@@ -130,9 +131,9 @@ def dot_product_attention(
     if is_causal:
         variants.append(Causal())
     if local_window_size is not None:
-        left_right = local_window_size
-        variants.append(SlidingWindow(*((left_right,) * 2 if isinstance(left_right, int)
-                                        else left_right)))  # fmt: skip
+        one_for_both = isinstance(local_window_size, int | np.integer)
+        left_right: Any = (local_window_size,) * 2 if one_for_both else local_window_size
+        variants.append(SlidingWindow(*left_right))
     batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
     if query_seq_lengths is not None:
         lengths = _lengths(query_seq_lengths, "query_seq_lengths", batch)

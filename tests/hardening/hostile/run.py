@@ -88,7 +88,8 @@ def fault_of(error: BaseException) -> str | None:
 
 def _is_of_int(error: BaseException, hostile: dict[str, str]) -> bool:
     """Whether `int` was given for a function, and says that it takes no such arguments."""
-    return "<class 'int'>" in hostile.values() and "to a scalar index" in str(error)
+    said = ("to a scalar index", "int() can't convert")
+    return "<class 'int'>" in hostile.values() and any(words in str(error) for words in said)
 
 
 def _calls_left() -> int:
