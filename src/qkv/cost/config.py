@@ -105,9 +105,8 @@ def read_config(
 
 
 def _contents(path: Path) -> Mapping[str, Any]:
-    file = path
+    file = path / "config.json" if os.path.isdir(path) else path
     try:
-        file = path / "config.json" if path.is_dir() else path
         with file.open("rb") as opened:
             raw = opened.read(_LARGEST + 1)
     except OSError as error:
