@@ -202,7 +202,7 @@ class LayerWeights(torch.Tensor):
                 found: torch.Tensor = (
                     reduction(**options) if dim is None else reduction(dim, keepdim, **options)
                 )
-            except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            except (TypeError, ValueError, IndexError) as error:
                 raise ArgumentError(
                     f"torch's {name} does not take dim={shown(dim)} and these options.",
                     [("torch says", (str(error).splitlines() or [""])[0])],
