@@ -167,6 +167,16 @@ def test_many_steps(backend, depth) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
+def test_long_expressions_are_pickled() -> None:
+    node = SCORE
+    for i in range(DEPTH):
+        index = operation("mod", operation("sub", Var("q_pos"), Var("kv_pos")), constant(1 + i % 7))
+        node = operation("add", node, Load("table", "float", (index,)))
+    assert pickle.loads(pickle.dumps(node)) is node
+    scalar = Load("scalar", "int", ())
+    assert pickle.loads(pickle.dumps([scalar, scalar])) == [scalar, scalar]
+
+
 def test_a_long_text_is_cut() -> None:
     node = SCORE
     for i in range(DEPTH):

@@ -54,7 +54,8 @@ class _Node:
         return f"<{text(self)}>"  # type: ignore[arg-type]  # every node is one of `Node`
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), fields_of(self)
+        # A list of all nodes, since pickle would go down an expression by recursion.
+        return _from_list, (_as_list(self),)  # type: ignore[arg-type]  # every node is one of `Node`
 
     def __copy__(self) -> Self:
         return self
@@ -209,6 +210,32 @@ def upwards(node: Node, known: Container[Node] = ()) -> Iterator[Node]:
 
 
 _STOREYS = 64
+
+
+_Listed: TypeAlias = tuple[type[_Node], tuple[Any, ...], tuple[int, ...]]
+
+
+def _as_list(node: Node) -> list[_Listed]:
+    """All nodes from the bottom up: the class, the fields, and the places of the children."""
+    places: dict[Node, int] = {}
+    listed: list[_Listed] = []
+    for n in upwards(node):
+        below = children(n)
+        fields = tuple([field for field in fields_of(n) if field is not below])
+        listed.append((type(n), fields, tuple([places[child] for child in below])))
+        places[n] = len(places)
+    return listed
+
+
+def _from_list(listed: list[_Listed]) -> Node:
+    """The last node of what `_as_list` has made."""
+    made: list[Any] = []
+    for cls, fields, below in listed:
+        has_children = len(fields) < len(cls.__match_args__)
+        parts = (tuple([made[place] for place in below]),) if has_children else ()
+        made.append(cls(*fields, *parts))
+    node: Node = made[-1]
+    return node
 
 
 def landings(node: Node, known: Container[Node]) -> list[Node]:

@@ -10,7 +10,6 @@ import os
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from pickle import PicklingError
 from types import ModuleType
 from typing import Any
 
@@ -63,7 +62,7 @@ def ask(name: str, emit: Any, arguments: tuple[Any, ...], host: Any) -> None:
         try:
             connection.send((name, triple, emit.__module__, emit.__qualname__, arguments, host))
             fault = connection.recv()
-        except (AttributeError, TypeError, PicklingError) as error:  # Not to be sent.
+        except Exception as error:  # Something that cannot be sent, or nobody who answers.
             fault = str(error)
     if fault:
         print(f"{emit.__qualname__} is compiled under QEMU: {fault}", file=sys.stderr)
