@@ -5,11 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
+from qkv.backends.cpu.prepared.any_length import LONGEST
 
 import qkv
-from qkv.backends import RepeatingSteps
 from qkv.backends.cpu import CpuBackend
-from qkv.backends.cpu.prepared.any_length_decode import LONGEST
 from qkv.problem.check import check
 
 CPU = CpuBackend()
@@ -44,6 +43,12 @@ VARIANTS = {
 
 
 def prepared(query, key, value, variants=(), arrays=(), **keywords):
+    """What makes steps of NumPy arrays, None if nothing is prepared."""
+    made = prepared_by_cpu(query, key, value, variants, arrays, **keywords)
+    return None if made is None else made.call
+
+
+def prepared_by_cpu(query, key, value, variants=(), arrays=(), **keywords):
     return CPU.prepare(
         check(query, key, value, variants, **keywords), "forward", any_length=True, arrays=arrays
     )
@@ -211,10 +216,9 @@ def test_lengths_and_shifts_beyond_what_was_prepared_for() -> None:
 def test_steps_by_address(name) -> None:
     variants, (keys, values) = VARIANTS[name], caches()
     query = normal(2, 4, 1, 24)
-    steps = prepared(query, keys, values, variants, q_offset="end")
-    assert isinstance(steps, RepeatingSteps)
-    step = steps.repeated_addresses()
-    assert step is not None
+    steps = prepared_by_cpu(query, keys, values, variants, q_offset="end").steps
+    assert steps is not None
+    step = steps.run
     for length in LENGTHS:
         arrays = query, keys[:, :, :length], values[:, :, :length]
         out, lse = np.full((2, 4, 1, 24), np.nan, "float32"), np.full((2, 4, 1), np.nan, "float32")

@@ -12,7 +12,7 @@ import pytest
 import qkv
 from qkv.backends.cpu.machine.addresses import address_of
 from qkv.backends.cpu.passes.scratch import ArgumentBlock
-from qkv.backends.cpu.prepared import repeated
+from qkv.backends.cpu.prepared import call as prepared_call
 from qkv.backends.cpu.python_calls import filled_block
 from qkv.backends.cpu.python_calls.code import CALL_WORDS
 from qkv.backends.cpu.python_calls.filled_block import Axis, FilledBlock, Operand, operand_of
@@ -147,7 +147,7 @@ def test_sums_that_overflow_are_found(lengths) -> None:
 @pytest.mark.parametrize("name", ["no reading of arrays", "no lock"])
 def test_without_what_makes_it_quick(monkeypatch, lengths, name) -> None:
     if name == "no lock":
-        monkeypatch.setattr(repeated, "has_gil", lambda: False)
+        monkeypatch.setattr(prepared_call, "has_gil", lambda: False)
     else:
         monkeypatch.setattr(filled_block, "_can_read", lambda: False)
     for seed in range(6):

@@ -5,7 +5,7 @@ The cases are those of the suite, and those of variants that live outside `qkv.v
 
 import pytest
 
-from qkv.backends import backends
+from qkv.backends import Prepared, backends
 from qkv.backends.blocked import BlockedBackend
 from qkv.backends.cpu import CpuBackend
 from qkv.hf.groups import SameGroup
@@ -64,7 +64,7 @@ class WrongWhenPrepared(BlockedBackend):
         if passes != "forward" or any_length:
             return None
         found = self.run(problem)
-        return lambda *given: (found.out, found.lse, found.lse_rest, None)
+        return Prepared(lambda *given: (found.out, found.lse, found.lse_rest, None))
 
 
 class WrongSteps(BlockedBackend):
@@ -76,7 +76,7 @@ class WrongSteps(BlockedBackend):
         if not any_length:
             return None
         found = self.run(problem)
-        return lambda *given: (found.out, found.lse, None, None)
+        return Prepared(lambda *given: (found.out, found.lse, None, None))
 
 
 class WrongInspection(BlockedBackend):

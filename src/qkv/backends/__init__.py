@@ -19,17 +19,7 @@ from numpy.typing import NDArray
 
 from qkv._forks import importing
 from qkv.backends.conditions import Conditions, backends_changed, conditions
-from qkv.backends.prepared_calls import (
-    AddressedCall,
-    Addresses,
-    Passes,
-    Prepared,
-    PreparedGradients,
-    RepeatedCall,
-    RepeatedStep,
-    RepeatingCall,
-    RepeatingSteps,
-)
+from qkv.backends.prepared_calls import Passes, Prepared, PreparedSteps
 from qkv.backends.protocols import (
     Backend,
     DeviceBackend,
@@ -51,8 +41,6 @@ from qkv.problem.backward import BackwardInputs
 from qkv.problem.spec import Problem, Spec
 
 __all__ = [
-    "AddressedCall",
-    "Addresses",
     "Backend",
     "BrokenBackendWarning",
     "Choice",
@@ -62,15 +50,11 @@ __all__ = [
     "NotingBackend",
     "Passes",
     "Prepared",
-    "PreparedGradients",
+    "PreparedSteps",
     "Preparing",
     "Progress",
     "ReducingWeights",
     "Refusal",
-    "RepeatedCall",
-    "RepeatedStep",
-    "RepeatingCall",
-    "RepeatingSteps",
     "SinksBackend",
     "StoredRowsBackend",
     "WeightBlocks",

@@ -1,170 +1,76 @@
-"""The protocols of prepared calls: made once for a problem, and run for arrays like its own."""
+"""What a backend prepares: a problem made ready, and the ways in which other arrays run it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
-
-from numpy.typing import NDArray
-
-Array = NDArray[Any]
-
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 Passes: TypeAlias = Literal["forward", "residuals", "statistics", "gradients"]
 """What is computed: attention, attention that a backward pass follows, attention with statistics of
 its rows, gradients."""
 
 
-class Prepared(Protocol):
-    """A problem made ready for other arrays with the same dtypes, shapes and strides.
+class PreparedSteps(NamedTuple):
+    """Decoding steps of any length that other libraries take without NumPy arrays in between.
 
-    If it was prepared for any number of keys, key and value have any number of rows, and all three
-    have any strides.
-    """
-
-    def __call__(
-        self, query: Any, key: Any, value: Any, rows: bool, arrays: Any = (), q_shift: int = 0
-    ) -> tuple[Any, Any, Any, Any] | None:
-        """Output, lse, lse_rest and `unrounded`, sinks included; all but the output only if `rows`
-        are wanted.
-
-        Parameters
-        ----------
-        query, key, value : array
-        rows : bool
-        arrays : sequence of array
-            In the order of those that were prepared for. For any number of keys, axes along the
-            keys have as many entries as there are keys now.
-        q_shift : int
-            What is added to the row of a query for its position. Passed where the number of keys
-            may be any.
-
-        Returns
-        -------
-        tuple or None
-            As `run` gives them, as `run_for_backward` if a backward pass follows, or with
-            `RowStatistics` of `run_with_statistics` in place of lse_rest. None if something is not
-            as it was prepared for, or an output is not finite: the call is then checked.
-        """
-        ...
-
-
-class PreparedGradients(Protocol):
-    """Gradients made ready for other arrays with the same dtypes, shapes and strides."""
-
-    def __call__(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        out: Any,
-        lse: Any,
-        lse_rest: Any,
-        grad_out: Any,
-        grad_lse: Any,
-        arrays: Any = (),
-    ) -> tuple[Any, Any, Any] | None:
-        """Gradients of query, key and value as `backward` gives them, and in their type; None for
-        `grad_lse` is zeros. None in place of all if something is not as it was prepared for.
-        """
-        ...
-
-
-Addresses: TypeAlias = tuple[int, int, int, int, int, int, Sequence[int]]
-"""Where query, key and value of one call lie, where out, lse and lse_rest go, and where the arrays
-of variants lie. lse and lse_rest may be 0, for nowhere. A class of its own would take half a
-microsecond of each call."""
-
-
-class RepeatedStep(Protocol):
-    """A decoding step of any length that other libraries make without NumPy arrays in between."""
-
-    brief_keys: int
-    """Up to so many keys it needs no thread but the caller's, and stays below some 20 microseconds,
-    for which it may hold the GIL."""
-
-    def __call__(
-        self,
-        kv_len: int,
-        out: int,
-        lse: int,
-        q_shift: int,
-        operands: tuple[Any, ...],
-        keep_alive: Any,
-    ) -> bool:
-        """Compute a step; False where `Prepared` gives None.
-
-        Parameters
-        ----------
-        kv_len : int
-        out, lse : int
-            Addresses, lse 0 for none.
-        q_shift : int
-            As for `Prepared`.
-        operands : tuple
-            Of query, key, value and each array: address, sizes, and strides in elements, the latter
-            two as tuples.
-        keep_alive : object
-            Owns all this memory.
-        """
-        ...
-
-
-@runtime_checkable
-class AddressedCall(Protocol):
-    """A prepared call that other libraries may make without NumPy arrays in between."""
-
-    def run(self, addresses: Addresses, keep_alive: Any) -> bool:
-        """Compute at these addresses, whose memory `keep_alive` owns; False where `Prepared` gives
-        None."""
-        ...
-
-
-@runtime_checkable
-class RepeatedCall(AddressedCall, Protocol):
-    """A prepared call that checks by itself whether arrays are like those it was prepared for."""
-
-    def brief(self) -> Callable[[int, int, int, int, int], bool] | None:
-        """`run` of the addresses of query, key, value, out and lse, if it needs no thread but the
-        caller's and stays below some 20 microseconds, for which it may hold the GIL; else None."""
-        ...
-
-    def __call__(self, query: Array, key: Array, value: Array, rows: bool) -> Any:
-        """As `Prepared` without arrays of variants; None if an array has another dtype, shape or
-        stride."""
-        ...
-
-
-@runtime_checkable
-class RepeatingCall(Protocol):
-    """A prepared call that can check arrays by itself, which is quicker than a form."""
-
-    def repeated(self, at_end: bool = False) -> RepeatedCall | None:
-        """The call for NumPy arrays, or None if there are arrays of variants.
-
-        If it was prepared for any number of keys, the first query stands at 0, or with `at_end` the
-        last one at the last key.
-        """
-        ...
-
-
-@runtime_checkable
-class RepeatingSteps(Protocol):
-    """A call prepared for any number of keys that other libraries may make too."""
-
-    def repeated_addresses(self, *, between_products: bool = False) -> RepeatedStep | None:
-        """The step that is told addresses, sizes and strides, or None.
-
+    Attributes
+    ----------
+    brief_keys : int
+        Up to so many keys a step needs no thread but the caller's, and stays below some 20
+        microseconds, for which it may hold the GIL.
+    run : callable (kv_len, out, lse, q_shift, operands, keep_alive, between_products=False) -> bool
+        Computes a step; False where `Prepared.call` gives None. `out` and `lse` are addresses, lse
+        0 for none. `operands` are, for query, key, value and each array, its address, sizes, and
+        strides in elements, the latter two as tuples. `keep_alive` owns all this memory.
         `between_products` says that threads of such a library have just worked and will soon again,
         as around the layers of a model.
-        """
-        ...
+    of_length : callable (kv_len, q_shift, strides) -> Prepared or None
+        The step over so many keys whose first query stands at `q_shift`, with `strides` of query,
+        key and value in bytes.
+    """
 
-    def of_length(
-        self, kv_len: int, q_shift: int, strides: Sequence[Sequence[int]]
-    ) -> RepeatedCall | None:
-        """The step over so many keys whose first query stands at `q_shift`, or None.
+    brief_keys: int
+    run: Callable[..., bool]
+    of_length: Callable[[int, int, Sequence[Sequence[int]]], Prepared | None]
 
-        It is told addresses alone: `strides` are those of query, key and value, in bytes.
-        """
-        ...
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A problem made ready for other arrays of its form; all but `call` is there for speed.
+
+    It keeps no array of the caller's. Each function gives None or False if something is not as it
+    was prepared for, or an output is not finite: the call is then checked.
+
+    Attributes
+    ----------
+    call : callable (query, key, value, rows, arrays=(), q_shift=0)
+        Takes arrays with the dtypes, shapes and strides of those that were prepared for. If the
+        number of keys is free, key and value have any number of rows, and all three any strides.
+        `arrays` are in the order of those that were prepared for; `q_shift`, passed where the
+        number of keys is free, is added to the row of a query for its position. Gives output, lse,
+        lse_rest and `unrounded`, sinks included, as `run` does, or as `run_for_backward` if a
+        backward pass follows; or with the `RowStatistics` of `run_with_statistics` in place of
+        lse_rest. All but the output may be missing unless `rows` are wanted.
+
+        For gradients (query, key, value, out, lse, lse_rest, grad_out, grad_lse, arrays=()):
+        gradients of query, key and value as `backward` gives them; `grad_lse` may be None for
+        zeros.
+    run : callable (addresses, keep_alive) -> bool, optional
+        Reads query, key and value, writes out and lse, and reads the arrays of variants, in this
+        order, at these addresses, of memory that `keep_alive` owns. That of lse may be 0.
+    brief : callable (query, key, value, out, lse) -> bool, optional
+        `run` of these addresses, if it needs no thread but the caller's and stays below some 20
+        microseconds, for which it may hold the GIL.
+    if_alike : callable (query, key, value, rows), optional
+        As `call`, and asks by itself whether arrays are as expected, which is quicker than a form.
+        If the number of keys is free, queries stand where the problem aligns them.
+    steps : PreparedSteps, optional
+        If the number of keys is free.
+    """
+
+    call: Callable[..., Any]
+    run: Callable[[Sequence[int], Any], bool] | None = None
+    brief: Callable[[int, int, int, int, int], bool] | None = None
+    if_alike: Callable[[Any, Any, Any, bool], Any] | None = None
+    steps: PreparedSteps | None = None

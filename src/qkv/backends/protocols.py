@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from numpy.typing import NDArray
 
-from qkv.backends.prepared_calls import Passes, Prepared, PreparedGradients
+from qkv.backends.prepared_calls import Passes, Prepared
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.spec import Problem, Spec
@@ -41,7 +41,7 @@ class Preparing(Protocol):
         any_length: bool = False,
         arrays: Any = (),
         inputs: BackwardInputs | None = None,
-    ) -> Prepared | PreparedGradients | None:
+    ) -> Prepared | None:
         """The problem made ready, or None if calls like it are to be checked.
 
         It is asked only for problems whose variants hold nothing but constants, and `arrays`, of

@@ -47,7 +47,7 @@ class PreparedPasses:
         """As `qkv.bridges.torch_operators.compute_attention`; None if that has to be called."""
         query, key, value = map(self._view, inputs[:3])
         with on_torch_threads():
-            found = self._forward(query, key, value, True, self._arrays(inputs))
+            found = self._forward.call(query, key, value, True, self._arrays(inputs))
         if found is None:
             return None
         out, lse, rest, unrounded = found
@@ -75,7 +75,9 @@ class PreparedPasses:
         grad_out, grad_lse = self._view(cotangents[0]), _view(cotangents[1])
         arrays = self._arrays(inputs)
         with on_torch_threads():
-            found = known[1].run(query, key, value, out, lse, rest, grad_out, grad_lse, arrays)
+            found = known[1].prepared.call(
+                query, key, value, out, lse, rest, grad_out, grad_lse, arrays
+            )
         return None if found is None else list(map(self._tensor, found))
 
     def prepare_gradients(

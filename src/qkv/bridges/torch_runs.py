@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.backends import AddressedCall, RepeatedCall, RepeatedStep, RepeatingSteps
+from qkv.backends import PreparedSteps
 from qkv.bridges import torch_functions as functions
 from qkv.bridges.torch_guards import Guard, form_guard, gradient_guard, guard
 from qkv.bridges.torch_layouts import empty_maker, leaf_values
@@ -24,7 +24,7 @@ from qkv.call.bound import BoundCall
 from qkv.call.cache import PreparedCall
 from qkv.call.decoding import position
 
-__all__ = ["Run", "is_step_of_tensors", "layouts_of", "run_of"]
+__all__ = ["Run", "layouts_of", "run_of", "steps_of_tensors"]
 
 Empty: TypeAlias = Callable[[], Tensor]
 
@@ -78,7 +78,7 @@ class OnePass(NamedTuple):
             done = self.brief(at_query, at_key, at_value, at_out, at_lse)
         else:
             places = [array.data_ptr() for array in arrays]
-            addresses = at_query, at_key, at_value, at_out, at_lse, 0, places
+            addresses = at_query, at_key, at_value, at_out, at_lse, *places
             with on_torch_threads():
                 done = self.run(addresses, (read, out, lse))
         if not done:
@@ -98,7 +98,7 @@ class Step:
     """
 
     common: Common
-    step: RepeatedStep
+    steps: PreparedSteps
     q_len: int
     empty_out: Empty
     empty_lse: Empty
@@ -117,11 +117,11 @@ class Step:
         lse = self.empty_lse() if rows else None
         at_out, at_lse = out.data_ptr(), 0 if lse is None else lse.data_ptr()
         arguments = kv_len, at_out, at_lse, shift, layouts_of(read), (read, out, lse)
-        if kv_len <= self.step.brief_keys:
-            done = self.step(*arguments)
+        if kv_len <= self.steps.brief_keys:
+            done = self.steps.run(*arguments)
         else:
             with on_torch_threads():
-                done = self.step(*arguments)
+                done = self.steps.run(*arguments)
         if not done:
             return None
         if kv_len != self.kv_len:
@@ -136,11 +136,11 @@ class Step:
         if len(read) > 3:
             return None
         strides = [[t.itemsize * stride for stride in t.stride()] for t in read]
-        call = self.common.prepared.run.of_length(self.kv_len, shift, strides)
-        if call is None:
+        made = self.steps.of_length(self.kv_len, shift, strides)
+        if made is None or made.run is None:
             return None
         common = self.common._replace(fits=guard(*read))
-        return OnePass(common, call.run, call.brief(), self.empty_out, self.empty_lse, False)
+        return OnePass(common, made.run, made.brief, self.empty_out, self.empty_lse, False)
 
 
 _MANY_REPEATS = 64
@@ -183,37 +183,35 @@ def run_of(
         return None if wants_gradients else _step(prepared, bound, read, values)
     if wants_gradients:
         by_value = {n: _copied(bound.leaves[n]) for n in bound.structure.by_value}
-        passes = PreparedPasses(bound.structure, len(bound.leaves), prepared.run)
+        passes = PreparedPasses(bound.structure, len(bound.leaves), prepared.prepared)
         return BothPasses(Common(prepared, gradient_guard(*read), values, fixed), by_value, passes)
-    call = prepared.repeated or prepared.run
-    if not isinstance(call, AddressedCall):
+    made = prepared.prepared
+    if made.run is None:
         return None
-    brief = call.brief() if isinstance(call, RepeatedCall) else None
     rows_first = bound.structure.layout == "blhd"
     makers = _makers([t.transpose(-3, -2) if rows_first else t for t in read[:3]])
-    return OnePass(Common(prepared, guard(*read), values, fixed), call.run, brief, *makers,
-                   rows_first)  # fmt: skip
+    return OnePass(Common(prepared, guard(*read), values, fixed), made.run, made.brief,
+                   *makers, rows_first)  # fmt: skip
 
 
 def _step(
     prepared: PreparedCall, bound: BoundCall, read: Sequence[Tensor], values: tuple[bytes, ...]
 ) -> Step | None:
-    step = prepared.run.repeated_addresses() if is_step_of_tensors(prepared, bound) else None
-    if step is None:
+    steps = steps_of_tensors(prepared, bound)
+    if steps is None:
         return None
     common = Common(prepared, form_guard(*read), values, None)
-    return Step(common, step, read[0].shape[-2], *_makers(read))
+    return Step(common, steps, read[0].shape[-2], *_makers(read))
 
 
-def is_step_of_tensors(prepared: PreparedCall, bound: BoundCall) -> bool:
-    """Whether a prepared call is a decoding step that is told addresses, sizes and strides."""
+def steps_of_tensors(prepared: PreparedCall, bound: BoundCall) -> PreparedSteps | None:
+    """The steps of a prepared call, if they are told addresses, sizes and strides alone."""
     form, structure = prepared.step, bound.structure
-    return (
-        form is not None
-        and form.every_length
-        and not (form.lengths or structure.per_step or structure.layout != "bhld")
-        and isinstance(prepared.run, RepeatingSteps)
-    )
+    if form is None or not form.every_length or form.lengths:
+        return None
+    if structure.per_step or structure.layout != "bhld":
+        return None
+    return prepared.prepared.steps
 
 
 def _makers(operands: Sequence[Tensor]) -> tuple[Empty, Empty]:

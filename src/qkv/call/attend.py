@@ -108,7 +108,7 @@ def run_alike(prepared: PreparedCall, bound: BoundCall, rows: bool) -> Attended 
     """The results of a prepared call; None if the arrays have another form, or it cannot run."""
     structure, form = bound.structure, prepared.form
     is_placed = form.any_length and type(structure.options[2]) is int
-    if prepared.repeated is not None and not is_placed:
+    if prepared.if_alike is not None and not is_placed:
         repeated = _repeat(prepared, bound, rows)
         if repeated is not None:
             return repeated
@@ -126,15 +126,15 @@ def _run(known: PreparedCall, bound: BoundCall, views: Views, rows: bool) -> Any
     """The results of a prepared call; None if something is not as it was prepared for."""
     known.used = CALLS.clock
     if known.step is None:
-        return known.run(*views, rows, in_place(bound))
-    return run_step(known.run, known.step, bound, views, rows)
+        return known.prepared.call(*views, rows, in_place(bound))
+    return run_step(known.prepared, known.step, bound, views, rows)
 
 
 def _remember(entry: Entry, known: PreparedCall, bound: BoundCall) -> None:
     """Try this call first when there is another one of the same structure."""
     if known.form.passes == "forward":
         is_placed = known.step is not None and type(bound.structure.options[2]) is int
-        entry.first_of_arrays = None if known.repeated is None or is_placed else known
+        entry.first_of_arrays = None if known.if_alike is None or is_placed else known
 
 
 def _repeat(first: PreparedCall, bound: BoundCall, rows: bool) -> Attended | None:
@@ -146,12 +146,12 @@ def _repeat(first: PreparedCall, bound: BoundCall, rows: bool) -> Attended | Non
     if (len(leaves) > 3 or first.form.values) and values_of(bound) != first.form.values:
         return None
     first.used = CALLS.clock
-    repeated: Any = first.repeated
+    if_alike: Any = first.if_alike
     if structure.options[1] == "bhld":
-        results = repeated(query, key, value, rows)
+        results = if_alike(query, key, value, rows)
         return None if results is None else Attended(*results)
     views = heads_first(bound)
-    results = None if views is None else repeated(*views, rows)
+    results = None if views is None else if_alike(*views, rows)
     return None if results is None else _restored(results, bound)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from qkv._forks import RenewedLock
-from qkv.backends import Passes, RepeatedCall, conditions
+from qkv.backends import Passes, Prepared, conditions
 from qkv.backends.conditions import Conditions
 from qkv.call.bound import Structure
 from qkv.call.flatten import without_arrays
@@ -69,15 +69,13 @@ class PreparedCall:
     Attributes
     ----------
     form : Form
-    run : object
-        Made by the backend.
+    prepared : Prepared
+        The ways in which the backend runs it.
     backend : str
     conditions : Conditions
         Under which it was prepared. What keeps a prepared call outside of the cache asks for them.
     step : StepForm or None
         If the number of keys is free.
-    repeated : RepeatedCall or None
-        The same for NumPy arrays, asking by itself whether they are as expected.
     of_tensors : dict
         What torch takes in place of `run`, by what else its tensors have in common.
     used : int
@@ -85,13 +83,17 @@ class PreparedCall:
     """
 
     form: Form
-    run: Any
+    prepared: Prepared
     backend: str
     conditions: Conditions
     step: StepForm | None = None
-    repeated: RepeatedCall | None = None
     of_tensors: dict[Hashable, Any] = field(default_factory=dict)
     used: int = 0
+
+    @property
+    def if_alike(self) -> Any:
+        """`Prepared.if_alike`; None if lengths decide more than it asks."""
+        return self.prepared.if_alike if self.step is None or self.step.every_length else None
 
 
 class Entry:

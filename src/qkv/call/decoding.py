@@ -46,7 +46,7 @@ def run_step(steps: Prepared, step: StepForm, bound: BoundCall, views: Views, ro
             q_shift = int(lens[0]) - q_len
         ends = (lens - q_len,) if step.lengths == 2 else ()
         arrays = (*arrays, lens, *ends)
-    return steps(query, key, value, rows, arrays, q_shift)
+    return steps.call(query, key, value, rows, arrays, q_shift)
 
 
 def arrays_from_lengths(problem: Problem) -> list[Array]:

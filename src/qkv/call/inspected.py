@@ -81,7 +81,7 @@ def attend_for_inspection(bound: BoundCall, given: Sequence[Any] | None = None) 
     known = None if entry is None or form is None else entry.calls.get(form)
     if views is not None and known is not None:
         known.used = CALLS.clock
-        results = known.run(*views, True, in_place(seen))
+        results = known.prepared.call(*views, True, in_place(seen))
         if results is not None:
             out, lse, rows, _ = results
             if bound.structure.layout == "blhd":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from qkv.backends import Preparing, RepeatingCall
+from qkv.backends import Preparing
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS, Form, PreparedCall, StepForm
 from qkv.call.checked import CheckedCall
@@ -62,10 +62,9 @@ def prepared_by(
         for tree in structure.variants:
             add_length_keys(tree, problem.spec.kv_len, length_keys)
         step = StepForm(at_end, len(from_lengths), not length_keys)
-    run = backend.prepare(problem, form.passes, any_length=any_length, arrays=arrays, inputs=inputs)
-    if run is None:
+    made = backend.prepare(
+        problem, form.passes, any_length=any_length, arrays=arrays, inputs=inputs
+    )
+    if made is None:
         return None
-    repeated = None
-    if isinstance(run, RepeatingCall) and (step is None or step.every_length):
-        repeated = run.repeated(at_end)
-    return PreparedCall(form, run, backend.name, call.choice.conditions, step, repeated)
+    return PreparedCall(form, made, backend.name, call.choice.conditions, step)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from qkv.backends import RepeatedStep, conditions
+from qkv.backends import PreparedSteps, conditions
 from qkv.backends.conditions import Conditions
 from qkv.bridges.torch_guards import form_guard
 from qkv.bridges.torch_layouts import (
@@ -21,7 +21,7 @@ from qkv.bridges.torch_layouts import (
 )
 from qkv.bridges.torch_observers import looks_on
 from qkv.bridges.torch_prepared import known_call
-from qkv.bridges.torch_runs import is_step_of_tensors, layouts_of
+from qkv.bridges.torch_runs import layouts_of, steps_of_tensors
 from qkv.call.bound import BoundCall, Structure, bind
 from qkv.call.cache import CALLS
 from qkv.call.flatten import Leaves, flatten
@@ -43,7 +43,7 @@ class _LayerStep:
 
     __slots__ = ("_conditions", "_empty_out", "_fits", "_step")
 
-    def __init__(self, read: Sequence[Tensor], step: RepeatedStep, held: Conditions) -> None:
+    def __init__(self, read: Sequence[Tensor], step: PreparedSteps, held: Conditions) -> None:
         query, _, value, *_ = read
         batch, heads, q_len, _ = query.shape
         self._fits = form_guard(*read)
@@ -65,7 +65,7 @@ class _LayerStep:
             return None
         out, kv_len = self._empty_out(), read[1].shape[-2]
         operands = layouts_of(read)
-        done = self._step(kv_len, out.data_ptr(), 0, q_offset, operands, (read, out))
+        done = self._step.run(kv_len, out.data_ptr(), 0, q_offset, operands, (read, out), True)
         return out if done else None
 
 
@@ -78,10 +78,8 @@ def _layer_step(bound: BoundCall) -> _LayerStep | None:
     if not are_dense(*read) or gradients_wanted(read):
         return None
     known = known_call(entry, bound, "forward")
-    if known is None or not is_step_of_tensors(known, bound):
-        return None
-    step = known.run.repeated_addresses(between_products=True)
-    return None if step is None else _LayerStep(read, step, known.conditions)
+    step = None if known is None else steps_of_tensors(known, bound)
+    return None if known is None or step is None else _LayerStep(read, step, known.conditions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ def pull_back(
     if known is not None and views is not None:
         known.used = CALLS.clock
         out, cotangent = (_swap_heads(a) if blhd else a for a in (residuals.out, grad_out))
-        found = known.run(
+        found = known.prepared.call(
             *views, out, residuals.lse, residuals.lse_rest, cotangent, grad_lse, in_place(bound)
         )
         if found is not None:

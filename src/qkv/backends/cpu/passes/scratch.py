@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +14,32 @@ from qkv.backends.cpu.passes.arguments import word_index
 from qkv.partial import Partial
 
 Array = NDArray[Any]
+Thing = TypeVar("Thing")
 
 _LIMIT = word_index("limit")
 NO_RESULTS = Partial(np.empty(0), np.empty(0))
 """In the place of results whose addresses each call brings."""
 _MOST_FREE = 4
 """Number of scratch buffers that are kept for later calls."""
-_free: list[Scratch] = []
+
+
+class Pool(Generic[Thing]):
+    """Things that one call at a time uses, kept for later calls."""
+
+    def __init__(self, most: int) -> None:
+        self._free: list[Thing] = []
+        self._most = most
+
+    def take(self) -> Thing | None:
+        """One that is free, None if there is none."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return None
+
+    def give_back(self, thing: Thing) -> None:
+        if len(self._free) < self._most:
+            self._free.append(thing)
 
 
 class Scratch:
@@ -70,11 +89,8 @@ class BriefJob(NamedTuple):
 
 def take_scratch(size: int) -> Scratch:
     """Scratch of at least `size` bytes."""
-    try:
-        found = _free.pop()
-    except IndexError:
-        return Scratch(size)
-    return found if found.size >= size else Scratch(size)
+    found = _scratch.take()
+    return found if found is not None and found.size >= size else Scratch(size)
 
 
 def scratch_of_brief_jobs(size: int) -> Scratch:
@@ -88,6 +104,5 @@ def scratch_of_brief_jobs(size: int) -> Scratch:
 _of_brief_jobs: Scratch | None = None
 
 
-def return_scratch(scratch: Scratch) -> None:
-    if len(_free) < _MOST_FREE:
-        _free.append(scratch)
+_scratch: Pool[Scratch] = Pool(_MOST_FREE)
+return_scratch = _scratch.give_back

@@ -7,13 +7,13 @@ keys, or of a fixed number; `ArrayWords` writes where it lies into an argument b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.passes.decode import DecodeArguments
 from qkv.backends.cpu.passes.scratch import NO_RESULTS
 from qkv.backends.cpu.plan.kernel_spec import bits_of, index_bounds
@@ -55,26 +55,19 @@ class ArrayWords:
             self.address, self.dtype, [Axis(size, 0, place, keys) for size, place, keys in axes]
         )
 
-    def write(
-        self,
-        words: memoryview,
-        address: int,
-        shape: Sequence[int],
-        strides: Sequence[int],
-        kv_len: int,
-    ) -> bool:
+    def write(self, words: memoryview, array: Array, kv_len: int) -> bool:
         """Write the words of an array; False if it is not like the one that was prepared for."""
-        if len(shape) != len(self.sizes):
+        if array.ndim != len(self.sizes):
             return False
         for word, expected, keys, size, stride in zip(
-            self.strides, self.sizes, self.keys, shape, strides, strict=True
+            self.strides, self.sizes, self.keys, array.shape, array.strides, strict=True
         ):
             if keys and size == -(-kv_len // keys):
                 words[word - 1] = size
             elif keys or (size != expected and (expected != 1 or stride)):
                 return False
             words[word] = stride
-        words[self.address] = address
+        words[self.address] = quick_address_of(array)
         return True
 
 

@@ -28,8 +28,9 @@ from qkv.backends.cpu.passes.backward_arguments import (
 )
 from qkv.backends.cpu.passes.delta_correction import RowArrays
 from qkv.backends.cpu.passes.gradient import is_faint, needs_delta_correction
-from qkv.backends.cpu.passes.scratch import ArgumentBlock, return_scratch, take_scratch
+from qkv.backends.cpu.passes.scratch import ArgumentBlock, Pool, return_scratch, take_scratch
 from qkv.backends.cpu.prepared.placeholders import placeholder, without_values
+from qkv.backends.cpu.prepared.stages import Rotate, RotateGradients, rotated_form
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.spec import Problem
 
@@ -38,12 +39,19 @@ Array = NDArray[Any]
 _READ = ("query", "key", "value", "out", "grad_out", "lse", "lse_rest", "grad_lse")
 _WRITTEN = ("d_query", "query_partials", "d_key", "key_sums", "d_value", "value_sums")
 _SHARED = ("scratch", "finished")
+_MOST_BLOCKS = 64
+"""How many argument blocks are kept, one for each thread that has run the pass at once."""
 
 
 class PreparedBackward:
     """Takes arrays like those of one problem and one set of inputs."""
 
     def __init__(self, problem: Problem, inputs: BackwardInputs, arrays: tuple[Array, ...]) -> None:
+        self._rotate = self._rotate_back = None
+        if problem.spec.rotation:
+            self._rotate = Rotate(problem)
+            self._rotate_back = RotateGradients(problem, self._rotate.angles)
+            problem = rotated_form(problem)
         problem, read = without_values(problem, arrays)
         spec = problem.spec
         self._pass = BackwardPass(
@@ -65,7 +73,7 @@ class PreparedBackward:
         self._read = [list(map(self._template.word_of_table, tables)) for tables in read]
         self._scratch_bytes = scratch_of(spec, self._pass.shape)
         self._finished_bytes = spec.batch_size * spec.num_kv_heads * WORD
-        self._blocks: list[ArgumentBlock] = []
+        self._blocks: Pool[ArgumentBlock] = Pool(_MOST_BLOCKS)
 
     def __call__(
         self,
@@ -91,6 +99,8 @@ class PreparedBackward:
                 return None
             finite = np.where(np.isneginf(lse), lse.dtype.type(0), lse)
         finite, rest, along_lse = map(np.ascontiguousarray, (finite, lse_rest, along_lse))
+        if self._rotate is not None:
+            query, key = self._rotate.arrays(query, key)
         workers = self._pass.workers()
         gradients: list[Array] = []
         written: list[Array] = []
@@ -103,10 +113,7 @@ class PreparedBackward:
         finished = scratch.address + size
         ctypes.memset(finished, 0, self._finished_bytes)
         held = query, key, value, out, grad_out, finite, rest, along_lse, *written
-        try:
-            block = self._blocks.pop()
-        except IndexError:
-            block = ArgumentBlock(self._template.copy())
+        block = self._blocks.take() or ArgumentBlock(self._template.copy())
         words = block.words
         addresses = [*map(quick_address_of, held), scratch.address, finished]
         for word, address in zip(self._words, addresses, strict=True):
@@ -117,9 +124,12 @@ class PreparedBackward:
         block.keep_alive = scratch, held, arrays
         self._pass.launch(self._kernel, block, workers)
         block.keep_alive = ()
-        self._blocks.append(block)
+        self._blocks.give_back(block)
         return_scratch(scratch)
-        return gradients[0], gradients[1], gradients[2]
+        d_query, d_key, d_value = gradients
+        if self._rotate_back is not None:
+            d_query, d_key = self._rotate_back.arrays(d_query, d_key)
+        return d_query, d_key, d_value
 
 
 class _Output(NamedTuple):

@@ -6,16 +6,18 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from qkv.backends import Passes
+from qkv.backends import Passes, Prepared
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes.decode import is_decode
 from qkv.backends.cpu.plan import schedule
 from qkv.backends.cpu.plan.block_skipping import skips_by_value
 from qkv.backends.cpu.prepared import backward, stages
-from qkv.backends.cpu.prepared.any_length_decode import any_length_decode
-from qkv.backends.cpu.prepared.decode import PreparedDecode
-from qkv.backends.cpu.prepared.forward import PreparedForward
+from qkv.backends.cpu.prepared.any_length import any_length_form
+from qkv.backends.cpu.prepared.call import PreparedCall
+from qkv.backends.cpu.prepared.decode import decode_kernel
+from qkv.backends.cpu.prepared.forward import forward_kernel
 from qkv.backends.cpu.prepared.placeholders import tables_of
+from qkv.backends.cpu.prepared.steps import StepsOfAnyLength
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.expressions import tables
 from qkv.problem.spec import Problem
@@ -32,7 +34,7 @@ def prepare(
     any_length: bool,
     arrays: tuple[Array, ...],
     inputs: BackwardInputs | None,
-) -> Any:
+) -> Prepared | None:
     """See `qkv.backends.Preparing`."""
     spec = problem.spec
     sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, spec.v_head_dim)
@@ -43,39 +45,39 @@ def prepare(
         return _for_any_length(problem, arrays) if is_short else None
     if spec.rotation and not stages.is_rotation_kept(problem):
         return None
-    form = stages.rotated_form(problem) if spec.rotation else problem
     if inputs is not None:
         if not (backward.is_preparable(problem, inputs) and _is_scheduled_alike(problem, arrays)):
             return None
-        gradients = backward.PreparedBackward(form, inputs, arrays)
-        return stages.RotatedBackward(problem, gradients) if spec.rotation else gradients
-    made: Any
+        return Prepared(backward.PreparedBackward(problem, inputs, arrays))
+    form = stages.rotated_form(problem) if spec.rotation else problem
     if is_short:
         if passes == "statistics" or not all(tables_of(problem, arrays)):
             return None
-        made = PreparedDecode(form, arrays=arrays)
+        kernel = decode_kernel(form, arrays)
     elif _is_scheduled_alike(problem, arrays):
-        made = PreparedForward(form, passes, arrays=arrays)
+        kernel = forward_kernel(form, passes, arrays)
     else:
         return None
-    if spec.sinks:
-        made = stages.SinksCall(problem, made, backward=passes == "residuals")
-    return stages.RotatedCall(problem, made) if spec.rotation else made
+    has_rest = passes == "residuals" and not is_short
+    made = PreparedCall(problem, passes, kernel, has_rest)
+    return made.prepared(brings_arrays=bool(arrays))
 
 
-def _for_any_length(problem: Problem, arrays: tuple[Array, ...]) -> Any:
+def _for_any_length(problem: Problem, arrays: tuple[Array, ...]) -> Prepared | None:
     """Decoding steps over any number of keys, with the same constants.
 
     None if what variants hold, other than `arrays`, serves one number of keys only.
     """
-    if problem.spec.rotation is None:
-        return any_length_decode(problem, arrays)
-    positions = problem.operands.positions
+    rotates, positions = problem.spec.rotation is not None, problem.operands.positions
     # All batch entries must share one table of angles.
-    if max(len(positions.q_shift), len(positions.kv_shift)) > 1:
+    if rotates and max(len(positions.q_shift), len(positions.kv_shift)) > 1:
         return None
-    made = any_length_decode(stages.rotated_form(problem), arrays)
-    return None if made is None else stages.AnyLengthRotation(problem, made)
+    form = stages.rotated_form(problem) if rotates else problem
+    words = any_length_form(form, arrays)
+    if words is None:
+        return None
+    rotate = stages.RotateSteps(problem) if rotates else None
+    return StepsOfAnyLength(form, words, arrays, rotate).prepared()
 
 
 def _is_scheduled_alike(problem: Problem, arrays: tuple[Array, ...]) -> bool:

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from qkv.backends.cpu.compiler.compile import Kernel, build
 from qkv.backends.cpu.machine.addresses import address_of, quick_address_of
 from qkv.backends.cpu.machine.host import Host, host
-from qkv.backends.cpu.python_calls.filled_block import FilledBlock, Operand, operand_of
 from qkv.backends.cpu.rows.rotation_kernel import FIELDS, RotationKey, emit_rotation
 from qkv.backends.cpu.rows.row_pass import RowPass, argument_words, word_indices
 from qkv.problem.spec import Angles, Problem
@@ -148,39 +147,30 @@ class Rotation:
         kernel = _kernel(key, here)
         self.row_pass = RowPass(kernel, words, places, count, entries, _WORTH_A_THREAD)
 
-    def outputs(self) -> list[Array]:
-        """Memory for the rotated rows: dense, in the type of computation."""
-        return [np.empty(layout.shape, self.out_dtype) for layout in self.layouts]
-
-    def filled_block(self, operands: Sequence[Array], angles: Sequence[CosSin]) -> FilledBlock:
-        """Functions of query, key, value and two outputs, which rotate the first two by angles.
-
-        `read` asks whether the three are laid out as `operands` are.
-        """
-        places = _WORDS[0][0], _WORDS[1][0], _UNUSED
-        out, other_out = _WORDS[0][1], _WORDS[1][1]
-        read = map(operand_of, places, operands)
-        written = Operand(out), Operand(other_out)
-        filled = self.row_pass.filled_block(
-            [*read, *written], {"out": out, "lse": other_out}, keep_alive=angles
-        )
-        for words, table in zip(_WORDS, angles, strict=True):
-            for word, number in zip(words[2:], table.numbers, strict=True):
-                filled.block.words[word] = number
-        return filled
-
     def __call__(
-        self, addresses: Sequence[int], angles: Sequence[CosSin], outputs: Sequence[Array]
+        self,
+        addresses: Sequence[int],
+        angles: Sequence[CosSin],
+        outputs: Sequence[int],
+        keep_alive: Any,
     ) -> None:
-        """Rotate the rows at these addresses by these angles into the outputs."""
+        """Rotate the rows at these addresses by these angles, dense, to where outputs lie.
+
+        `keep_alive` owns the memory.
+        """
         numbers: list[int] = []
         for address, table, out in zip(addresses, angles, outputs, strict=True):
-            numbers += (address, quick_address_of(out), *table.numbers)
-        self.row_pass.run(numbers, (outputs, angles, self.layouts))
+            numbers += (address, out, *table.numbers)
+        self.row_pass.run(numbers, (keep_alive, angles, self.layouts))
+
+    def arrays(self, arrays: Sequence[Array], angles: Sequence[CosSin]) -> list[Array]:
+        """Arrays of this form rotated by these angles, in the type of computation."""
+        outputs = [np.empty(layout.shape, self.out_dtype) for layout in self.layouts]
+        at = quick_address_of
+        self(list(map(at, arrays)), angles, list(map(at, outputs)), (arrays, outputs))
+        return outputs
 
 
-_UNUSED = 1
-"""A word beside the counter, for an address that the kernel does not read."""
 _WORDS = [
     word_indices(FIELDS, f"rows_{n}", f"out_{n}", f"cosines_{n}", f"sines_{n}", f"table_bytes_{n}")
     for n in (0, 1)
@@ -194,8 +184,6 @@ def rotated_rows(problem: Problem, array: Array, side: str, *, back: bool = Fals
     table = angle_tables(angles, side)
     if back:
         table = CosSin(table.cosines, -table.sines)
-    rotation = Rotation(problem, [array])
-    (out,) = outputs = rotation.outputs()
-    if out.size:
-        rotation([address_of(array)], [table], outputs)
-    return out
+    if not array.size:
+        return np.empty(array.shape, problem.spec.compute_dtype)
+    return Rotation(problem, [array]).arrays([array], [table])[0]

@@ -100,19 +100,6 @@ class RowPass:
         self._has_run = False
         self._brief: FilledBlock | None = None
 
-    def filled_block(
-        self,
-        operands: Sequence[Operand],
-        call: Mapping[str, int] | None = None,
-        keep_alive: Any = (),
-    ) -> FilledBlock:
-        """A block of its own, whose functions run the pass; one is enough if it is brief.
-
-        `keep_alive` owns what words that are not filled are addresses of.
-        """
-        block = ArgumentBlock(self._words, keep_alive)
-        return FilledBlock.of(block, operands, {**(call or {}), "job": self._kernel.address})
-
     def run(self, numbers: Sequence[int], keep_alive: Any) -> None:
         """Run the kernel on all heads; `keep_alive` owns what the numbers are addresses of."""
         if self._brief is not None:
@@ -121,7 +108,9 @@ class RowPass:
         if self.is_brief and self._has_run:
             # A process may have given up making code since the first run.
             with suppress(KernelBuildError):
-                self._brief = self.filled_block([Operand(place) for place in self._places])
+                block = ArgumentBlock(self._words, ())
+                operands, job = list(map(Operand, self._places)), {"job": self._kernel.address}
+                self._brief = FilledBlock.of(block, operands, job)
         self._has_run = True
         block = ArgumentBlock(self._words, keep_alive)
         for place, number in zip(self._places, numbers, strict=True):

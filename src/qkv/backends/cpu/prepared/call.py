@@ -1,0 +1,271 @@
+"""A prepared call: compiled passes over arrays of one form, each of which is told addresses.
+
+    rotate      query and key, if they have a rotary embedding, into scratch memory
+    attend      the kernel, whose argument block compiled code fills
+    sinks       take their share of what the kernel has left
+
+The kernel alone makes most calls; a short one is run by the code that fills its block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends import Passes, Prepared
+from qkv.backends.cpu.machine.addresses import quick_address_of
+from qkv.backends.cpu.passes.scratch import (
+    ArgumentBlock,
+    BriefJob,
+    Pool,
+    Scratch,
+    return_scratch,
+    scratch_of_brief_jobs,
+    take_scratch,
+)
+from qkv.backends.cpu.prepared.stages import Rotate, ShareWithSinks
+from qkv.backends.cpu.python_calls.filled_block import FilledBlock, Operand, operand_of
+from qkv.backends.cpu.python_calls.function import has_gil
+from qkv.errors import KernelBuildError
+from qkv.partial import RowStatistics, share_with_sinks
+from qkv.problem.spec import Problem
+from qkv.problem.stored_rows import plain
+
+Array = NDArray[Any]
+
+__all__ = ["Attend", "Kernel", "PreparedCall", "expected_of"]
+
+_MOST_BLOCKS = 64
+"""How many argument blocks a prepared call keeps, one for each thread that has run it at once."""
+_MOST_KEPT = 2**20
+"""The most bytes of rotated rows and the like that are kept for the next call."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """The kernel of a prepared call.
+
+    Attributes
+    ----------
+    new_block : callable
+        Makes an argument block, complete but for the addresses that a call brings.
+    run : callable (block, kv_len, keep_alive) -> bool
+        Runs a block that was filled; whether the output is finite.
+    operands : sequence of Operand
+        What is expected of query, key and value.
+    words : mapping of str to int
+        Where the block has the results, and what else compiled code is told of the call.
+    more : sequence of int
+        The words of further addresses: of lse_rest, unrounded or statistics, then of arrays.
+    job : BriefJob or None
+        The same work as one job, if it is brief.
+    """
+
+    new_block: Callable[[], ArgumentBlock]
+    run: Callable[[ArgumentBlock, int, Any], bool]
+    operands: Sequence[Operand]
+    words: Mapping[str, int]
+    more: Sequence[int] = ()
+    job: BriefJob | None = None
+
+
+class Attend:
+    """A kernel whose blocks compiled code fills."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        written = [kernel.words["out"], kernel.words["lse"], *kernel.more]
+        self._expected = [*kernel.operands, *map(Operand, written)]
+        self._pool: Pool[FilledBlock] = Pool(_MOST_BLOCKS)
+        self._brief = self._brief_block() if kernel.job is not None and has_gil() else None
+        self.is_brief = self._brief is not None
+        self.brief_keys = 0 if kernel.job is None or not self.is_brief else kernel.job.most_keys
+        """The most keys of a brief step, if their number is free."""
+
+    def __call__(self, addresses: Sequence[int], keep_alive: Any) -> bool:
+        """Compute at these addresses."""
+        if self._brief is not None:
+            return self._brief.write(*addresses) < 0
+        own = self._pool.take() or self._new_filled_block()
+        if own is None:
+            return False
+        done = own.write(*addresses) > 0 and self._kernel.run(own.block, 0, keep_alive)
+        self._pool.give_back(own)
+        return done
+
+    def brief(self, query: int, key: int, value: int, out: int, lse: int) -> bool:
+        """See `qkv.backends.Prepared`."""
+        brief: Any = self._brief
+        done: bool = brief.write(query, key, value, out, lse) < 0
+        return done
+
+    def if_alike(self, arrays: Sequence[Array]) -> bool:
+        """Compute if query, key and value are as expected; then follow out and perhaps lse."""
+        brief = self._brief
+        if brief is not None and brief.read is not None:
+            done = brief.read(*arrays)
+            if done <= 0:  # A step over many keys is not brief.
+                return done < 0
+        own = self._pool.take() or self._new_filled_block()
+        if own is None or own.read is None:
+            return False
+        kv_len = own.read(*arrays)
+        done = kv_len > 0 and self._kernel.run(own.block, kv_len, arrays)
+        self._pool.give_back(own)
+        return bool(done)
+
+    def step(
+        self, kv_len: int, arguments: Sequence[Any], run: Callable[[ArgumentBlock], bool]
+    ) -> bool:
+        """A step that is told addresses, sizes and strides; `run` if it is not brief."""
+        if kv_len <= self.brief_keys:
+            brief: Any = self._brief
+            is_done: bool = brief.step(*arguments) < 0
+            return is_done
+        own = self._pool.take() or self._new_filled_block()
+        if own is None:
+            return False
+        done = own.step(*arguments) > 0 and run(own.block)
+        self._pool.give_back(own)
+        return bool(done)
+
+    def _new_filled_block(self) -> FilledBlock | None:
+        """None if the process gave up making code since the first call."""
+        kernel = self._kernel
+        with suppress(KernelBuildError):
+            return FilledBlock.of(kernel.new_block(), self._expected, kernel.words)
+        return None
+
+    def _brief_block(self) -> FilledBlock:
+        """A block whose functions run the job. One is enough, because the job holds the GIL."""
+        job, block = self._kernel.job, self._kernel.new_block()
+        assert job is not None
+        scratch = scratch_of_brief_jobs(job.scratch_bytes)
+        for word, offset in job.scratch:
+            block.words[word] = scratch.address + offset
+        block.keep_alive = (scratch,)
+        of_job = {"job": job.address, "job_argument": job.argument, "job_keys": job.most_keys}
+        return FilledBlock.of(block, self._expected, {**self._kernel.words, **of_job})
+
+
+class PreparedCall:
+    """All passes of a call of arrays like those of one problem."""
+
+    def __init__(self, problem: Problem, passes: Passes, kernel: Kernel, has_rest: bool) -> None:
+        spec, operands = problem.spec, problem.operands
+        self._attend = Attend(kernel)
+        self._rotate = Rotate(problem) if spec.rotation else None
+        self._sinks = None
+        self._sinks_of_heads = None if operands.sinks is None else np.array(operands.sinks)
+        if operands.sinks is not None:
+            self._sinks = ShareWithSinks(problem, keeps=passes == "residuals")
+        shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
+        self._out = shape, np.dtype(spec.dtype)
+        self._lse = shape[:-1], spec.compute_dtype
+        self._has_rest = has_rest
+        self._more: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
+        if passes == "statistics":
+            self._more = [self._lse] * 3
+        elif has_rest:
+            self._more = [self._lse]
+            if self._out[1] != self._lse[1]:
+                self._more.append((shape, self._lse[1]))
+        self._fits: FilledBlock | None = None
+        if self._rotate or self._sinks:
+            given = operands.query, plain(operands.key), plain(operands.value)
+            self._fits = FilledBlock.of(
+                ArgumentBlock(np.zeros(8, np.int64)),
+                list(map(operand_of, (1, 2, 3), given)),
+                {"out": 4, "lse": 5},
+            )
+
+    def prepared(self, *, brings_arrays: bool) -> Prepared:
+        """The ways to run it."""
+        is_alone = self._fits is None
+        return Prepared(
+            self.call,
+            run=None if self._more else self.run,
+            brief=self._attend.brief if is_alone and self._attend.is_brief else None,
+            if_alike=None if self._more or brings_arrays else self.if_alike,
+        )
+
+    def call(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        rows: bool,
+        arrays: Sequence[Array] = (),
+        q_shift: int = 0,
+    ) -> tuple[Array, Array | None, Any, Array | None] | None:
+        """See `qkv.backends.Prepared`."""
+        at, out = quick_address_of, np.empty(*self._out)
+        lse = np.empty(*self._lse) if rows else None
+        more = [np.empty(*form) for form in self._more]
+        at_lse = 0 if lse is None else at(lse)
+        addresses = (at(query), at(key), at(value), at(out), at_lse, *map(at, (*more, *arrays)))
+        if not self.run(addresses, (query, key, value, out, lse, more, arrays)):
+            return None
+        if self._has_rest:
+            return out, lse, more[0], more[1] if len(more) > 1 else None
+        if more:
+            statistics = RowStatistics(*more)
+            return out, lse, share_with_sinks(statistics, self._sinks_of_heads), None
+        return out, lse, None, None
+
+    def run(self, addresses: Sequence[int], keep_alive: Any) -> bool:
+        """See `qkv.backends.Prepared`; lse is followed by lse_rest, unrounded or statistics."""
+        if self._fits is None:
+            return self._attend(addresses, keep_alive)
+        rotate, sinks = self._rotate, self._sinks
+        query, key, value, out, lse, *more = addresses
+        size = 0 if rotate is None else rotate.bytes
+        whole = size if sinks is None else size + sinks.bytes
+        scratch = take_scratch(whole) if whole <= _MOST_KEPT else Scratch(whole)
+        held = keep_alive, scratch
+        if rotate is not None:
+            query, key = rotate(query, key, scratch.address, held)
+        if sinks is None:
+            done = self._attend((query, key, value, out, lse, *more), held)
+        else:
+            rest = unrounded = 0
+            if self._has_rest:
+                rest, *others = more
+                unrounded = others[0] if len(self._more) > 1 else 0
+                more = [rest, *others[len(self._more) - 1 :]]
+
+            def attend(keys_out: int, keys_lse: int) -> bool:
+                return self._attend((query, key, value, keys_out, keys_lse, *more), held)
+
+            done = sinks(attend, out, lse, rest, unrounded, scratch.address + size, held)
+        if whole <= _MOST_KEPT:
+            return_scratch(scratch)
+        return done
+
+    def if_alike(
+        self, query: Array, key: Array, value: Array, rows: bool
+    ) -> tuple[Array, Array | None, None, None] | None:
+        """See `qkv.backends.Prepared`."""
+        out = np.empty(*self._out)
+        lse = np.empty(*self._lse) if rows else None
+        if self._fits is None:
+            arrays = (query, key, value, out) if lse is None else (query, key, value, out, lse)
+            return (out, lse, None, None) if self._attend.if_alike(arrays) else None
+        if self._fits.read is None or not self._fits.read(query, key, value, out):
+            return None
+        at = quick_address_of
+        addresses = at(query), at(key), at(value), at(out), 0 if lse is None else at(lse)
+        done = self.run(addresses, (query, key, value))
+        return (out, lse, None, None) if done else None
+
+
+def expected_of(problem: Problem, places: Sequence[int]) -> list[Operand]:
+    """Query, key and value of exactly these dtypes, shapes and strides, in these words."""
+    operands = problem.operands
+    given = operands.query, plain(operands.key), plain(operands.value)
+    return list(map(operand_of, places, given))
