@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
-from qkv.backends.cpu.prepared.any_length import LONGEST
 
 import qkv
 from qkv.backends.cpu import CpuBackend
+from qkv.backends.cpu.prepared.any_length import LONGEST
 from qkv.problem.check import check
 
 CPU = CpuBackend()

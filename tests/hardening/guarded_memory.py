@@ -17,7 +17,6 @@ import qkv
 from qkv.backends.cpu.passes import arguments, gradient
 from qkv.backends.cpu.passes import backward as backward_pass
 from qkv.backends.cpu.prepared import backward as prepared_backward
-from qkv.backends.cpu.prepared import call as prepared_call
 from qkv.backends.cpu.prepared import forward as prepared
 from qkv.backends.cpu.split_bf16 import choice
 from qkv.call.bound import bind
@@ -86,8 +85,7 @@ def set_up(side: str) -> None:
             assert module.page_aligned is aligned
             module.page_aligned = fence.scratch
     memory.spoiled = fence.bytes
-    for module in (prepared, prepared_backward, prepared_call):
-        module.take_scratch = taken
+    prepared.take_scratch = prepared_backward.take_scratch = taken
     np.empty, np.full = fence.empty, fence.full
     np.zeros = lambda shape, dtype=float: fence.full(shape, 0, dtype)
     np.zeros_like = lambda array, dtype=None: fence.full(array.shape, 0, dtype or array.dtype)

@@ -23,7 +23,7 @@ from qkv.call.cache import CALLS, Entry, PreparedCall
 from qkv.call.forms import fixed_form, form_of, heads_first, step_form
 from qkv.errors import QkvError
 
-__all__ = ["known_call", "run_alike", "run_prepared"]
+__all__ = ["run_alike", "run_prepared", "step_of"]
 
 
 def run_prepared(bound: BoundCall, rows: bool) -> Any:
@@ -70,6 +70,13 @@ def run_alike(prepared: PreparedCall, bound: BoundCall, rows: bool) -> Any:
     return None if run is None else run.compute(bound, read, rows)
 
 
+def step_of(bound: BoundCall) -> Step | None:
+    """The decoding step that is prepared for a call like this, for those who hold it themselves."""
+    entry = None if looks_on() else CALLS.entry(bound.structure)
+    run = None if entry is None else _look_up(entry, bound)
+    return run if type(run) is Step else None
+
+
 def _fits(run: Run, bound: BoundCall, read: Sequence[Any]) -> bool:
     """Whether a call is like the latest one of its structure."""
     _, fits, values, position = run.common
@@ -92,7 +99,7 @@ def _look_up(entry: Entry, bound: BoundCall) -> Run | None:
     if not are_dense(*read):
         return None
     wanted = gradients_wanted(read)
-    prepared = known_call(entry, bound, "residuals" if wanted else "forward")
+    prepared = _known_call(entry, bound, "residuals" if wanted else "forward")
     if prepared is None:
         return None
     return _run_of(prepared, bound, read, wanted)
@@ -116,7 +123,7 @@ def _run_of(
     return run
 
 
-def known_call(entry: Entry, bound: BoundCall, passes: Passes) -> PreparedCall | None:
+def _known_call(entry: Entry, bound: BoundCall, passes: Passes) -> PreparedCall | None:
     """The prepared call with the form of NumPy views of dense tensors."""
     seen = _seen(bound)
     views = None if seen is None else heads_first(seen)

@@ -14,17 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.backends import PreparedSteps
+from qkv.backends import PreparedSteps, conditions
 from qkv.bridges import torch_functions as functions
 from qkv.bridges.torch_guards import Guard, form_guard, gradient_guard, guard
 from qkv.bridges.torch_layouts import empty_maker, leaf_values
+from qkv.bridges.torch_observers import looks_on
 from qkv.bridges.torch_openmp import on_torch_threads
 from qkv.bridges.torch_passes import PreparedPasses
 from qkv.call.bound import BoundCall
 from qkv.call.cache import PreparedCall
 from qkv.call.decoding import position
 
-__all__ = ["Run", "layouts_of", "run_of", "steps_of_tensors"]
+__all__ = ["Run", "Step", "run_of"]
 
 Empty: TypeAlias = Callable[[], Tensor]
 
@@ -116,7 +117,7 @@ class Step:
         out = self.empty_out()
         lse = self.empty_lse() if rows else None
         at_out, at_lse = out.data_ptr(), 0 if lse is None else lse.data_ptr()
-        arguments = kv_len, at_out, at_lse, shift, layouts_of(read), (read, out, lse)
+        arguments = kv_len, at_out, at_lse, shift, _layouts_of(read), (read, out, lse)
         if kv_len <= self.steps.brief_keys:
             done = self.steps.run(*arguments)
         else:
@@ -130,6 +131,19 @@ class Step:
         if self.repeats == _MANY_REPEATS and type(bound.structure.options[2]) is not int:
             self.successor = self._for_length(read, shift)
         return out if lse is None else (out, lse)
+
+    def between_products(self, read: Sequence[Any], q_offset: int) -> Tensor | None:
+        """Output of a step inside a model, for those who hold it: what else is said is the same.
+
+        None if tensors or conditions are not as they were, or torch observes the step.
+        """
+        prepared, fits, *_ = self.common
+        if looks_on() or prepared.conditions != conditions() or not fits(*read):
+            return None
+        out, kv_len = self.empty_out(), read[1].shape[-2]
+        operands = _layouts_of(read)
+        done = self.steps.run(kv_len, out.data_ptr(), 0, q_offset, operands, (read, out), True)
+        return out if done else None
 
     def _for_length(self, read: Sequence[Any], shift: int) -> OnePass | None:
         """A run for tensors of these very sizes and strides."""
@@ -197,14 +211,14 @@ def run_of(
 def _step(
     prepared: PreparedCall, bound: BoundCall, read: Sequence[Tensor], values: tuple[bytes, ...]
 ) -> Step | None:
-    steps = steps_of_tensors(prepared, bound)
+    steps = _steps_of_tensors(prepared, bound)
     if steps is None:
         return None
     common = Common(prepared, form_guard(*read), values, None)
     return Step(common, steps, read[0].shape[-2], *_makers(read))
 
 
-def steps_of_tensors(prepared: PreparedCall, bound: BoundCall) -> PreparedSteps | None:
+def _steps_of_tensors(prepared: PreparedCall, bound: BoundCall) -> PreparedSteps | None:
     """The steps of a prepared call, if they are told addresses, sizes and strides alone."""
     form, structure = prepared.step, bound.structure
     if form is None or not form.every_length or form.lengths:
@@ -227,7 +241,7 @@ def _copied(leaf: Any) -> Tensor:
     return torch.as_tensor(leaf).detach().clone()
 
 
-def layouts_of(read: Sequence[Any]) -> tuple[Any, ...]:
+def _layouts_of(read: Sequence[Any]) -> tuple[Any, ...]:
     """Address, sizes, and strides in elements of each tensor."""
     query, key, value, *arrays = read
     operands: tuple[Any, ...] = (

@@ -13,7 +13,7 @@ ignored_keywords
 layer_call      the call that comes of it, as arguments of `qkv.attention`
 positions       how many positions a model has
 layer_weights   its weights, a tensor that is computed where it is read
-layer_steps     decoding steps that layers prepare for one another
+prepared_layers decoding steps: prepared calls, one for each kind of layer
 masks           masks without storage; mask_functions, groups: functions read as masks
 cache           caches of qkv in a model; stored_tensor: their pages and int8 rows as tensors
 record          every head of a model while it runs; sequences: which tokens a layer reads

@@ -13,9 +13,9 @@ import qkv
 from qkv.errors import UnsupportedError
 from qkv.hf.ignored_keywords import refuse_unread
 from qkv.hf.layer_call import LayerCall
-from qkv.hf.layer_steps import LayerOptions, LayerSteps
 from qkv.hf.layer_weights import LayerWeights, weights_of
 from qkv.hf.masks import StatedMask
+from qkv.hf.prepared_layers import LayerKind, PreparedLayers, prepare_layer, run_layer
 from qkv.hf.stored_tensor import over_rows
 
 __all__ = [
@@ -92,19 +92,19 @@ def attend(
         )
     refuse_unread(module, kwargs, key.shape[2])
     wanted = output_attentions or _attentions_collected()
-    steps = says = None
+    layers = kind = None
     if not (dropout or wanted or _observers or _changes):
-        steps = _shared_steps(attention_mask, query)
+        layers = _prepared_layers(attention_mask, query)
     lengths = query.shape[2], key.shape[2]
-    if steps is not None:
-        says = LayerOptions.of(scaling, softcap, position_bias, s_aux)
-    if steps is not None and says is not None:
+    if layers is not None:
+        kind = LayerKind.of(scaling, softcap, position_bias, s_aux)
+    if layers is not None and kind is not None:
         position = lengths[1] - 1
         if isinstance(attention_mask, StatedMask):
             position = attention_mask.pattern.q_offset
-        found = steps.run(says, position, query, key, value, position_bias)
-        if found is not None:
-            return found, None
+        out = run_layer(layers, kind, position, (query, key, value), position_bias)
+        if out is not None:
+            return out, None
     variants: list[Any] = []
     if softcap is not None:
         variants.append(qkv.Softcap(softcap))
@@ -118,10 +118,10 @@ def attend(
     masks, q_offset, kv_offset = _masks_and_offsets(attention_mask, causal, lengths)
     masks = tuple([over_rows(m, key) if isinstance(m, torch.Tensor) else m for m in masks])
     call = LayerCall(module, query, key, value, (*variants, *masks), scaling, q_offset, kv_offset)
-    if steps is not None and says is not None:
-        found = steps.add(says, call)
-        if found is not None:
-            return found, None
+    if layers is not None and kind is not None:
+        out = prepare_layer(layers, kind, call)
+        if out is not None:
+            return out, None
     if _observers:
         call = call.watched()
     for observer in _observers:
@@ -132,19 +132,19 @@ def attend(
     return out, weights_of(call) if wanted else None
 
 
-_unmasked_steps = LayerSteps()
-"""Decoding steps of one token that attends to every key."""
+_unmasked_layers: PreparedLayers = {}
+"""Layers of one token that attends to every key."""
 
 
-def _shared_steps(mask: Any, query: torch.Tensor) -> LayerSteps | None:
-    """What layers prepare for one another, in a decoding step of one token."""
+def _prepared_layers(mask: Any, query: torch.Tensor) -> PreparedLayers | None:
+    """The prepared calls of layers with this mask, in a decoding step of one token."""
     if torch.compiler.is_compiling() or query.shape[2] != 1:
         return None
     if mask is None:
-        return _unmasked_steps
+        return _unmasked_layers
     if not isinstance(mask, StatedMask) or mask.pattern.materialized is not None:
         return None
-    return mask.pattern.steps
+    return mask.pattern.layers
 
 
 def _draw_seed() -> Any:

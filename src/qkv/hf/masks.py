@@ -14,8 +14,8 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 from transformers.utils.import_utils import is_tracing
 
 from qkv.errors import UnsupportedError
-from qkv.hf.layer_steps import LayerSteps, are_of_distances, steps_of
 from qkv.hf.mask_functions import PositionRanges, read
+from qkv.hf.prepared_layers import PreparedLayers, are_of_distances, layers_of
 from qkv.variants import Causal, KeyLengths, Mask, MaskVariant, Prefix
 
 __all__ = ["MaskPattern", "StatedMask", "padding_masks", "state_mask"]
@@ -36,8 +36,8 @@ class MaskPattern:
         to scores.
     materialized : tensor or None
         That tensor, after `materialize` has returned it.
-    steps : LayerSteps
-        What layers that decode with this mask have prepared for one another.
+    layers : dict of LayerKind to PreparedLayer
+        The prepared calls of layers that decode with this mask.
     """
 
     variants: tuple[MaskVariant, ...]
@@ -45,7 +45,7 @@ class MaskPattern:
     kv_offset: int
     make: Callable[[], torch.Tensor]
     materialized: torch.Tensor | None = None
-    steps: LayerSteps = field(default_factory=LayerSteps)
+    layers: PreparedLayers = field(default_factory=dict)
 
     def dense(self) -> torch.Tensor:
         """The dense tensor."""
@@ -248,11 +248,11 @@ def state_mask(
         variants += padding_masks(padding, key_range, kv_length, first_key)
     shape = (batch_size, 1, q_length, kv_length)
     first_query = q_offset - kv_offset + first_key
-    steps = steps_of(variants, first_key) if q_length == 1 else LayerSteps()
+    layers: PreparedLayers = layers_of(variants, first_key) if q_length == 1 else {}
     # Functions that were read take arrays of positions. vmap does not run where an operation of a
     # tensor subclass is dispatched, which is where the dense tensor may be asked for.
     make = partial(dense, use_vmap=False)
-    pattern = MaskPattern(variants, first_query, first_key, make, steps=steps)
+    pattern = MaskPattern(variants, first_query, first_key, make, layers=layers)
     return StatedMask(shape, device, pattern, added or torch.bool)
 
 

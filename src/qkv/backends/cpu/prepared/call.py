@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,7 @@ from qkv.backends.cpu.passes.scratch import (
     BriefJob,
     Pool,
     Scratch,
-    return_scratch,
     scratch_of_brief_jobs,
-    take_scratch,
 )
 from qkv.backends.cpu.prepared.stages import Rotate, ShareWithSinks
 from qkv.backends.cpu.python_calls.filled_block import FilledBlock, Operand, operand_of
@@ -42,8 +40,11 @@ __all__ = ["Attend", "Kernel", "PreparedCall", "expected_of"]
 
 _MOST_BLOCKS = 64
 """How many argument blocks a prepared call keeps, one for each thread that has run it at once."""
+_ASKED = 1, 2, 3, 4, 5
+"""Words of a block that serves to ask for addresses: of query, key, value, out and lse."""
+_ASKED_WORDS = {"out": _ASKED[3], "lse": _ASKED[4]}
 _MOST_KEPT = 2**20
-"""The most bytes of rotated rows and the like that are kept for the next call."""
+"""The most bytes of rotated rows and the like that a prepared call keeps for the next one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,6 +154,24 @@ class Attend:
         return FilledBlock.of(block, self._expected, {**self._kernel.words, **of_job})
 
 
+class _Memory(NamedTuple):
+    """What one run of several passes needs.
+
+    Attributes
+    ----------
+    scratch : Scratch
+        For what one pass leaves to the next.
+    addresses : memoryview
+        Where query, key, value, out and lse lie.
+    asks : callable or None
+        Writes these addresses if query, key and value are as expected.
+    """
+
+    scratch: Scratch
+    addresses: memoryview
+    asks: Callable[..., int] | None
+
+
 class PreparedCall:
     """All passes of a call of arrays like those of one problem."""
 
@@ -175,22 +194,20 @@ class PreparedCall:
             self._more = [self._lse]
             if self._out[1] != self._lse[1]:
                 self._more.append((shape, self._lse[1]))
-        self._fits: FilledBlock | None = None
-        if self._rotate or self._sinks:
-            given = operands.query, plain(operands.key), plain(operands.value)
-            self._fits = FilledBlock.of(
-                ArgumentBlock(np.zeros(8, np.int64)),
-                list(map(operand_of, (1, 2, 3), given)),
-                {"out": 4, "lse": 5},
-            )
+        self._is_alone = self._rotate is None and self._sinks is None
+        self._expected = expected_of(problem, _ASKED[:3])
+        self._sinks_at = 0 if self._rotate is None else self._rotate.bytes
+        self._bytes = self._sinks_at + (0 if self._sinks is None else self._sinks.bytes)
+        self._pool: Pool[_Memory] = Pool(_MOST_BLOCKS)
 
     def prepared(self, *, brings_arrays: bool) -> Prepared:
         """The ways to run it."""
-        is_alone = self._fits is None
         return Prepared(
             self.call,
             run=None if self._more else self.run,
-            brief=self._attend.brief if is_alone and self._attend.is_brief else None,
+            brief=self._attend.brief
+            if self._is_alone and self._attend.is_brief and not brings_arrays
+            else None,
             if_alike=None if self._more or brings_arrays else self.if_alike,
         )
 
@@ -220,32 +237,40 @@ class PreparedCall:
 
     def run(self, addresses: Sequence[int], keep_alive: Any) -> bool:
         """See `qkv.backends.Prepared`; lse is followed by lse_rest, unrounded or statistics."""
-        if self._fits is None:
+        if self._is_alone:
             return self._attend(addresses, keep_alive)
-        rotate, sinks = self._rotate, self._sinks
-        query, key, value, out, lse, *more = addresses
-        size = 0 if rotate is None else rotate.bytes
-        whole = size if sinks is None else size + sinks.bytes
-        scratch = take_scratch(whole) if whole <= _MOST_KEPT else Scratch(whole)
-        held = keep_alive, scratch
-        if rotate is not None:
-            query, key = rotate(query, key, scratch.address, held)
-        if sinks is None:
-            done = self._attend((query, key, value, out, lse, *more), held)
-        else:
-            rest = unrounded = 0
-            if self._has_rest:
-                rest, *others = more
-                unrounded = others[0] if len(self._more) > 1 else 0
-                more = [rest, *others[len(self._more) - 1 :]]
-
-            def attend(keys_out: int, keys_lse: int) -> bool:
-                return self._attend((query, key, value, keys_out, keys_lse, *more), held)
-
-            done = sinks(attend, out, lse, rest, unrounded, scratch.address + size, held)
-        if whole <= _MOST_KEPT:
-            return_scratch(scratch)
+        own = self._pool.take() or self._new_memory()
+        done = self._run_passes(own, addresses, keep_alive)
+        self._give_back(own)
         return done
+
+    def _run_passes(self, own: _Memory, addresses: Sequence[int], keep_alive: Any) -> bool:
+        rotate, sinks, at = self._rotate, self._sinks, own.scratch.address
+        query, key, value, out, lse, *more = addresses
+        if rotate is not None:
+            query, key = rotate(query, key, at, keep_alive)
+        if sinks is None:
+            return self._attend((query, key, value, out, lse, *more), keep_alive)
+        rest = unrounded = 0
+        if self._has_rest:
+            rest = more[0]
+            if len(self._more) > 1:  # The kernel itself does not round.
+                unrounded = more.pop(1)
+        keys_out, keys_lse = sinks.places(out, lse, unrounded, at + self._sinks_at)
+        if not self._attend((query, key, value, keys_out, keys_lse, *more), keep_alive):
+            return False
+        sinks(keys_out, keys_lse, rest, out, keep_alive)
+        return True
+
+    def _give_back(self, own: _Memory) -> None:
+        if own.scratch.size <= _MOST_KEPT:
+            self._pool.give_back(own)
+
+    def _new_memory(self) -> _Memory:
+        block, asking = ArgumentBlock(np.zeros(_ASKED[-1] + 1, np.int64)), None
+        with suppress(KernelBuildError):
+            asking = FilledBlock.of(block, self._expected, _ASKED_WORDS)
+        return _Memory(Scratch(self._bytes), block.words[_ASKED[0] :], asking and asking.read)
 
     def if_alike(
         self, query: Array, key: Array, value: Array, rows: bool
@@ -253,14 +278,14 @@ class PreparedCall:
         """See `qkv.backends.Prepared`."""
         out = np.empty(*self._out)
         lse = np.empty(*self._lse) if rows else None
-        if self._fits is None:
-            arrays = (query, key, value, out) if lse is None else (query, key, value, out, lse)
+        arrays = (query, key, value, out) if lse is None else (query, key, value, out, lse)
+        if self._is_alone:
             return (out, lse, None, None) if self._attend.if_alike(arrays) else None
-        if self._fits.read is None or not self._fits.read(query, key, value, out):
+        own = self._pool.take() or self._new_memory()
+        if own.asks is None or not own.asks(*arrays):
             return None
-        at = quick_address_of
-        addresses = at(query), at(key), at(value), at(out), 0 if lse is None else at(lse)
-        done = self.run(addresses, (query, key, value))
+        done = self._run_passes(own, own.addresses.tolist(), arrays)
+        self._give_back(own)
         return (out, lse, None, None) if done else None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -50,16 +49,18 @@ class Rotate:
         self._rotation = Rotation(problem, [operands.query, plain(operands.key)])
         self.angles = angle_tables(operands.angles, "q"), angle_tables(operands.angles, "kv")
         of_query, of_key = (
-            _aligned(layout.entries * self._rotation.out_dtype.itemsize)
+            _area(layout.entries * self._rotation.out_dtype.itemsize)
             for layout in self._rotation.layouts
         )
+        self._of_query, self._of_key = (table.numbers for table in self.angles)
         self._key_at, self.bytes = of_query, of_query + of_key
 
     def __call__(self, query: int, key: int, at: int, keep_alive: Any) -> tuple[int, int]:
         """Rotate what lies at these addresses; where it lies then."""
-        rotated = at, at + self._key_at
-        self._rotation((query, key), self.angles, rotated, keep_alive)
-        return rotated
+        key_at = at + self._key_at
+        numbers = query, at, *self._of_query, key, key_at, *self._of_key
+        self._rotation.row_pass.run(numbers, keep_alive)
+        return at, key_at
 
     def arrays(self, query: Array, key: Array) -> list[Array]:
         """Both rotated, as arrays."""
@@ -113,31 +114,26 @@ class ShareWithSinks:
         self._rounds = dtype != compute
         self._sinks = Sinks(sinks, shape, compute, dtype, keeps=keeps and self._rounds)
         rows = math.prod(shape[:-1]) * compute.itemsize
-        self._lse_at = _aligned(rows * spec.v_head_dim) if self._rounds else 0
-        self.bytes = self._lse_at + _aligned(rows)
+        self._lse_at = _area(rows * spec.v_head_dim) if self._rounds else 0
+        self.bytes = self._lse_at + _area(rows)
 
-    def __call__(
-        self,
-        attend: Callable[[int, int], bool],
-        out: int,
-        lse: int,
-        rest: int,
-        unrounded: int,
-        at: int,
-        keep_alive: Any,
-    ) -> bool:
-        """Let `attend` write output and lse over the keys alone, and add the sinks.
+    def places(self, out: int, lse: int, unrounded: int, at: int) -> tuple[int, int]:
+        """Where the kernel is to leave output and lse over the keys alone.
 
-        All but `attend` are addresses, of which lse, rest and unrounded may be 0; scratch memory
-        lies `at` the last one.
+        All are addresses, `at` that of scratch memory; lse and unrounded may be 0.
         """
-        keys_out = (unrounded or at) if self._rounds else out
-        lse = lse or at + self._lse_at
-        if not attend(keys_out, lse):
-            return False
+        return (unrounded or at) if self._rounds else out, lse or at + self._lse_at
+
+    def __call__(self, keys_out: int, lse: int, rest: int, out: int, keep_alive: Any) -> None:
+        """Add the sinks to what the kernel left there; `rest` may be 0."""
         self._sinks(keys_out, lse, rest, out, lse, keep_alive)
-        return True
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _LINE) * _LINE
+def _area(size: int) -> int:
+    """Bytes from an area of scratch memory to the next.
+
+    Areas whose distance is a multiple of 4096 bytes would be slow to read and write at once, since
+    processors compare the lower 12 bits of addresses first.
+    """
+    whole = -(-size // _LINE) * _LINE
+    return whole + 17 * _LINE if whole % 4096 < 17 * _LINE else whole

@@ -148,9 +148,6 @@ class StepsOfAnyLength:
             share = self._pass.share(kv_len, between_products=between_products)
             return self._pass.run(block, share, keep_alive)
 
-        if self._sinks is None:
-            return self._told.step(kv_len, (out, lse, q_shift, *operands), run)
-
         def attend(keys_out: int, keys_lse: int) -> bool:
             return self._told.step(kv_len, (keys_out, keys_lse, q_shift, *operands), run)
 
@@ -182,11 +179,14 @@ class StepsOfAnyLength:
     def _with_sinks(
         self, attend: Callable[[int, int], bool], out: int, lse: int, keep_alive: Any
     ) -> bool:
-        if self._sinks is None:
+        sinks = self._sinks
+        if sinks is None:
             return attend(out, lse)
-        scratch = take_scratch(self._sinks.bytes)
-        held = keep_alive, scratch
-        done = self._sinks(attend, out, lse, 0, 0, scratch.address, held)
+        scratch = take_scratch(sinks.bytes)
+        keys_out, keys_lse = sinks.places(out, lse, 0, scratch.address)
+        done = attend(keys_out, keys_lse)
+        if done:
+            sinks(keys_out, keys_lse, 0, out, (keep_alive, scratch))
         return_scratch(scratch)
         return done
 
