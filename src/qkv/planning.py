@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from qkv.backends import (
     Choice,
     DeviceBackend,
-    NotingBackend,
     Refusal,
     backends,
     describe,
@@ -113,7 +112,7 @@ def make_plan(problem: Problem, choice: Choice, library: str | None = None) -> P
         output_bytes=rows * (problem.operands.query.itemsize * spec.v_head_dim + itemsize),
         scratch_bytes=backend.scratch_bytes(spec),
         dense_bytes=rows * spec.kv_len * itemsize,
-        notes=backend.notes(spec) if isinstance(backend, NotingBackend) else (),
+        notes=notes(spec) if (notes := getattr(backend, "notes", None)) is not None else (),
     )
 
 

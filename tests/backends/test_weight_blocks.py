@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends import ReducingWeights, choose
+from qkv.backends import Inspectable, choose
 
 
 def folded(weights: Any, block: int) -> tuple[Any, Any]:
@@ -32,7 +32,7 @@ def dense_weights(q: Any, k: Any, mask: Any, bias: Any = 0.0) -> Any:
 def reducing(record: Any) -> Any:
     replay = record.weights.replay
     backend = choose(replay.problem.spec).backend
-    assert isinstance(backend, ReducingWeights)
+    assert isinstance(backend, Inspectable)
     return backend.weight_blocks(replay.problem, replay.lse)
 
 

@@ -10,6 +10,7 @@ from qkv.backends.blocked import BlockedBackend
 from qkv.backends.cpu import CpuBackend
 from qkv.hf.groups import SameGroup
 from qkv.inspection.earlier_tokens import EarlierToken
+from qkv.partial import finish
 from qkv.testing import CHECKS, Case, cases, cases_of, check_case
 
 # They are said of batches.
@@ -66,6 +67,9 @@ class WrongWhenPrepared(BlockedBackend):
         found = self.run(problem)
         return Prepared(lambda *given: (found.out, found.lse, found.lse_rest, None))
 
+    def add_sinks(self, problem, partial):
+        return finish(partial, problem.operands.sinks)
+
 
 class WrongSteps(BlockedBackend):
     """Its second step is the first again."""
@@ -77,6 +81,9 @@ class WrongSteps(BlockedBackend):
             return None
         found = self.run(problem)
         return Prepared(lambda *given: (found.out, found.lse, None, None))
+
+    def add_sinks(self, problem, partial):
+        return finish(partial, problem.operands.sinks)
 
 
 class WrongInspection(BlockedBackend):
@@ -94,6 +101,9 @@ class WrongInspection(BlockedBackend):
 
     def received(self, problem, lse, progress=None):
         return CpuBackend().received(problem, lse, progress)
+
+    def weight_blocks(self, problem, lse):
+        return None
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Backends: the registry, and the choice of the one that runs a problem.
 
 A backend is any object with the protocol of `Backend`. What it has beyond that is a protocol each:
-`Differentiable`, `Inspectable`, `ReducingWeights`, `StoredRowsBackend`, `DeviceBackend`,
-`NotingBackend`, and for calls like an earlier one `Preparing`. Those of other packages are found
-through the entry point group `qkv.backends`; see docs/add-a-backend.md.
+`Differentiable`, `Inspectable`, `DeviceBackend`, and for calls like an earlier one `Preparing`.
+Those of other packages are found through the entry point group `qkv.backends`; see
+docs/add-a-backend.md.
 """
 
 from __future__ import annotations
@@ -25,13 +25,9 @@ from qkv.backends.protocols import (
     DeviceBackend,
     Differentiable,
     Inspectable,
-    NotingBackend,
     Preparing,
     Progress,
-    ReducingWeights,
     Refusal,
-    SinksBackend,
-    StoredRowsBackend,
     WeightBlocks,
 )
 from qkv.declarations import shown
@@ -47,16 +43,12 @@ __all__ = [
     "DeviceBackend",
     "Differentiable",
     "Inspectable",
-    "NotingBackend",
     "Passes",
     "Prepared",
     "PreparedSteps",
     "Preparing",
     "Progress",
-    "ReducingWeights",
     "Refusal",
-    "SinksBackend",
-    "StoredRowsBackend",
     "WeightBlocks",
     "backends",
     "broken_backends",
@@ -180,7 +172,7 @@ def refusals(backend: Backend, spec: Spec, *, backward: bool = False) -> tuple[R
     if backward and not isinstance(backend, Differentiable):
         reasons = (NO_BACKWARD, *reasons)
     stored = stored_operands(spec)
-    takes_stored = isinstance(backend, StoredRowsBackend) and backend.stored_rows
+    takes_stored = getattr(backend, "stored_rows", False)
     if stored and (backward or not takes_stored):
         what = "gradients of arrays" if backward else "arrays of the query's dtype"
         reasons = (Refusal(" and ".join(stored), what), *reasons)

@@ -1,4 +1,4 @@
-"""The protocol that every backend has, and one protocol for each optional capability."""
+"""The protocol that every backend has, and those of four optional capabilities."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ from qkv.problem.spec import Problem, Spec
 Array = NDArray[Any]
 Progress: TypeAlias = Callable[[int, int], object]
 """Told of `(done, total)`."""
+WeightBlocks: TypeAlias = Callable[[int, int, slice, slice, int], "tuple[Array, Array] | None"]
+"""The largest weight, and the sum of the weights, of each `block` x `block` pairs of a head.
+
+    largest[m, n] = max w[i, j],   sums[m, n] = sum w[i, j]
+    over q_rows.start + m block <= i < q_rows.start + (m + 1) block, and j alike
+
+It is told the flat batch index, the query head, `q_rows` and `kv_rows`, which begin at multiples of
+`block`, and `block`; blocks at their end may be smaller. NaN counts as 0. None where the blocks are
+too small to pay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,34 +72,13 @@ class Preparing(Protocol):
         """
         ...
 
-
-@runtime_checkable
-class NotingBackend(Protocol):
-    """A backend that has something to say of how it runs problems on this machine."""
-
-    def notes(self, spec: Spec) -> tuple[str, ...]:
-        """What a caller does not expect, a sentence each, for `qkv.plan`."""
-        ...
-
-
-@runtime_checkable
-class SinksBackend(Protocol):
-    """A backend whose prepared calls apply the sinks themselves.
-
-    The first call must give the bits of later ones, so it goes through the same code.
-    """
-
     def add_sinks(self, problem: Problem, partial: Partial) -> Partial:
-        """The result of `qkv.partial.finish`; may write to the arrays of `partial`."""
+        """The result of `qkv.partial.finish`; may write to the arrays of `partial`.
+
+        Prepared calls apply the sinks themselves, and a first call must have the bits of later
+        ones, so it goes through the same code.
+        """
         ...
-
-
-@runtime_checkable
-class StoredRowsBackend(Protocol):
-    """A backend that states whether it accepts paged or quantised keys and values."""
-
-    stored_rows: bool
-    """Whether `Operands.key` and `value` may be `qkv.problem.stored_rows.StoredRows`."""
 
 
 @runtime_checkable
@@ -153,47 +141,19 @@ class Inspectable(Protocol):
         """`sum_i w[i, j]`, `(*batch_shape, num_heads, kv_len)`."""
         ...
 
-
-class WeightBlocks(Protocol):
-    """The weights of one problem, reduced over blocks of pairs where that is asked for."""
-
-    def __call__(
-        self, batch: int, head: int, q_rows: slice, kv_rows: slice, block: int
-    ) -> tuple[Array, Array] | None:
-        """The largest weight, and the sum of the weights, of each `block` x `block` pairs.
-
-            largest[m, n] = max w[i, j],   sums[m, n] = sum w[i, j]
-            over q_rows.start + m block <= i < q_rows.start + (m + 1) block, and j alike
-
-        Parameters
-        ----------
-        batch, head : int
-            Flat batch index and query head.
-        q_rows, kv_rows : slice
-            A rectangle that begins at multiples of `block`; blocks at its end may be smaller.
-        block : int
-
-        Returns
-        -------
-        (array, array) or None
-            `(blocks of queries, blocks of keys)`; NaN counts as 0. None where the blocks are too
-            small to pay.
-        """
-        ...
-
-
-@runtime_checkable
-class ReducingWeights(Protocol):
-    """What a backend also has that reduces weights, for maps of them at any length."""
-
-    def weight_blocks(self, problem: Problem, lse: Array) -> WeightBlocks:
-        """A problem made ready, with the lse of the whole call; see `Inspectable`."""
+    def weight_blocks(self, problem: Problem, lse: Array) -> WeightBlocks | None:
+        """The weights made ready for reductions over blocks; None if NumPy is to reduce them."""
         ...
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """The protocol of every backend. It reads the expressions of a `Spec`, never the variants."""
+    """The protocol of every backend. It reads the expressions of a `Spec`, never the variants.
+
+    It may also have `stored_rows = True`, if `Operands.key` and `value` may be paged or quantised
+    (`qkv.problem.stored_rows.StoredRows`), and `notes(spec)`, which gives sentences for `qkv.plan`
+    on what a caller does not expect of this machine.
+    """
 
     name: str
     priority: int

@@ -6,7 +6,7 @@ library of arrays the one that is tried first.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -76,6 +76,8 @@ class PreparedCall:
         Under which it was prepared. What keeps a prepared call outside of the cache asks for them.
     step : StepForm or None
         If the number of keys is free.
+    if_alike : callable or None
+        `Prepared.if_alike`, unless lengths decide more than it asks.
     of_tensors : dict
         What torch takes in place of `run`, by what else its tensors have in common.
     used : int
@@ -87,13 +89,9 @@ class PreparedCall:
     backend: str
     conditions: Conditions
     step: StepForm | None = None
+    if_alike: Callable[..., Any] | None = None
     of_tensors: dict[Hashable, Any] = field(default_factory=dict)
     used: int = 0
-
-    @property
-    def if_alike(self) -> Any:
-        """`Prepared.if_alike`; None if lengths decide more than it asks."""
-        return self.prepared.if_alike if self.step is None or self.step.every_length else None
 
 
 class Entry:

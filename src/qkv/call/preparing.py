@@ -67,4 +67,5 @@ def prepared_by(
     )
     if made is None:
         return None
-    return PreparedCall(form, made, backend.name, call.choice.conditions, step)
+    if_alike = made.if_alike if step is None or step.every_length else None
+    return PreparedCall(form, made, backend.name, call.choice.conditions, step, if_alike)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import ReducingWeights, WeightBlocks, choose
+from qkv.backends import Inspectable, WeightBlocks, choose
 from qkv.errors import UnsupportedError
 from qkv.inspection.replay import Replay
 from qkv.inspection.weight_blocks import folded, pairs_of, reduced
@@ -158,7 +158,7 @@ class WeightMaps:
                 backend = choose(replay.problem.spec).backend
             except UnsupportedError:
                 backend = None
-            if isinstance(backend, ReducingWeights):
+            if isinstance(backend, Inspectable):
                 found = backend.weight_blocks(replay.problem, replay.lse)
             self._blocks[id(replay)] = found
         return self._blocks[id(replay)]

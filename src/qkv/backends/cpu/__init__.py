@@ -29,9 +29,9 @@ one or more threads, each of which takes tasks from a counter in the block. The 
 written `out` and `lse` into the arrays of a `Partial`, which `run` returns. Few queries go through
 `passes.decode` instead, gradients through `passes.gradient`, inspection through `passes.replay`.
 
-The second call of a kind is prepared (`prepared`), and further ones go straight to a
-`prepared.repeated.RepeatedCall`: compiled code looks at the arrays, fills the block, and runs the
-job.
+The second call of a kind is prepared (`prepared`), and further ones go straight to
+`prepared.call.PreparedCall.if_alike`: compiled code looks at the arrays, fills the block, and runs
+the job.
 """
 
 from qkv.backends.cpu.backend import CpuBackend, describe_host

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,8 @@ from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import plain
 
 Array = NDArray[Any]
+ArrayForm: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]
+"""Shape and dtype of an array to be made."""
 
 __all__ = ["Attend", "Kernel", "PreparedCall", "expected_of"]
 
@@ -76,10 +78,10 @@ class Kernel:
 
 
 class Attend:
-    """A kernel whose blocks compiled code fills."""
+    """A kernel whose blocks compiled code fills; `out` and `lse` are shapes and dtypes."""
 
-    def __init__(self, kernel: Kernel) -> None:
-        self._kernel = kernel
+    def __init__(self, kernel: Kernel, out: ArrayForm, lse: ArrayForm) -> None:
+        self._kernel, self._out, self._lse = kernel, out, lse
         written = [kernel.words["out"], kernel.words["lse"], *kernel.more]
         self._expected = [*kernel.operands, *map(Operand, written)]
         self._pool: Pool[FilledBlock] = Pool(_MOST_BLOCKS)
@@ -105,20 +107,25 @@ class Attend:
         done: bool = brief.write(query, key, value, out, lse) < 0
         return done
 
-    def if_alike(self, arrays: Sequence[Array]) -> bool:
-        """Compute if query, key and value are as expected; then follow out and perhaps lse."""
+    def if_alike(
+        self, query: Array, key: Array, value: Array, rows: bool
+    ) -> tuple[Array, Array | None, None, None] | None:
+        """See `qkv.backends.Prepared`."""
+        out = np.empty(*self._out)
+        lse = np.empty(*self._lse) if rows else None
+        arrays = (query, key, value, out) if lse is None else (query, key, value, out, lse)
         brief = self._brief
         if brief is not None and brief.read is not None:
             done = brief.read(*arrays)
             if done <= 0:  # A step over many keys is not brief.
-                return done < 0
+                return (out, lse, None, None) if done else None
         own = self._pool.take() or self._new_filled_block()
         if own is None or own.read is None:
-            return False
+            return None
         kv_len = own.read(*arrays)
-        done = kv_len > 0 and self._kernel.run(own.block, kv_len, arrays)
+        is_done = kv_len > 0 and self._kernel.run(own.block, kv_len, arrays)
         self._pool.give_back(own)
-        return bool(done)
+        return (out, lse, None, None) if is_done else None
 
     def step(
         self, kv_len: int, arguments: Sequence[Any], run: Callable[[ArgumentBlock], bool]
@@ -177,7 +184,6 @@ class PreparedCall:
 
     def __init__(self, problem: Problem, passes: Passes, kernel: Kernel, has_rest: bool) -> None:
         spec, operands = problem.spec, problem.operands
-        self._attend = Attend(kernel)
         self._rotate = Rotate(problem) if spec.rotation else None
         self._sinks = None
         self._sinks_of_heads = None if operands.sinks is None else np.array(operands.sinks)
@@ -186,8 +192,9 @@ class PreparedCall:
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
         self._out = shape, np.dtype(spec.dtype)
         self._lse = shape[:-1], spec.compute_dtype
+        self._attend = Attend(kernel, self._out, self._lse)
         self._has_rest = has_rest
-        self._more: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
+        self._more: list[ArrayForm] = []
         if passes == "statistics":
             self._more = [self._lse] * 3
         elif has_rest:
@@ -202,13 +209,13 @@ class PreparedCall:
 
     def prepared(self, *, brings_arrays: bool) -> Prepared:
         """The ways to run it."""
+        is_brief = self._is_alone and self._attend.is_brief and not brings_arrays
+        if_alike = self._attend.if_alike if self._is_alone else self.if_alike
         return Prepared(
             self.call,
             run=None if self._more else self.run,
-            brief=self._attend.brief
-            if self._is_alone and self._attend.is_brief and not brings_arrays
-            else None,
-            if_alike=None if self._more or brings_arrays else self.if_alike,
+            brief=self._attend.brief if is_brief else None,
+            if_alike=None if self._more or brings_arrays else if_alike,
         )
 
     def call(
@@ -275,12 +282,10 @@ class PreparedCall:
     def if_alike(
         self, query: Array, key: Array, value: Array, rows: bool
     ) -> tuple[Array, Array | None, None, None] | None:
-        """See `qkv.backends.Prepared`."""
+        """See `qkv.backends.Prepared`; there is more than one pass."""
         out = np.empty(*self._out)
         lse = np.empty(*self._lse) if rows else None
         arrays = (query, key, value, out) if lse is None else (query, key, value, out, lse)
-        if self._is_alone:
-            return (out, lse, None, None) if self._attend.if_alike(arrays) else None
         own = self._pool.take() or self._new_memory()
         if own.asks is None or not own.asks(*arrays):
             return None

@@ -79,16 +79,19 @@ class StepsOfAnyLength:
         if self._ndim > 4 or self._rotate is not None:
             return Prepared(self.call)
         operands, words = self._any_operands(), {**RESULT_WORDS, **STEP_WORDS}
-        own, job = {"arrays": len(self._read)}, self._pass.brief_job()
-        self._told = Attend(Kernel(self._new_block, self._run, operands, {**words, **own}, job=job))
+        job, results = self._pass.brief_job(), (self._out, self._lse)
+
+        def attend(**own: int) -> Attend:
+            return Attend(
+                Kernel(self._new_block, self._run, operands, {**words, **own}, job=job), *results
+            )
+
+        self._told = attend(arrays=len(self._read))
         steps = PreparedSteps(self._told.brief_keys, self.step, self.of_length)
         if self._read or self._sinks is not None:
             return Prepared(self.call, steps=steps)
-        own = {"q_len": operands[0].axes[-2].size, "at_end": int(self._at_end)}
-        self._asking = Attend(
-            Kernel(self._new_block, self._run, operands, {**words, **own}, job=job)
-        )
-        return Prepared(self.call, if_alike=self.if_alike, steps=steps)
+        asking = attend(q_len=operands[0].axes[-2].size, at_end=int(self._at_end))
+        return Prepared(self.call, if_alike=asking.if_alike, steps=steps)
 
     def call(
         self,
@@ -122,15 +125,6 @@ class StepsOfAnyLength:
         done = self._with_sinks(attend, at(out), 0 if lse is None else at(lse), held)
         self._blocks.give_back(block)
         return (out, lse, None, None) if done else None
-
-    def if_alike(
-        self, query: Array, key: Array, value: Array, rows: bool
-    ) -> tuple[Array, Array | None, None, None] | None:
-        """See `qkv.backends.Prepared`."""
-        out = np.empty(*self._out)
-        lse = np.empty(*self._lse) if rows else None
-        arrays = (query, key, value, out) if lse is None else (query, key, value, out, lse)
-        return (out, lse, None, None) if self._asking.if_alike(arrays) else None
 
     def step(
         self,
@@ -169,7 +163,8 @@ class StepsOfAnyLength:
             return self._run(block, kv_len, keep_alive)
 
         job = self._pass.brief_job(kv_len)
-        attend = Attend(Kernel(new_block, run, self._any_operands(), RESULT_WORDS, job=job))
+        kernel = Kernel(new_block, run, self._any_operands(), RESULT_WORDS, job=job)
+        attend = Attend(kernel, self._out, self._lse)
         return Prepared(self.call, run=attend, brief=attend.brief if attend.is_brief else None)
 
     def _run(self, block: ArgumentBlock, kv_len: int, keep_alive: Any) -> bool:
