@@ -20,18 +20,9 @@ __all__ = [
     "empty_maker",
     "gradients_wanted",
     "leaf_values",
-    "read_in_place",
 ]
 
 _view = TorchArrays().view
-
-
-def read_in_place(bound: BoundCall) -> Sequence[Any]:
-    """The leaves that are read where they lie: the operands, and arrays of variants."""
-    by_value = bound.structure.by_value
-    if not by_value:
-        return bound.leaves
-    return [leaf for n, leaf in enumerate(bound.leaves) if n not in by_value]
 
 
 def leaf_values(bound: BoundCall) -> tuple[bytes, ...] | None:

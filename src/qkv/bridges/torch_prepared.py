@@ -14,7 +14,7 @@ import numpy as np
 
 from qkv.arrays.torch_arrays import TorchArrays
 from qkv.backends import Passes
-from qkv.bridges.torch_layouts import are_dense, gradients_wanted, leaf_values, read_in_place
+from qkv.bridges.torch_layouts import are_dense, gradients_wanted, leaf_values
 from qkv.bridges.torch_observers import looks_on
 from qkv.bridges.torch_openmp import on_torch_threads
 from qkv.bridges.torch_runs import Run, Step, run_of
@@ -33,7 +33,7 @@ def run_prepared(bound: BoundCall, rows: bool) -> Any:
         return None
     run: Run | None = entry.first_of_tensors
     if run is not None:
-        read = read_in_place(bound)
+        read = bound.read_in_place
         if _fits(run, bound, read):
             found = run.compute(bound, read, rows)
             if found is not None:
@@ -46,12 +46,12 @@ def run_prepared(bound: BoundCall, rows: bool) -> Any:
         if run is None:
             return None
         entry.first_of_tensors = run
-        return run.compute(bound, read_in_place(bound), rows)
+        return run.compute(bound, bound.read_in_place, rows)
 
 
 def run_alike(prepared: PreparedCall, bound: BoundCall, rows: bool) -> Any:
     """Output, with lse if `rows`, by a prepared call; None if it does not take these tensors."""
-    read = read_in_place(bound)
+    read = bound.read_in_place
     if looks_on() or not are_dense(*read):
         return None
     wanted = gradients_wanted(read)
@@ -95,7 +95,7 @@ def _fits(run: Run, bound: BoundCall, read: Sequence[Any]) -> bool:
 
 def _look_up(entry: Entry, bound: BoundCall) -> Run | None:
     """The run of calls with the form of this one, made if this is the first of tensors."""
-    read = read_in_place(bound)
+    read = bound.read_in_place
     if not are_dense(*read):
         return None
     wanted = gradients_wanted(read)

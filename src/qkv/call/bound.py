@@ -102,6 +102,14 @@ class BoundCall(NamedTuple):
     structure: Structure
     leaves: Sequence[Any]
 
+    @property
+    def read_in_place(self) -> Sequence[Any]:
+        """The leaves that are read where they lie: the operands, and arrays of variants."""
+        by_value = self.structure.by_value
+        if not by_value:
+            return self.leaves
+        return [leaf for n, leaf in enumerate(self.leaves) if n not in by_value]
+
     def unflatten(self) -> UnboundCall:
         """Operands, variants and options again, made of these leaves."""
         taken: list[Any] = []

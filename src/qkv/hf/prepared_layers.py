@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from qkv.bridges.torch_layouts import array_bytes, leaf_values, read_in_place
+from qkv.bridges.torch_layouts import array_bytes, leaf_values
 from qkv.bridges.torch_prepared import step_of
 from qkv.bridges.torch_runs import Step
 from qkv.call.bound import BoundCall, Structure, bind
@@ -83,7 +83,7 @@ def prepare_layer(layers: PreparedLayers, kind: LayerKind, call: LayerCall) -> T
     """Output of the first layer of its kind, None if nothing was prepared for its call."""
     options = OptionValues(call.scale, "bhld", call.q_offset, call.kv_offset)
     bound = bind(call.query, call.key, call.value, call.variants, options)
-    read = tuple(read_in_place(bound))
+    read = tuple(bound.read_in_place)
     step = step_of(bound) if read[0].ndim == 4 else None
     if step is None:
         return None
