@@ -10,11 +10,13 @@ from torch import Tensor
 from qkv.bridges import torch_compiled, torch_eager
 from qkv.bridges.learnable import with_scale
 from qkv.bridges.torch_compiled import merge_in_graph
-from qkv.bridges.torch_operands import PLAIN, is_tracked
-from qkv.bridges.torch_prepared import run_alike
+from qkv.bridges.torch_operands import LIBRARY, PLAIN, is_tracked
+from qkv.bridges.torch_prepared import run_alike, run_prepared
+from qkv.call.bound import bind
 from qkv.call.options import OptionValues
+from qkv.errors import QkvError
 
-__all__ = ["PLAIN", "attention", "merge_in_graph", "run_alike"]
+__all__ = ["PLAIN", "at_once", "attention", "merge_in_graph", "run_alike"]
 
 
 def attention(
@@ -30,7 +32,26 @@ def attention(
         query, options = with_scale(query, options)
     if torch.compiler.is_dynamo_compiling():
         return torch_compiled.attention(query, key, value, variants, options, return_lse)
-    return torch_eager.attention(query, key, value, variants, options, return_lse)
+    return at_once(query, key, value, variants, options, return_lse)
+
+
+def at_once(
+    query: Any,
+    key: Any,
+    value: Any,
+    variants: tuple[Any, ...],
+    options: OptionValues,
+    return_lse: bool,
+) -> Any:
+    """A call that no compiler reads: prepared if it repeats an earlier one."""
+    bound = bind(query, key, value, variants, options)
+    try:
+        results = run_prepared(bound, return_lse)
+        if results is not None:
+            return results
+        return torch_eager.attention(bound, (query, key, value), variants, options, return_lse)
+    except QkvError as error:
+        raise error.with_action(LIBRARY.in_words(error.action)) from None
 
 
 def _is_learned(scale: Tensor, query: Any) -> bool:

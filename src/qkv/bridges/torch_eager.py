@@ -30,44 +30,33 @@ from qkv.bridges.torch_operands import (
     operand,
 )
 from qkv.bridges.torch_operators import contiguous
-from qkv.bridges.torch_prepared import run_prepared
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, Structure, bind
 from qkv.call.device_call import check_device_call, is_device_call
 from qkv.call.options import OptionValues
 from qkv.call.structure_text import hold, names_objects
-from qkv.errors import QkvError, UnsupportedError
+from qkv.errors import UnsupportedError
 from qkv.problem.stored_rows import Paged, Quantized
 
 __all__ = ["attend_on_device", "attention", "refuse_export"]
 
 
 def attention(
-    query: Any,
-    key: Any,
-    value: Any,
+    bound: BoundCall,
+    operands: tuple[Any, Any, Any],
     variants: tuple[Any, ...],
     options: OptionValues,
     return_lse: bool,
 ) -> Any:
-    """See `qkv.attention`."""
-    bound = bind(query, key, value, variants, options)
-    try:
-        found = run_prepared(bound, return_lse)
-        if found is not None:
-            return found
-        with on_torch_threads():
-            refuse_constants(variants, is_tracked, ".detach()")
-            if torch.onnx.is_in_onnx_export():
-                operands = query, key, value
-                bound = bind(*operands, *as_torch_operations(*operands, variants, options))
-            return _attend(bound, return_lse)
-    except QkvError as error:
-        raise error.with_action(LIBRARY.in_words(error.action)) from None
+    """`qkv.attention` of a bound call that was not prepared."""
+    with on_torch_threads():
+        refuse_constants(variants, is_tracked, ".detach()")
+        if torch.onnx.is_in_onnx_export():
+            bound = bind(*operands, *as_torch_operations(*operands, variants, options))
+        return _attend(bound, return_lse)
 
 
 def _attend(bound: BoundCall, return_lse: bool) -> Any:
-    """A call that was not prepared."""
     if not bound.structure.is_plain:
         query, key, value, *_ = bound.unflatten()
         _refuse_gradients(query, *_within(key), *_within(value))

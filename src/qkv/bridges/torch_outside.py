@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from qkv.bridges.torch_eager import attention
+from qkv.bridges.torch_calls import at_once
 
 __all__ = ["attention_outside"]
 
 attention_outside = torch.compiler.disable(
-    attention,
+    at_once,
     reason="this call of qkv.attention has a function of scores or positions that calls NumPy's "
     "functions, and reads tensors or is made inside of the compiled function. Write it with those "
     "of torch, as torch.where; or compile without fullgraph=True, or export with strict=False",
