@@ -56,8 +56,8 @@ def attention(
             uses_batch_index=structure.uses_batch_index,
             process=0 if structure.is_portable else PROCESS,
         )
-        found = jax_derivatives.attend(operation, inputs)[:2]
-        return found if return_lse else found[0]
+        results = jax_derivatives.attend(operation, inputs)[:2]
+        return results if return_lse else results[0]
     if not structure.is_plain:
         attended = attend(bound)
         return (attended.out, attended.lse) if return_lse else attended.out

@@ -53,8 +53,8 @@ def attend(operation: Operation, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     The other results serve the backward pass alone and have no derivative: the rounding error of
     lse, and, if the operation says `backward`, an output of 16 bits as it was before rounding.
     """
-    found: tuple[Any, ...] = _forward(operation, *inputs)
-    return found
+    results: tuple[Any, ...] = _forward(operation, *inputs)
+    return results
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
@@ -112,16 +112,16 @@ def _run(*arrays: Any, kind: str, operation: Operation, constants: int) -> Any:
     grad_out, grad_lse, *moves = more
     moved = dict(zip(operation.along or (), moves, strict=True))
     own = {n: move for n, move in moved.items() if n < count}
-    found = call_operation(
+    results = call_operation(
         replace(operation, along=tuple(own)), shapes, (*inputs, grad_out, grad_lse, *own.values())
     )
     if len(own) == len(moved):
-        return found
+        return results
     along = moved.get(count, jnp.zeros_like(grad_out)), *(moved[n] for n in moved if n > count)
     others = call_operation(
         replace(operation, along=None), shapes, (*inputs, *kept, *varying((inputs[0], *along))[1:])
     )
-    return [a + b for a, b in zip(found, others, strict=True)]
+    return [a + b for a, b in zip(results, others, strict=True)]
 
 
 def _results(kind: str, operation: Operation, arrays: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -167,15 +167,15 @@ def _batch(arrays: Any, axes: Any, *, constants: int, **fixed: Any) -> Any:
         return jnp.broadcast_to(array, (1 if n < constants else size, *array.shape))
 
     arrays = [in_front(n, *pair) for n, pair in enumerate(zip(arrays, axes, strict=True))]
-    found = _linear.bind(*arrays, constants=constants, **fixed)
-    return found, [0] * len(found)
+    results = _linear.bind(*arrays, constants=constants, **fixed)
+    return results, [0] * len(results)
 
 
 def _jvp(
     arrays: Any, moves: Any, *, kind: str, operation: Operation, constants: int
 ) -> tuple[Any, Any]:
     """The results follow from the inputs, so derivatives through them count with the inputs."""
-    found = _linear.bind(*arrays, kind=kind, operation=operation, constants=constants)
+    results = _linear.bind(*arrays, kind=kind, operation=operation, constants=constants)
     count = len(operation.ndims)
     constant, linear = _split(arrays, constants)
     of_inputs, _, of_constants, of_linear = _split(moves, count, count + KEPT, constants)
@@ -213,8 +213,8 @@ def _jvp(
         own = [*map(ad.instantiate_zeros, of_linear)]
         changes.append(_bind(kind, operation, constant, own))
     if not changes:
-        return found, [jnp.zeros_like(result) for result in found]
-    return found, [sum(parts[1:], parts[0]) for parts in zip(*changes, strict=True)]
+        return results, [jnp.zeros_like(result) for result in results]
+    return results, [sum(parts[1:], parts[0]) for parts in zip(*changes, strict=True)]
 
 
 def _transpose(
@@ -231,21 +231,23 @@ def _transpose(
     if kind == "tangents":
         grads = [ad.instantiate_zeros(cotangents[0]), *(cotangents[n] for n in own if n == 1)]
         gradients = replace(operation, wanted=along, along=None)
-        found = _bind("gradients", gradients, constant, grads)
+        derivatives = _bind("gradients", gradients, constant, grads)
     elif kind == "gradients":
         tangents = replace(operation, along=left, wanted=None)
-        found = _bind("tangents", tangents, constant, given)[: len(linear)]
+        derivatives = _bind("tangents", tangents, constant, given)[: len(linear)]
     elif kind in {"change", "second"}:
         other = "second" if kind == "change" else "change"
-        found = _bind(other, replace(operation, along=left, wanted=along), constant, given)
+        derivatives = _bind(other, replace(operation, along=left, wanted=along), constant, given)
     elif kind == "bend":
-        found = _bind("bend back", operation, constant, [*map(ad.instantiate_zeros, cotangents)])
+        derivatives = _bind(
+            "bend back", operation, constant, [*map(ad.instantiate_zeros, cotangents)]
+        )
     else:
-        found = _bind("bend", replace(operation, wanted=left), constant, given)
+        derivatives = _bind("bend", replace(operation, wanted=left), constant, given)
     # What is known is not transposed.
     of_linear = [
         cotangent if ad.is_undefined_primal(array) else None
-        for array, cotangent in zip(linear, found, strict=True)
+        for array, cotangent in zip(linear, derivatives, strict=True)
     ]
     return [None] * constants + of_linear
 

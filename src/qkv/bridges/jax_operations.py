@@ -153,9 +153,9 @@ def _leading(operation: Operation, inputs: Sequence[Array], lead: tuple[int, ...
 
 
 def _forward(operation: Operation, inputs: Sequence[Array], results: Sequence[Array]) -> None:
-    found = attend(_bound(operation, inputs), backward=operation.backward)
-    unrounded = found.out if found.unrounded is None else found.unrounded
-    arrays = found.out, found.lse, found.lse_rest, unrounded
+    attended = attend(_bound(operation, inputs), backward=operation.backward)
+    unrounded = attended.out if attended.unrounded is None else attended.unrounded
+    arrays = attended.out, attended.lse, attended.lse_rest, unrounded
     for array, result in zip(arrays, results, strict=False):
         unknown = array is None
         result[...] = np.finfo(result.dtype).max if unknown else array.reshape(result.shape)
@@ -169,15 +169,15 @@ def _backward(operation: Operation, inputs: Sequence[Array], results: Sequence[A
     leaves = [n for n in wanted if n >= 3]
     unknown = lse_rest == np.finfo(lse_rest.dtype).max
     residuals = Residuals(out, lse, np.where(unknown, np.nan, lse_rest))
-    found = pull_back(_bound(operation, inputs[:count]), residuals, grad_out, grad_lse, leaves)
-    _fill(results, wanted, found, count)
+    gradients = pull_back(_bound(operation, inputs[:count]), residuals, grad_out, grad_lse, leaves)
+    _fill(results, wanted, gradients, count)
 
 
 def _tangents(operation: Operation, inputs: Sequence[Array], results: Sequence[Array]) -> None:
     count = len(operation.ndims)
     lse, *along = inputs[count:]
-    found = tangents_of(_bound(operation, inputs[:count]), lse, _direction(operation, along))
-    for tangent, result in zip(found, results, strict=True):
+    tangents = tangents_of(_bound(operation, inputs[:count]), lse, _direction(operation, along))
+    for tangent, result in zip(tangents, results, strict=True):
         result[...] = tangent.reshape(result.shape)
 
 
@@ -185,14 +185,14 @@ def _second(operation: Operation, inputs: Sequence[Array], results: Sequence[Arr
     count = len(operation.ndims)
     grad_out, grad_lse, *along = inputs[count:]
     wanted = operation.wanted or ()
-    found = second_vjp(
+    second = second_vjp(
         _bound(operation, inputs[:count]),
         grad_out=grad_out,
         grad_lse=grad_lse,
         tangents=_direction(operation, along),
         wrt=[n for n in wanted if 3 <= n < count],
     )
-    _fill(results, wanted, found, count)
+    _fill(results, wanted, second, count)
 
 
 def _direction(operation: Operation, along: Sequence[Array]) -> Tangents:
@@ -205,14 +205,14 @@ def _bound(operation: Operation, inputs: Sequence[Array]) -> BoundCall:
     return BoundCall(Structure.from_text(operation.structure), inputs)
 
 
-def _fill(results: Sequence[Array], wanted: Sequence[int], found: Any, count: int) -> None:
+def _fill(results: Sequence[Array], wanted: Sequence[int], gradients: Any, count: int) -> None:
     """The wanted gradients, in the place and type of the results; `count` inputs come first."""
     for n, result in zip(wanted, results, strict=True):
         if n < 3:
-            gradient = (found.query, found.key, found.value)[n]
+            gradient = (gradients.query, gradients.key, gradients.value)[n]
         elif n >= count:
-            gradient = (found.grad_out, found.grad_lse)[n - count]
+            gradient = (gradients.grad_out, gradients.grad_lse)[n - count]
         else:
-            gradient = found.of(n)
+            gradient = gradients.of(n)
         with np.errstate(all="ignore"):
             result[...] = gradient.reshape(result.shape)

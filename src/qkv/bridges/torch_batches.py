@@ -49,20 +49,20 @@ def batched(
             t if b or n >= inputs + 3 else t.expand(info.batch_size, *t.shape)
             for n, (t, b) in enumerate(zip(moved, has_batch, strict=True))
         ]
-        found = function(*whole)
+        results = function(*whole)
     elif info.batch_size:
         rows = [
             function(*(t[n] if b else t for t, b in zip(moved, has_batch, strict=True)))
             for n in range(info.batch_size)
         ]
-        found = tuple(torch.stack(column) for column in zip(*rows, strict=True))
+        results = tuple(torch.stack(column) for column in zip(*rows, strict=True))
     else:
         # An empty batch: the shapes of one call.
         one = function(
             *(t.new_zeros(t.shape[1:]) if b else t for t, b in zip(moved, has_batch, strict=True))
         )
-        found = tuple([t.new_empty(0, *t.shape) for t in one])
-    return found, (0,) * len(found)
+        results = tuple([t.new_empty(0, *t.shape) for t in one])
+    return results, (0,) * len(results)
 
 
 def apply(function: type[Function], *given: Any) -> Any:
@@ -82,8 +82,8 @@ def apply(function: type[Function], *given: Any) -> Any:
         alone = not isinstance(t, Tensor) or t.shape[0] != size
         dims.append(None if alone else 0)
         apart[n] = given[n] if alone else t
-    found, _ = function.vmap(SimpleNamespace(batch_size=size), tuple(dims), *apart)
-    return tuple([torch._add_batch_dim(t, 0, level) for t in found])
+    results, _ = function.vmap(SimpleNamespace(batch_size=size), tuple(dims), *apart)
+    return tuple([torch._add_batch_dim(t, 0, level) for t in results])
 
 
 is_old_batch = torch._C._functorch.is_legacy_batchedtensor

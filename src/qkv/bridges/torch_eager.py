@@ -60,8 +60,8 @@ def _attend(bound: BoundCall, return_lse: bool) -> Any:
     if not bound.structure.is_plain:
         query, key, value, *_ = bound.unflatten()
         _refuse_gradients(query, *_within(key), *_within(value))
-        found = attend(bound)
-        return (found.out, found.lse) if return_lse else found.out
+        results = attend(bound)
+        return (results.out, results.lse) if return_lse else results.out
     query, key, value = map(operand, bound.leaves[:3], _ROLES)
     for leaf in bound.leaves[3:]:
         if isinstance(leaf, Tensor):

@@ -121,8 +121,8 @@ class _Attention(Function):
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor, *_: None) -> Any:
         results, inputs = results_first(ctx.saved_tensors)
         wanted = numbers(ctx.needs_input_grad[4:])
-        found = _backward(ctx, wanted, results, (grad_out, grad_lse), inputs)
-        return None, *of_inputs(found, wanted, inputs)
+        gradients = _backward(ctx, wanted, results, (grad_out, grad_lse), inputs)
+        return None, *of_inputs(gradients, wanted, inputs)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, structure: Any, *inputs: Tensor) -> Any:
@@ -149,13 +149,13 @@ class _AttentionUnseen(Function):
     @staticmethod
     def forward(ctx: Any, structure: Any, *inputs: Tensor) -> Any:
         passes = structure.passes
-        found = None if passes is None else passes.attend(inputs)
-        if found is None:
+        results = None if passes is None else passes.attend(inputs)
+        if results is None:
             query, key, value, *arrays = inputs
-            found = operators.compute_attention(
+            results = operators.compute_attention(
                 query, key, value, arrays, structure.structure, True
             )
-        out, lse, rest, unrounded = found
+        out, lse, rest, unrounded = results
         ctx.structure = structure
         ctx.save_for_backward(out if unrounded is None else unrounded, lse, rest, *inputs)
         return out, lse
@@ -168,13 +168,13 @@ class _AttentionUnseen(Function):
         wanted = numbers(ctx.needs_input_grad[4:])
         structure, passes = ctx.structure.structure, None if wanted else ctx.structure.passes
         cotangents = grad_out, grad_lse
-        found = None if passes is None else passes.gradients(results, cotangents, inputs)
-        if found is None:
+        gradients = None if passes is None else passes.gradients(results, cotangents, inputs)
+        if gradients is None:
             groups = results, cotangents, inputs
-            found = operators.compute_gradients(*groups, structure, wanted)
+            gradients = operators.compute_gradients(*groups, structure, wanted)
             if passes is not None:
                 passes.prepare_gradients(*groups, structure)
-        return None, *of_inputs(found, wanted, inputs)
+        return None, *of_inputs(gradients, wanted, inputs)
 
 
 class _Backward(Function):
@@ -183,10 +183,10 @@ class _Backward(Function):
     @staticmethod
     def forward(structure: Any, wanted: tuple[int, ...], *tensors: Tensor) -> Any:
         results, (query, key, value, *arrays) = tensors[: RESULTS + 2], tensors[RESULTS + 2 :]
-        found = operators.attention_backward(
+        gradients = operators.attention_backward(
             query, key, value, arrays, *results, _text(structure), wanted
         )
-        return tuple(found)
+        return tuple(gradients)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -297,7 +297,7 @@ class _Second(Function):
         grad_out, grad_lse, *rest = tensors
         along, (query, key, value, *arrays) = parted(rest, directions)
         text = _text(structure)
-        found = operators.attention_second(
+        second = operators.attention_second(
             query,
             key,
             value,
@@ -309,7 +309,7 @@ class _Second(Function):
             directions,
             wanted,
         )
-        return tuple(found)
+        return tuple(second)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -350,10 +350,10 @@ def _backward(
                 query, key, value, arrays, *results, *cotangents, _text(ctx.structure), wanted
             )
         )
-    found: tuple[Tensor, ...] = apply(
+    gradients: tuple[Tensor, ...] = apply(
         _Backward, ctx.structure, wanted, *results, *cotangents, *inputs
     )
-    return found
+    return gradients
 
 
 class _Whole:

@@ -19,11 +19,11 @@ def numbers(needed: Sequence[bool]) -> tuple[int, ...]:
 
 
 def of_inputs(
-    found: Sequence[Tensor], wanted: Sequence[int], inputs: Sequence[Tensor]
+    gradients: Sequence[Tensor], wanted: Sequence[int], inputs: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Gradients of query, key, value and the wanted arrays in the places of all inputs."""
-    places: list[Tensor | None] = [*found[:3], *([None] * (len(inputs) - 3))]
-    for n, gradient in zip(wanted, found[3:], strict=True):
+    places: list[Tensor | None] = [*gradients[:3], *([None] * (len(inputs) - 3))]
+    for n, gradient in zip(wanted, gradients[3:], strict=True):
         places[3 + n] = gradient
     return places
 

@@ -29,13 +29,13 @@ def leaf_values(bound: BoundCall) -> tuple[bytes, ...] | None:
     """The bytes of the arrays that are compared by value, None if these are too many."""
     if not bound.structure.by_value:
         return ()
-    found = []
+    of_leaves = []
     for n in bound.structure.by_value:
         values = array_bytes(bound.leaves[n])
         if values is None:
             return None
-        found.append(values)
-    return tuple(found)
+        of_leaves.append(values)
+    return tuple(of_leaves)
 
 
 def array_bytes(array: Any) -> bytes | None:

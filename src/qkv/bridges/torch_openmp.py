@@ -31,10 +31,10 @@ def torch_openmp() -> OpenMP | None:
         try:
             loaded = ctypes.CDLL(str(library), mode=os.RTLD_LAZY | os.RTLD_NOLOAD)
             names = "GOMP_parallel", "omp_get_thread_num", "omp_get_max_threads"
-            found = [ctypes.cast(getattr(loaded, n), ctypes.c_void_p).value or 0 for n in names]
+            addresses = [ctypes.cast(getattr(loaded, n), ctypes.c_void_p).value or 0 for n in names]
         except (OSError, AttributeError):
             continue
-        return OpenMP(*found)
+        return OpenMP(*addresses)
     return None
 
 

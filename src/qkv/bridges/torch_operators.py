@@ -56,13 +56,13 @@ def compute_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`out, lse = qkv.attention(..., return_lse=True)`, and what its gradients take beside them."""
     with on_torch_threads():
-        found = attend(_bound_call(query, key, value, arrays, structure), backward=backward)
-    out, lse, rest = found.out, found.lse, found.lse_rest
+        attended = attend(_bound_call(query, key, value, arrays, structure), backward=backward)
+    out, lse, rest = attended.out, attended.lse, attended.lse_rest
     rest = np.full_like(lse, np.nan) if rest is None else rest.reshape(lse.shape)
     results = _tensor(out), _tensor(lse), _tensor(rest)
     if not backward or not is_rounded(query):
         return *results, None
-    unrounded = out if found.unrounded is None else found.unrounded
+    unrounded = out if attended.unrounded is None else attended.unrounded
     return *results, _tensor(unrounded.astype(lse.dtype, copy=False))
 
 
@@ -124,8 +124,8 @@ def compute_gradients(
     residuals, leaves = Residuals(*map(_view, results)), [3 + n for n in wanted]
     grad_out, grad_lse = map(_view, cotangents)
     with on_torch_threads():
-        found = pull_back(bound, residuals, grad_out, grad_lse, leaves)
-    return _gradient_tensors(found, inputs[3:], wanted)
+        gradients = pull_back(bound, residuals, grad_out, grad_lse, leaves)
+    return _gradient_tensors(gradients, inputs[3:], wanted)
 
 
 @torch.library.custom_op("qkv::attention_backward", mutates_args=(), device_types="cpu")
@@ -211,15 +211,15 @@ def attention_second(
 ) -> list[Tensor]:
     """Gradients with respect to query, key, value, grad_out, grad_lse and the wanted arrays."""
     with on_torch_threads():
-        found = second_vjp(
+        second = second_vjp(
             _bound_call(query, key, value, arrays, Structure.from_text(structure)),
             grad_out=_view(grad_out),
             grad_lse=_view(grad_lse),
             tangents=_tangents(tangents, directions),
             wrt=[3 + n for n in wanted],
         )
-    operands = _gradient_tensors(found, arrays, wanted)
-    return [*operands[:3], _tensor(found.grad_out), _tensor(found.grad_lse), *operands[3:]]
+    operands = _gradient_tensors(second, arrays, wanted)
+    return [*operands[:3], _tensor(second.grad_out), _tensor(second.grad_lse), *operands[3:]]
 
 
 @attention_second.register_fake
@@ -254,11 +254,11 @@ def contiguous(tensor: Tensor) -> Tensor:
 
 def distinct_objects(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The same tensors as different objects, which are all that Dynamo takes."""
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for n, tensor in enumerate(tensors):
         is_repeated = any(tensor is earlier for earlier in tensors[:n])
-        found.append(tensor.view_as(tensor) if is_repeated else tensor)
-    return found
+        results.append(tensor.view_as(tensor) if is_repeated else tensor)
+    return results
 
 
 _LIBRARY = TorchArrays()
@@ -270,9 +270,11 @@ def _bound_call(
     return BoundCall(structure, tuple([_view(t) for t in (query, key, value, *arrays)]))
 
 
-def _gradient_tensors(found: Any, arrays: Sequence[Tensor], wanted: Sequence[int]) -> list[Tensor]:
-    of_arrays = [_tensor(np.asarray(found.of(3 + n))).to(arrays[n].dtype) for n in wanted]
-    return [*map(_tensor, (found.query, found.key, found.value)), *of_arrays]
+def _gradient_tensors(
+    gradients: Any, arrays: Sequence[Tensor], wanted: Sequence[int]
+) -> list[Tensor]:
+    of_arrays = [_tensor(np.asarray(gradients.of(3 + n))).to(arrays[n].dtype) for n in wanted]
+    return [*map(_tensor, (gradients.query, gradients.key, gradients.value)), *of_arrays]
 
 
 def _tangents(tangents: Sequence[Tensor], directions: Sequence[int]) -> Tangents:

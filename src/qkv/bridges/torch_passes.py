@@ -47,10 +47,10 @@ class PreparedPasses:
         """As `qkv.bridges.torch_operators.compute_attention`; None if that has to be called."""
         query, key, value = map(self._view, inputs[:3])
         with on_torch_threads():
-            found = self._forward.call(query, key, value, True, self._arrays(inputs))
-        if found is None:
+            results = self._forward.call(query, key, value, True, self._arrays(inputs))
+        if results is None:
             return None
-        out, lse, rest, unrounded = found
+        out, lse, rest, unrounded = results
         if rest is None:
             rest = np.full_like(lse, np.nan)
         result = self._tensor(out)
@@ -75,10 +75,10 @@ class PreparedPasses:
         grad_out, grad_lse = self._view(cotangents[0]), _view(cotangents[1])
         arrays = self._arrays(inputs)
         with on_torch_threads():
-            found = known[1].prepared.call(
+            computed = known[1].prepared.call(
                 query, key, value, out, lse, rest, grad_out, grad_lse, arrays
             )
-        return None if found is None else list(map(self._tensor, found))
+        return None if computed is None else list(map(self._tensor, computed))
 
     def prepare_gradients(
         self,

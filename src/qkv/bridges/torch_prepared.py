@@ -35,12 +35,12 @@ def run_prepared(bound: BoundCall, rows: bool) -> Any:
     if run is not None:
         read = bound.read_in_place
         if _fits(run, bound, read):
-            found = run.compute(bound, read, rows)
-            if found is not None:
+            results = run.compute(bound, read, rows)
+            if results is not None:
                 run.common.prepared.used = CALLS.clock
                 if type(run) is Step and run.successor is not None:
                     entry.first_of_tensors = run.successor
-                return found
+                return results
     with on_torch_threads():
         run = _look_up(entry, bound)
         if run is None:

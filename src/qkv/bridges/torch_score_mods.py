@@ -249,13 +249,13 @@ def _values(steps: tuple[Any, ...]) -> list[Any]:
 
 
 def _value(word: tuple[str, Any], values: Sequence[Any]) -> Any:
-    what, found = word
+    what, step = word
     if what == "array":
         raise ArgumentError(
             "a score mod uses a tensor where a number is wanted.",
             action="Index it with positions, one for each dimension, as in w[head].",
         )
-    return values[found] if what == "step" else found
+    return values[step] if what == "step" else step
 
 
 def _called(name: str, *args: Any, **named: Any) -> Expr:
@@ -266,6 +266,6 @@ def _called(name: str, *args: Any, **named: Any) -> Expr:
             plain, args = plain[1:], args[::-1]
         function = getattr(operator, f"__{plain}__", None)
         if function is not None:
-            found: Expr = function(*args)
-            return found
+            expression: Expr = function(*args)
+            return expression
     return Expr(as_node(score_functions.call(name, *args, **named)))

@@ -208,7 +208,7 @@ class CallCache:
                 for structure, entry in self._entries.items()
                 for form, call in entry.calls.items()
             ),
-            key=lambda found: found[0],
+            key=lambda oldest: oldest[0],
         )
         self._drop(*oldest[1:])
 

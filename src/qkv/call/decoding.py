@@ -56,13 +56,13 @@ def arrays_from_lengths(problem: Problem) -> list[Array]:
     """
     labels = {table.name: table.label for table in problem.spec.tables}
     origins, tables = problem.operands.origins, problem.operands.tables
-    found: list[Array] = []
+    tables_of_steps: list[Array] = []
     for label in ("kv_lens", "q_offset"):
         arrays = [
             origins[name].array for name in tables if labels[name] == label and tables[name].ndim
         ]
         if len(arrays) > 1 or (label == "kv_lens" and not arrays):
             return []
-        found += arrays
-    has_q_offset = len(found) == 2
-    return [] if has_q_offset and problem.operands.positions.align != "end" else found
+        tables_of_steps += arrays
+    has_q_offset = len(tables_of_steps) == 2
+    return [] if has_q_offset and problem.operands.positions.align != "end" else tables_of_steps

@@ -132,12 +132,12 @@ def _device_arrays(
     problem: Problem, bound: BoundCall, owners: Sequence[Any], views: Sequence[Any], layout: str
 ) -> dict[str, Any]:
     """Operands with heads before rows, and leaves of tables and sinks that may have gradients."""
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for name, tensor in zip(("query", "key", "value"), bound.leaves, strict=False):
         if tensor.ndim == 2:
-            found[name] = tensor[None]
+            arrays[name] = tensor[None]
         else:
-            found[name] = tensor.swapaxes(-3, -2) if layout == "blhd" else tensor
+            arrays[name] = tensor.swapaxes(-3, -2) if layout == "blhd" else tensor
     operands = problem.operands
     origins = dict(operands.origins)
     if operands.sink_origin is not None:
@@ -150,5 +150,5 @@ def _device_arrays(
         if len(own) > 1:
             own = [n for n in own if views[n] is origin.array]
         if own and hasattr(bound.leaves[own[0]], "requires_grad"):
-            found[name] = bound.leaves[own[0]]
-    return found
+            arrays[name] = bound.leaves[own[0]]
+    return arrays

@@ -204,10 +204,10 @@ def uses_batch_index(tree: Tree) -> bool:
     return isinstance(tree, Opaque) and tree.uses_batch_index
 
 
-def add_length_keys(tree: Tree, kv_len: int, found: list[Hashable]) -> bool:
+def add_length_keys(tree: Tree, kv_len: int, keys: list[Hashable]) -> bool:
     """Whether every variant in the structure says how it depends on the number of keys.
 
-    To `found` is added what `Variant.length_key` gives, for those that have it.
+    To `keys` is added what `Variant.length_key` gives, for those that have it.
     """
     if type(tree) is not tuple:
         return True
@@ -221,8 +221,8 @@ def add_length_keys(tree: Tree, kv_len: int, found: list[Hashable]) -> bool:
         if any(parts[n] is not ReadByValue for n in _per_step_fields(kind)):
             return False
         if getattr(kind, "length_key", None) is not None:
-            found.append(unflatten(tree, lambda: None).length_key(kv_len))
-    return all(add_length_keys(part, kv_len, found) for part in parts)
+            keys.append(unflatten(tree, lambda: None).length_key(kv_len))
+    return all(add_length_keys(part, kv_len, keys) for part in parts)
 
 
 _CONTAINERS = (tuple, list, float, bool, np.generic)
@@ -263,9 +263,9 @@ def declared_fields(kind: type) -> tuple[tuple[str, Role], ...]:
     roles = _STORAGE_ROLES.get(kind) or getattr(kind, "roles", None)
     if roles is None or "__dataclass_fields__" not in vars(kind):
         return ()
-    found = tuple([(field.name, roles.get(field.name, "value")) for field in fields(kind)])
-    _declared[kind] = found
-    return found
+    declared = tuple([(field.name, roles.get(field.name, "value")) for field in fields(kind)])
+    _declared[kind] = declared
+    return declared
 
 
 @lru_cache(maxsize=256)

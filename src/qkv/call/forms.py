@@ -57,10 +57,10 @@ def form_of(bound: BoundCall, views: Views, passes: Passes, entry: Entry | None)
 def fixed_form(bound: BoundCall, views: Views, passes: Passes, *more: Hashable) -> Form | None:
     """The form in which all sizes and strides are fixed, with `more` layouts."""
     query, key, value = views
-    found = _leaves_of(bound)
-    if found is None:
+    compared = _leaves_of(bound)
+    if compared is None:
         return None
-    values, arrays = found
+    values, arrays = compared
     return Form(
         passes, False, values,
         (
@@ -98,10 +98,10 @@ def step_form(bound: BoundCall, views: Views, passes: Passes) -> Form | None:
     if len(bound.leaves) > 3:
         if len(structure.lengths) > 1:
             return None
-        found = _leaves_of_step(bound, kv_len[0])
-        if found is None:
+        compared = _leaves_of_step(bound, kv_len[0])
+        if compared is None:
             return None
-        values, arrays = found
+        values, arrays = compared
     return Form(
         passes, True, values,
         (
@@ -144,8 +144,8 @@ def values_of(bound: BoundCall) -> tuple[Hashable, ...] | None:
 
     None if these are too large, or some array is not one of NumPy.
     """
-    found = _leaves_of(bound)
-    return None if found is None else found[0]
+    compared = _leaves_of(bound)
+    return None if compared is None else compared[0]
 
 
 def _leaves_of(bound: BoundCall) -> tuple[tuple[Hashable, ...], Sequence[Hashable]] | None:

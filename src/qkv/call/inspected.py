@@ -109,8 +109,10 @@ def _checked(call: CheckedCall) -> Inspected:
 
 def _on_device(call: DeviceCall) -> Inspected:
     """Statistics come from copies in main memory."""
-    found = _checked(call.on_host())
+    on_host = _checked(call.on_host())
     output, _ = call.attend(lse=False)
-    lse = call.rows(found.row_lse)
-    host = found.call
-    return Inspected(output, lse, found.row_lse, found.rows, call.choice.backend.name, lambda: host)
+    lse = call.rows(on_host.row_lse)
+    host = on_host.call
+    return Inspected(
+        output, lse, on_host.row_lse, on_host.rows, call.choice.backend.name, lambda: host
+    )

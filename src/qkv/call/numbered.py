@@ -31,11 +31,11 @@ def number_of(opaque: Opaque) -> int:
 
 
 def numbered(number: int) -> Opaque:
-    found = _by_number.get(number)
-    if found is None:
+    entry = _by_number.get(number)
+    if entry is None:
         raise ArgumentError(
             f"a variant of this call is gone (number {number}).",
             action="Keep variants of your own, and score mods, as long as what was compiled from "
             "them; they cannot be saved with it.",
         )
-    return found
+    return entry

@@ -130,10 +130,10 @@ def _decoded(data: Any) -> Tree:
         return tuple(map(_decoded, data))
     if len(data) == 1:
         return _TYPES[data[0]]
-    found: Any = import_module(data[0])
+    thing: Any = import_module(data[0])
     for name in data[1].split("."):
-        found = getattr(found, name)
-    return found
+        thing = getattr(thing, name)
+    return thing
 
 
 def _is_local(kind: type) -> bool:

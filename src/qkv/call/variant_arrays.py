@@ -91,10 +91,10 @@ def wanted(problem: Problem, wrt: Sequence[Any]) -> tuple[list[tuple[str, Origin
     return tables, sinks
 
 
-def by_origin(found: Sequence[tuple[Origin, Array]]) -> list[tuple[Origin, Array]]:
+def by_origin(gradients: Sequence[tuple[Origin, Array]]) -> list[tuple[Origin, Array]]:
     """One gradient for each array: a variant that was given twice has the sum."""
     sums: dict[tuple[int, int], tuple[Origin, Array]] = {}
-    for origin, gradient in found:
+    for origin, gradient in gradients:
         place = id(origin.variant), origin.place
         sums[place] = (origin, sums[place][1] + gradient if place in sums else gradient)
     return list(sums.values())

@@ -59,10 +59,10 @@ def _surrounded(model: torch.nn.Module, around: Around) -> Callable[..., Any]:
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         with around(model, args, kwargs) as told:
-            found = inner(*args, **kwargs)
+            output = inner(*args, **kwargs)
         if told is not None:
-            told(found)
-        return found
+            told(output)
+        return output
 
     return forward
 

@@ -96,19 +96,19 @@ def intervene(model: torch.nn.Module, changes: Mapping[tuple[int, int], Change])
     from qkv.hf import enable
 
     enable()
-    found = inner_model(model)
+    inner = inner_model(model)
     wanted = _checked(changes)
-    after = BackwardAfter("qkv.hf.intervene", found)
-    layers = LayerNumbers(found, after.watch)
-    with switched(found), uncompiled(), around_forward(parts_of(found), layers.around):
-        copied = _copied(found, wanted, layers)
+    after = BackwardAfter("qkv.hf.intervene", inner)
+    layers = LayerNumbers(inner, after.watch)
+    with switched(inner), uncompiled(), around_forward(parts_of(inner), layers.around):
+        copied = _copied(inner, wanted, layers)
         layers.runs = 0
         try:
             with change_outputs(_Run(layers, wanted, copied).change):
                 yield
         finally:
             after.has_ended = True
-    _require_layers(found, wanted, layers)
+    _require_layers(inner, wanted, layers)
 
 
 def _checked(changes: Any) -> dict[tuple[int, int], Change]:
@@ -132,7 +132,7 @@ def _copied(
     model: torch.nn.Module, changes: Mapping[tuple[int, int], Change], layers: LayerNumbers
 ) -> dict[tuple[int, int], HeadInputs]:
     """The inputs of the layers whose weights are copied, on their own prompts."""
-    found: dict[tuple[int, int], HeadInputs] = {}
+    inputs: dict[tuple[int, int], HeadInputs] = {}
     prompts: dict[int, CopyFrom] = {
         id(change): change for change in changes.values() if isinstance(change, CopyFrom)
     }
@@ -145,11 +145,11 @@ def _copied(
             here = [place for place in places if place[0] == layer]
             if here:
                 # Copies, because a cache may write to these keys again.
-                found.update(dict.fromkeys(here, _inputs(call.kept())))
+                inputs.update(dict.fromkeys(here, _inputs(call.kept())))
 
         with torch.no_grad(), observe(keep):
             model(*prompt.args, **prompt.inputs)
-    return found
+    return inputs
 
 
 def _inputs(call: LayerCall) -> HeadInputs:
@@ -177,8 +177,8 @@ class _Run:
             return output
         plain = call.dense()
         heads_first = output.transpose(1, 2)
-        found: torch.Tensor = changed_heads(heads_first, _inputs(plain), plain.value, here)
-        return found.transpose(1, 2).contiguous()
+        changed: torch.Tensor = changed_heads(heads_first, _inputs(plain), plain.value, here)
+        return changed.transpose(1, 2).contiguous()
 
 
 def _require_layers(

@@ -199,7 +199,7 @@ class LayerWeights(torch.Tensor):
             # torch's own reductions take no `dim=None` together with `keepdim`.
             reduction = getattr(self.dense(), name)
             try:
-                found: torch.Tensor = (
+                weights: torch.Tensor = (
                     reduction(**options) if dim is None else reduction(dim, keepdim, **options)
                 )
             except (TypeError, ValueError, IndexError) as error:
@@ -208,7 +208,7 @@ class LayerWeights(torch.Tensor):
                     [("torch says", (str(error).splitlines() or [""])[0])],
                     "Pass a dimension and what torch names.",
                 ) from error
-            return found
+            return weights
         by_tile = getattr(self.record.weights, by_tiles)(dim, keepdims=keepdim)
         return torch.as_tensor(by_tile, device=self._call.query.device)
 

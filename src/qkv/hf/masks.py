@@ -266,11 +266,11 @@ def _expects_booleans(config: type) -> bool:
     if known is not None:
         return known
     models = _models_with(config)
-    found = all(model._supports_sdpa for model in models)
+    all_boolean = all(model._supports_sdpa for model in models)
     # Without a model of that kind nothing is known yet: transformers imports them one by one.
     if models:
-        _boolean[config] = found
-    return found
+        _boolean[config] = all_boolean
+    return all_boolean
 
 
 def _models_with(config: type) -> list[Any]:

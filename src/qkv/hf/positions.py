@@ -11,8 +11,8 @@ __all__ = ["positions_of", "warn_beyond"]
 def positions_of(config: Any) -> int | None:
     """`max_position_embeddings` of the text part; None where a configuration does not say it."""
     text: Any = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
-    found = getattr(text, "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
+    longest = getattr(text, "max_position_embeddings", None)
+    return longest if isinstance(longest, int) and longest > 0 else None
 
 
 def warn_beyond(count: int, positions: int) -> None:

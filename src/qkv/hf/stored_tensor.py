@@ -67,17 +67,19 @@ class StoredTensor(torch.Tensor):
         if isinstance(rows, qkv.Paged):
             rows, table = rows.pages, torch.as_tensor(rows.page_table, device=self.device)
         if isinstance(rows, qkv.Quantized):
-            found = _gathered(rows.values, table).to(self.dtype)
-            found *= _gathered(rows.scales, table).to(self.dtype)[..., None]
+            gathered = _gathered(rows.values, table).to(self.dtype)
+            gathered *= _gathered(rows.scales, table).to(self.dtype)[..., None]
             if rows.offset is not None:
-                found += rows.offset[:, None].to(self.dtype)
+                gathered += rows.offset[:, None].to(self.dtype)
         else:
-            found = _gathered(rows, table).to(self.dtype)
+            gathered = _gathered(rows, table).to(self.dtype)
         if self.kv_lens is not None:
             lens = torch.as_tensor(self.kv_lens.kv_lens, device=self.device).view(-1, 1, 1, 1)
-            real = torch.arange(found.shape[2], device=self.device)[:, None] < lens
-            found = torch.where(real, found, torch.zeros((), dtype=self.dtype, device=self.device))
-        return found
+            real = torch.arange(gathered.shape[2], device=self.device)[:, None] < lens
+            gathered = torch.where(
+                real, gathered, torch.zeros((), dtype=self.dtype, device=self.device)
+            )
+        return gathered
 
     # torch calls this on the class, which its type stubs do not declare.
     @classmethod

@@ -19,13 +19,13 @@ SPREAD = "qkv_sharded"
 
 def inner_model(module: torch.nn.Module) -> torch.nn.Module:
     """The model of transformers that a module is, or wraps."""
-    found = list(dict.fromkeys(_models(module)))
-    if len(found) == 1:
-        return found[0]
+    models = list(dict.fromkeys(_models(module)))
+    if len(models) == 1:
+        return models[0]
     raise ArgumentError(
-        f"{type(module).__name__} has {len(found)} models of transformers inside; "
+        f"{type(module).__name__} has {len(models)} models of transformers inside; "
         "one is looked into at a time.",
-        [("inside", type(model).__name__) for model in found[:3]],
+        [("inside", type(model).__name__) for model in models[:3]],
         "Pass the PreTrainedModel itself.",
     )
 
@@ -78,11 +78,11 @@ def switched(model: Any, implementation: str = "qkv") -> Iterator[None]:
 
 def _configs(model: Any) -> Iterator[Any]:
     """The configurations of a model, of its parts, and those inside them."""
-    found = [module.config for module in model.modules() if hasattr(module, "config")]
-    while found:
-        config = found.pop()
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    while configs:
+        config = configs.pop()
         if not hasattr(config, "_attn_implementation_internal"):
             continue
         yield config
         parts: Mapping[str, Any] = getattr(config, "sub_configs", {})
-        found += [part for name in parts if (part := getattr(config, name, None)) is not None]
+        configs += [part for name in parts if (part := getattr(config, name, None)) is not None]

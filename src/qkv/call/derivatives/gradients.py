@@ -128,13 +128,15 @@ def gradients_of(
     backend = call.choice.backend
     # The check of the call refused backends without a backward pass.
     assert isinstance(backend, Differentiable)
-    found = backend.backward(problem, inputs)
-    own = by_origin([(origin, found.tables[name]) for name, origin in tables])
+    gradients = backend.backward(problem, inputs)
+    own = by_origin([(origin, gradients.tables[name]) for name, origin in tables])
     if sinks is not None:
         own.append((sinks, _of_sinks(problem.operands.sinks, inputs)))
     query, key, value = (
         like_operand(call, gradient, shape)
-        for gradient, shape in zip((found.query, found.key, found.value), shapes, strict=True)
+        for gradient, shape in zip(
+            (gradients.query, gradients.key, gradients.value), shapes, strict=True
+        )
     )
     of_variants = [(origin, call.library.restore(as_given(origin, g))) for origin, g in own]
     return Gradients(query, key, value, of_variants, call)

@@ -171,8 +171,8 @@ def tangents_of(bound: BoundCall, lse: Array, tangents: Tangents) -> tuple[Any, 
 
 
 def _moved(call: CheckedCall, lse: Array, direction: OperandTangents) -> tuple[Any, Any]:
-    found = forward_tangent(*_tiles(call), lse, direction)
-    return call.output(Partial(found.out, found.lse)), call.rows(found.lse)
+    tangents = forward_tangent(*_tiles(call), lse, direction)
+    return call.output(Partial(tangents.out, tangents.lse)), call.rows(tangents.lse)
 
 
 def _check(bound: BoundCall, given: Sequence[Any] | None) -> CheckedCall:
@@ -251,17 +251,17 @@ def second_vjp(
         cotangent_of_lse(call, partial.lse, grad_lse),
         frozenset(name for name, _ in tables),
     )
-    found = second_backward(*_tiles(call), partial.lse, direction, cotangents)
-    own = by_origin([(origin, found.gradients.tables[name]) for name, origin in tables])
+    second = second_backward(*_tiles(call), partial.lse, direction, cotangents)
+    own = by_origin([(origin, second.gradients.tables[name]) for name, origin in tables])
     if sinks is not None:
-        own.append((sinks, found.sinks))
-    operands = found.gradients.query, found.gradients.key, found.gradients.value
+        own.append((sinks, second.sinks))
+    operands = second.gradients.query, second.gradients.key, second.gradients.value
     d_query, d_key, d_value = (
         like_operand(call, g, shape) for g, shape in zip(operands, shapes, strict=True)
     )
     of_variants = [(origin, call.library.restore(as_given(origin, g))) for origin, g in own]
     gradients = Gradients(d_query, d_key, d_value, of_variants, call)
-    moved = Partial(found.forward.out, found.forward.lse)
+    moved = Partial(second.forward.out, second.forward.lse)
     return SecondGradients(gradients, call.output(moved), call.rows(moved.lse))
 
 
@@ -322,17 +322,17 @@ def _of_operand(
 def _places(call: CheckedCall, variant: Any, array: Any) -> Iterator[tuple[str | None, Origin]]:
     """The tables, by name, in which the problem reads a variant's array; None for sinks."""
     tables, sinks = own_arrays(call.problem, variant)
-    found: list[tuple[str | None, Origin]] = [*tables]
+    places: list[tuple[str | None, Origin]] = [*tables]
     if sinks is not None:
-        found.append((None, sinks))
+        places.append((None, sinks))
     if array is not None:
-        found = [(name, origin) for name, origin in found if origin.array is array]
-    if len({origin.place for _, origin in found}) == 1:
-        return iter(found)
-    count = f"{len(found)} arrays" if found else "no such array"
+        places = [(name, origin) for name, origin in places if origin.array is array]
+    if len({origin.place for _, origin in places}) == 1:
+        return iter(places)
+    count = f"{len(places)} arrays" if places else "no such array"
     raise ArgumentError(
         f"{briefly(variant)} has {count}.",
-        [(f"array {n}", f"{o.array.dtype} {o.array.shape}") for n, (_, o) in enumerate(found)],
+        [(f"array {n}", f"{o.array.dtype} {o.array.shape}") for n, (_, o) in enumerate(places)],
         "Name the very array that it reads: (variant, array, tangent).",
     )
 

@@ -81,11 +81,13 @@ def pull_back(
     if known is not None and views is not None:
         known.used = CALLS.clock
         out, cotangent = (_swap_heads(a) if blhd else a for a in (residuals.out, grad_out))
-        found = known.prepared.call(
+        gradients_of_heads = known.prepared.call(
             *views, out, residuals.lse, residuals.lse_rest, cotangent, grad_lse, in_place(bound)
         )
-        if found is not None:
-            query, key, value = (np.ascontiguousarray(_swap_heads(a)) if blhd else a for a in found)
+        if gradients_of_heads is not None:
+            query, key, value = (
+                np.ascontiguousarray(_swap_heads(a)) if blhd else a for a in gradients_of_heads
+            )
             return Gradients(query, key, value)
         CALLS.discard(bound.structure, known)
     call = check_call(without_repeats(bound, wrt, given), given, backward=True)

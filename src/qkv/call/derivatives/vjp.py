@@ -91,16 +91,16 @@ def vjp(
     """
     bound = bind(query, key, value, variants, option_values("vjp", options))
     shapes = shapes_of(query, key, value)
-    found = attend(bound, backward=True, differentiable=True, given=variants)
+    attended = attend(bound, backward=True, differentiable=True, given=variants)
     pullback: Pullback
-    if found.call is not None and found.partial is not None:
-        pullback = Pullback(bound, variants, shapes, None, found.call, found.partial)
+    if attended.call is not None and attended.partial is not None:
+        pullback = Pullback(bound, variants, shapes, None, attended.call, attended.partial)
     else:
-        out = view(found.out, "out") if found.unrounded is None else found.unrounded
-        residuals = Residuals(out, view(found.lse, "lse"), found.lse_rest)
+        out = view(attended.out, "out") if attended.unrounded is None else attended.unrounded
+        residuals = Residuals(out, view(attended.lse, "lse"), attended.lse_rest)
         pullback = Pullback(bound, variants, shapes, residuals, None, None)
     return_lse = checked_flag("return_lse", return_lse)
-    return ((found.out, found.lse) if return_lse else found.out), pullback
+    return ((attended.out, attended.lse) if return_lse else attended.out), pullback
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -174,9 +174,9 @@ def find_documents_over_ranks() -> None:
     @wraps(plain)
     def find(position_ids: torch.Tensor) -> torch.Tensor | None:
         sharding = CURRENT.get()
-        found: torch.Tensor | None
-        found = plain(position_ids) if sharding is None else sharding.own_documents()
-        return found
+        documents: torch.Tensor | None
+        documents = plain(position_ids) if sharding is None else sharding.own_documents()
+        return documents
 
     find._qkv_over_ranks = True  # type: ignore[attr-defined]  # mypy knows no such attributes.
     masking_utils.find_packed_sequence_indices = find
@@ -202,13 +202,13 @@ def _make_nothing() -> NoReturn:
 
 
 def _current() -> Sharding:
-    found = CURRENT.get()
-    if found is None:
+    current = CURRENT.get()
+    if current is None:
         raise UnsupportedError(
             'the attention "qkv_sharded" runs outside of qkv.hf.sharded(...).',
             action="Call the model, and backward(), inside of it and in the same thread.",
         )
-    return found
+    return current
 
 
 def _refuse(module: torch.nn.Module, does: str, action: str) -> NoReturn:

@@ -115,10 +115,10 @@ def any_length_form(problem: Problem, arrays: tuple[Array, ...]) -> AnyLengthFor
     template = DecodeArguments(problem, NO_RESULTS)
     words = []
     for array, (name,) in zip(arrays, read, strict=True):
-        found = _array_words(problem, name, array, template.word_of_table(name))
-        if found is None:
+        words_of_array = _array_words(problem, name, array, template.word_of_table(name))
+        if words_of_array is None:
             return None
-        words.append(found)
+        words.append(words_of_array)
     return AnyLengthForm(bits_of(roots, places, operands.tables), words)
 
 
@@ -192,10 +192,10 @@ def _array_words(problem: Problem, name: str, array: Array, word: int) -> ArrayW
     keys = []
     for axis in axes:
         indices = {load.indices[axis] for load in loads}
-        found = {_keys_per_entry(index) for index in indices}
-        if len(found) > 1:
+        per_entry = {_keys_per_entry(index) for index in indices}
+        if len(per_entry) > 1:
             return None
-        keys.append(found.pop() if found else 0)
+        keys.append(per_entry.pop() if per_entry else 0)
     # The words of a table are its address, then the size and stride of each axis.
     strides = tuple(word + 2 + 2 * axis for axis in axes)
     return ArrayWords(

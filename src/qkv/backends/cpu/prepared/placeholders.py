@@ -21,13 +21,13 @@ def tables_of(problem: Problem, arrays: tuple[Array, ...]) -> list[list[str]]:
     An array that was given twice is two tables, in the order of variants.
     """
     origins = dict(problem.operands.origins)
-    found = []
+    names_of_arrays = []
     for array in arrays:
         names = [name for name, origin in origins.items() if origin.array is array][:1]
-        found.append(names)
+        names_of_arrays.append(names)
         for name in names:
             del origins[name]
-    return found
+    return names_of_arrays
 
 
 def without_values(problem: Problem, arrays: tuple[Array, ...]) -> tuple[Problem, list[list[str]]]:

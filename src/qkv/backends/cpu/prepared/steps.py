@@ -189,15 +189,15 @@ class StepsOfAnyLength:
         """Operands and arrays of any number of keys and any strides."""
         operands = self._problem.operands
         given = operands.query, plain(operands.key), plain(operands.value)
-        found = []
+        expected = []
         for words, array in zip((QUERY, KEY, VALUE), given, strict=True):
             strides = [words.batch, words.head, words.row, words.element][-array.ndim :]
             sizes = list(array.shape)
             if words is not QUERY:
                 sizes[-2] = -1
             axes = [Axis(size, 0, word) for size, word in zip(sizes, strides, strict=True)]
-            found.append(Operand(words.address, array.dtype, axes))
-        return found + [words.operand for words in self._read]
+            expected.append(Operand(words.address, array.dtype, axes))
+        return expected + [words.operand for words in self._read]
 
     def _fill_words(
         self,
