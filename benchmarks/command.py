@@ -20,8 +20,8 @@ from benchmarks.picture import svg
 from benchmarks.session import LineUp, Settings, bench
 from benchmarks.workloads import choose
 from qkv._threads import get_num_threads
-from qkv.cli.terminal import Page
 from qkv.errors import ArgumentError, UnsupportedError
+from qkv.inspection.summaries.terminal import Page
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -39,7 +39,6 @@ from qkv.extras import install_command as _install_command
 from qkv.inspection.explain import explain
 from qkv.inspection.model_record import LayerRecord, ModelRecord
 from qkv.inspection.pages import write_pages_with as _write_pages_with
-from qkv.inspection.pages import write_summaries_with as _write_summaries_with
 from qkv.inspection.record import Record
 from qkv.inspection.trace import Trace
 from qkv.inspection.trace_fields import Projections
@@ -163,15 +162,8 @@ def _page(shown: _Any, tokens: _Sequence[str] | None) -> str:
     return page
 
 
-def _summary(shown: _Any, tokens: _Sequence[str] | None, batch: int) -> str:
-    """The text of a result, by the command line, imported when the first is printed."""
-    text: str = _import_module("qkv.cli.summary").summary(shown, tokens, batch)
-    return text
-
-
 _watch()
 _write_pages_with(_page)
-_write_summaries_with(_summary)
 
 
 def __getattr__(name: str) -> _Any:

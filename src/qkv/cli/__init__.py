@@ -4,13 +4,12 @@ A command makes its whole output before the first byte of it is written. Exit co
 output could not be written or memory ran out, 2 for bad input, 130 for Ctrl-C.
 
     X_command              what `qkv X` prints, and its tables
-    head_statistics        the numbers of `qkv inspect`; inspect_json prints them as JSON
-    summary                the text of a record in Python, which is that of `qkv inspect`
+    inspect_json           the numbers of `qkv inspect` as JSON; `inspection.summaries` has the text
     explain_mechanism      `qkv explain --mechanism`
     inputs                 arrays of a file or sample that a command is given
     model_loading          models and texts; model_layer has one layer as arrays
     variants               variants as options
-    terminal               widths, colours and characters
+    progress_bar           of commands that take long
 """
 
 from __future__ import annotations

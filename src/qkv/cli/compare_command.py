@@ -6,7 +6,7 @@ import argparse
 
 from rich.text import Text
 
-from qkv.cli.terminal import Page
+from qkv.inspection.summaries.terminal import Page
 from qkv.mechanisms.comparison import Comparison, compare
 
 __all__ = ["run"]

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from qkv.cli.terminal import Page
     from qkv.cost import Ledger, Machine, MechanismCost, ModelCost
+    from qkv.inspection.summaries.terminal import Page
 
 __all__ = ["DESCRIPTION", "add_arguments", "run"]
 
@@ -115,9 +115,9 @@ def _model(options: argparse.Namespace, machines: list[Machine]) -> str:
 def _ranks(options: argparse.Namespace) -> str:
     from rich.text import Text
 
-    from qkv.cli.terminal import Page
     from qkv.cost import model_card, ranks_cost, read_config
     from qkv.errors import ArgumentError
+    from qkv.inspection.summaries.terminal import Page
 
     if options.model is None and options.config is None:
         raise ArgumentError(
@@ -173,7 +173,7 @@ def _shown(
 ) -> str:
     from rich.text import Text
 
-    from qkv.cli.terminal import Page
+    from qkv.inspection.summaries.terminal import Page
 
     page, model = Page(), whole.model
     name = page.token(model.name, 200) + (" (speculative)" if model.speculative else "")
@@ -275,8 +275,8 @@ def _steps(page: Page, ledger: Ledger) -> Table:
 def _mechanism(options: argparse.Namespace, machines: list[Machine]) -> str:
     from rich.text import Text
 
-    from qkv.cli.terminal import Page
     from qkv.cost import mechanism_cost
+    from qkv.inspection.summaries.terminal import Page
     from qkv.mechanisms.background import background
 
     context = 5 if options.context is None else options.context
@@ -313,8 +313,8 @@ def _overview(options: argparse.Namespace, machines: list[Machine]) -> str:
     """Every model that has a card, at the context that it is made for."""
     from rich.text import Text
 
-    from qkv.cli.terminal import Page
     from qkv.cost import model_cost, model_names
+    from qkv.inspection.summaries.terminal import Page
 
     same = {"batch": options.batch, "dtype": options.dtype or "bfloat16"}
     costs = {name: model_cost(name, options.context, **same) for name in model_names()}

@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> str:
     """The output of the command."""
-    from qkv.cli.terminal import Page
     from qkv.errata import ERRATA, erratum
+    from qkv.inspection.summaries.terminal import Page
 
     chosen = ERRATA if options.name is None else (erratum(options.name),)
     if options.json:

@@ -6,8 +6,8 @@ import argparse
 
 import qkv
 from qkv.cli.inputs import CommandInput, InputArrays, checked_index
-from qkv.cli.terminal import Page
 from qkv.errors import ArgumentError, UnsupportedError
+from qkv.inspection.summaries.terminal import Page
 
 __all__ = ["run"]
 

@@ -14,8 +14,8 @@ from rich.text import Text
 
 import qkv
 from qkv.backends import broken_backends
-from qkv.cli.terminal import Page
 from qkv.errors import ArgumentError, QkvError
+from qkv.inspection.summaries.terminal import Page
 
 __all__ = ["run"]
 

@@ -14,8 +14,8 @@ import qkv
 from qkv.cli.variants import variants_of
 from qkv.errors import ArgumentError
 from qkv.files import read_arrays
-from qkv.inspection.non_finite import First, NonFinite
-from qkv.inspection.record import Record
+from qkv.inspection.non_finite import First
+from qkv.inspection.summaries.head_statistics import HeadStatistics, ShownHeads
 
 Array = NDArray[Any]
 
@@ -139,11 +139,6 @@ class CommandInput:
             q_index=self.q_index + q_index,
         )
 
-    @property
-    def causal(self) -> bool:
-        """Whether no query sees a later key."""
-        return any(isinstance(variant, qkv.Causal) for variant in self.variants)
-
     def head_statistics(
         self, progress: Callable[[int, int], object] | None = None
     ) -> HeadStatistics:
@@ -168,54 +163,29 @@ class CommandInput:
 
         return HeadStatistics(record, select)
 
-    def token_at(self, position: int) -> str | None:
-        """The token of a query or key position, if there is one."""
-        tokens = self.given.tokens
-        return tokens[position] if tokens and 0 <= position < len(tokens) else None
-
-    def q_token(self, q_index: int) -> str | None:
-        """The token of a query row of the given arrays, if there is one."""
-        return self.token_at(self.q_offset + q_index - self.q_index)
+    @property
+    def shown(self) -> ShownHeads:
+        """What the text of the heads says of them."""
+        return ShownHeads(
+            self.given.title,
+            self.given.tokens,
+            self.variants,
+            self.q_len,
+            self.key.shape[1],
+            self.query.shape[2],
+            self.query.shape[1],
+            self.q_offset,
+            self.batch,
+            self.batch_size,
+            self.head,
+            self.q_index,
+        )
 
     @property
     def q_tokens(self) -> Sequence[str] | None:
         """Names of the query rows, if all have one."""
-        names = [self.q_token(i) for i in range(self.q_len)]
+        names = [self.shown.q_token(i) for i in range(self.q_len)]
         return None if None in names else [name for name in names if name is not None]
-
-
-@dataclass(frozen=True, slots=True)
-class HeadStatistics:
-    """Statistics of `qkv.inspect` for some heads and rows: arrays `(heads, rows, ...)`."""
-
-    record: Record
-    select: Callable[[Array], Array]
-    first: First | None = None
-
-    @property
-    def non_finite(self) -> NonFinite:
-        """Which rows have no weights, and why."""
-        rows, reasons = self.record.non_finite_of(self.first)
-        return NonFinite(self.select(rows.reshape(self.record.entropy.shape)), reasons)
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why rows have no weights, if some have none."""
-        return self.non_finite.reasons
-
-    @property
-    def entropy(self) -> Array:
-        return self.select(self.record.entropy)
-
-    def mass(self, keys: Any) -> Array:
-        return self.select(self.record.mass(keys))
-
-    def mass_at(self, offset: int) -> Array:
-        return self.select(self.record.mass_at(offset))
-
-    def top(self, count: int) -> tuple[Array, Array]:
-        indices, weights = self.record.top(count)
-        return self.select(indices), self.select(weights)
 
 
 def checked_index(index: int, count: int, what: str) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from qkv.cli.head_statistics import Head, Pair
-from qkv.cli.inputs import CommandInput, HeadStatistics
+from qkv.cli.inputs import CommandInput
+from qkv.inspection.summaries.head_statistics import Head, HeadStatistics, Pair
 
 __all__ = ["finite", "head_data", "json_of_heads", "pair_data"]
 
@@ -35,7 +35,7 @@ def json_of_heads(
         "head_dim": head_dim,
         "batch": problem.batch,
         "batch_size": problem.batch_size,
-        "causal": problem.causal,
+        "causal": problem.shown.causal,
         "variants": [repr(variant) for variant in problem.variants],
         "q_offset": problem.q_offset - problem.q_index,
         "scale": head_dim**-0.5 if problem.scale is None else problem.scale,
@@ -62,9 +62,9 @@ def pair_data(problem: CommandInput, pairs: Sequence[Pair]) -> list[dict[str, An
     return [
         {
             "q_index": pair.q_index,
-            "q_token": problem.q_token(pair.q_index),
+            "q_token": problem.shown.q_token(pair.q_index),
             "kv_index": pair.kv_index,
-            "kv_token": problem.token_at(pair.kv_index),
+            "kv_token": problem.shown.token_at(pair.kv_index),
             "weight": pair.weight,
         }
         for pair in pairs

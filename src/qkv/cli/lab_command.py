@@ -78,7 +78,8 @@ def _session(options: argparse.Namespace) -> Session:
 
     if options.model is not None:
         from qkv.cli.model_loading import lab_source
-        from qkv.cli.terminal import Bar, Page
+        from qkv.cli.progress_bar import Bar
+        from qkv.inspection.summaries.terminal import Page
 
         with Bar(f"inspecting {Page().token(options.model, 40)}", passes=1) as bar:
             return Session(lab_source(options, bar))

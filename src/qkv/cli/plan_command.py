@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import qkv
-from qkv.cli.terminal import Page
 from qkv.cli.variants import variants_of
 from qkv.errors import ArgumentError
 from qkv.files import read_arrays
+from qkv.inspection.summaries.terminal import Page
 
 __all__ = ["run"]
 

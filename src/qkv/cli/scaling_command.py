@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> str:
     from rich.text import Text
 
     import qkv
-    from qkv.cli.terminal import Page
+    from qkv.inspection.summaries.terminal import Page
 
     curve = qkv.scaling_curve(draws=options.draws, seed=options.seed)
     if options.plot is not None:

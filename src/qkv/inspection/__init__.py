@@ -11,7 +11,8 @@ weights         the lazy array of weights: weight_reductions, weight_blocks, and
 statistics      those of rows, for backends that have none
 non_finite      which rows are NaN, and why
 variant_data    variants as names, numbers and arrays
+summaries       the texts of records
 pages, pictures, tokens
-                results as HTML and text, as SVG and PNG, and tokens made safe to print
+                results as HTML, as SVG and PNG, and tokens made safe to print
 token_texts     each token of a tokenizer as a person can read it
 """

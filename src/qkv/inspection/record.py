@@ -17,7 +17,7 @@ from qkv.call.inspected import Inspected
 from qkv.declarations import LARGEST, checked, checked_size
 from qkv.errors import ArgumentError
 from qkv.inspection.non_finite import First, NonFinite, non_finite
-from qkv.inspection.pages import page_of, summary_in_html, summary_of
+from qkv.inspection.pages import page_of
 from qkv.inspection.pictures import LONGEST, draw_tiles, draw_weights, picture, save_picture
 from qkv.inspection.replay import PAIRS, Replay
 from qkv.inspection.statistics import WeightStatistics, by_weight, top_keys, weight_statistics
@@ -122,6 +122,8 @@ class Record:
         return self.summary()
 
     def _repr_html_(self) -> str:
+        from qkv.inspection.summaries import summary_in_html
+
         return summary_in_html(self)
 
     def summary(self, tokens: Sequence[str] | None = None, *, batch: int = 0) -> str:
@@ -144,6 +146,8 @@ class Record:
         ArgumentError
             If there is no such batch row, or not one token for each key.
         """
+        from qkv.inspection.summaries import summary_of
+
         return summary_of(self, tokens, batch)
 
     @cached_property

@@ -1,0 +1,190 @@
+"""The statistics of each head that a summary shows, and the notable heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.inspection.non_finite import First, NonFinite
+from qkv.variants import Causal
+
+if TYPE_CHECKING:
+    from qkv.inspection.record import Record
+
+Array = NDArray[Any]
+
+FAR = 4
+"""Positions between a query and a key from which the key counts as further away."""
+
+_NOTABLE_MASS = 0.5
+_NOTABLE_WEIGHT = 0.2
+_KEYS_OF_A_ROW = 5
+"""Keys of each row that are searched: a row has at most so many weights of `_NOTABLE_WEIGHT`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownHeads:
+    """What a summary says of heads beside their statistics.
+
+    Attributes
+    ----------
+    title : str
+    tokens : tuple of str, or None
+        Names of the keys.
+    variants : tuple
+    q_len, kv_len, head_dim : int
+        Of the whole call.
+    rows : int
+        How many of its queries are shown.
+    q_offset : int
+        Position of the first of them.
+    batch, batch_size : int
+        Which batch row, and of how many.
+    head, q_index : int
+        Which head and query of the call come first here.
+    """
+
+    title: str
+    tokens: tuple[str, ...] | None
+    variants: tuple[Any, ...]
+    q_len: int
+    kv_len: int
+    head_dim: int
+    rows: int
+    q_offset: int
+    batch: int = 0
+    batch_size: int = 1
+    head: int = 0
+    q_index: int = 0
+
+    @property
+    def causal(self) -> bool:
+        """Whether no query sees a later key."""
+        return any(isinstance(variant, Causal) for variant in self.variants)
+
+    def token_at(self, position: int) -> str | None:
+        """The token of a query or key position, if there is one."""
+        tokens = self.tokens
+        return tokens[position] if tokens and 0 <= position < len(tokens) else None
+
+    def q_token(self, q_index: int) -> str | None:
+        """The token of a query row of the given arrays, if there is one."""
+        return self.token_at(self.q_offset + q_index - self.q_index)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadStatistics:
+    """Statistics of `qkv.inspect` for some heads and rows: arrays `(heads, rows, ...)`."""
+
+    record: Record
+    select: Callable[[Array], Array]
+    first: First | None = None
+
+    @property
+    def non_finite(self) -> NonFinite:
+        """Which rows have no weights, and why."""
+        rows, reasons = self.record.non_finite_of(self.first)
+        return NonFinite(self.select(rows.reshape(self.record.entropy.shape)), reasons)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why rows have no weights, if some have none."""
+        return self.non_finite.reasons
+
+    @property
+    def entropy(self) -> Array:
+        return self.select(self.record.entropy)
+
+    def mass(self, keys: Any) -> Array:
+        return self.select(self.record.mass(keys))
+
+    def mass_at(self, offset: int) -> Array:
+        return self.select(self.record.mass_at(offset))
+
+    def top(self, count: int) -> tuple[Array, Array]:
+        indices, weights = self.record.top(count)
+        return self.select(indices), self.select(weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One weight: a query row looks at a key row."""
+
+    q_index: int
+    kv_index: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """One head, averaged over its query rows; `mass` is where its weight goes."""
+
+    index: int
+    entropy: float
+    mass: dict[str, float]
+    pairs: tuple[Pair, ...]
+    pairs_beyond_first: tuple[Pair, ...]
+    far_pairs: tuple[Pair, ...]
+
+
+def heads(shown: ShownHeads, record: HeadStatistics, top: int) -> list[Head]:
+    """All heads, `top` pairs of each."""
+    kv_len = shown.kv_len
+    masses = {
+        "first": record.mass([0]),
+        "previous": record.mass_at(-1),
+        "own": record.mass_at(0),
+        "next": record.mass_at(1),
+    }
+    indices, weights = record.top(min(kv_len, max(top + 1, _KEYS_OF_A_ROW)))
+    entropy = record.entropy
+    q_index = np.arange(shown.rows)[:, None]
+    beyond = indices != 0
+    far = beyond & (abs(q_index + shown.q_offset - indices) >= FAR) & (weights >= _NOTABLE_WEIGHT)
+    return [
+        Head(
+            index=shown.head + h,
+            entropy=_mean(entropy[h]),
+            mass={name: _mean(mass[h]) for name, mass in masses.items()},
+            pairs=strongest(indices[h], weights[h], top, shown.q_index),
+            pairs_beyond_first=strongest(
+                indices[h], np.where(beyond[h], weights[h], 0), top, shown.q_index
+            ),
+            far_pairs=strongest(indices[h], np.where(far[h], weights[h], 0), 3, shown.q_index),
+        )
+        for h in range(len(indices))
+    ]
+
+
+def strongest(indices: Array, weights: Array, count: int, first_row: int = 0) -> tuple[Pair, ...]:
+    """The heaviest of the keys of some rows, `(rows, k)`; equal ones in order of rows and keys."""
+    k = indices.shape[1]
+    flat = weights.ravel()
+    order = np.argsort(-flat, kind="stable")[:count]
+    return tuple(
+        Pair(first_row + int(i) // k, int(indices.ravel()[i]), float(flat[i]))
+        for i in order
+        if flat[i] > 0
+    )
+
+
+def _mean(rows: Array) -> float:
+    """The mean over the rows that have one; NaN if none has."""
+    there = rows[~np.isnan(rows)]
+    return float(np.mean(there, dtype=np.float64)) if len(there) else float("nan")
+
+
+def notable_heads(found: list[Head]) -> list[tuple[str, Head]]:
+    """For next, previous, own and first key, the head with most weight on it, if over half."""
+    best = ((name, max(found, key=lambda h: np.nan_to_num(h.mass[name]))) for name in found[0].mass)
+    return [(name, head) for name, head in best if head.mass[name] >= _NOTABLE_MASS]
+
+
+def most_distant_head(found: list[Head]) -> Head | None:
+    """The head with the largest total weight on distant pairs, or None."""
+    head = max(found, key=lambda h: sum(pair.weight for pair in h.far_pairs))
+    return head if head.far_pairs else None

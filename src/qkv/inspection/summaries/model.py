@@ -1,0 +1,79 @@
+"""The text of a model's record: which kind of head each head is, as a map."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from qkv.inspection.head_scores import KINDS, LETTERS, MEANINGS, THRESHOLD
+from qkv.inspection.model_record import ModelRecord
+from qkv.inspection.summaries.heads import CAUTION
+from qkv.inspection.summaries.terminal import Page
+
+__all__ = ["summary_of_model"]
+
+_STYLES = {
+    "induction": "bold black on magenta",
+    "duplicate": "bold black on blue",
+    "previous": "bold black on green",
+    "own": "bold black on cyan",
+    "sink": "bold black on yellow",
+}
+
+
+def summary_of_model(record: ModelRecord, written: str = "") -> str:
+    """A map of the heads of a model, and what the letters in it stand for."""
+    page = Page()
+    rows = list(record.rows())
+    length = 0 if record.tokens is None else record.tokens.shape[-1]
+    title = f"{page.token(record.model, 200)}, {len(record)} layers, {len(rows)} heads"
+    parts: list[Any] = [Text(f"{title}, {length} tokens"), Text()]
+    parts += _map(page, record, rows)
+    parts += [Text(), _legend(page, record, rows), Text()]
+    parts.append(Text(f"A letter stands for a mean weight of {THRESHOLD} or more.", style="dim"))
+    if written:
+        parts.append(Text(written, no_wrap=True))
+    parts.append(Text(CAUTION, style="dim"))
+    return page.render(*parts)
+
+
+def _map(page: Page, record: ModelRecord, rows: list[dict[str, Any]]) -> Iterator[Text]:
+    """One line for each layer, one letter for each head."""
+    widest = max((layer.num_heads for layer in record), default=0)
+    label = len(f"layer {len(record) - 1}") + 2
+    gap = " " if label + 2 * widest <= page.width else ""
+    every = 4 * len(gap + "x")
+    numbers = "".join(str(head).ljust(every) for head in range(0, widest, 4))
+    yield Text("head".ljust(label) + numbers, style="dim", no_wrap=True)
+    for layer in record:
+        line = Text(f"layer {layer.index}".ljust(label), no_wrap=True)
+        for row in (row for row in rows if row["layer"] == layer.index):
+            line.append(*_letter(page, row["kind"]))
+            line.append(gap)
+        yield line
+
+
+def _letter(page: Page, kind: str | None) -> tuple[str, str]:
+    if kind is None:
+        return ("." if page.ascii else "·"), "dim"
+    return LETTERS[kind], _STYLES[kind]
+
+
+def _legend(page: Page, record: ModelRecord, rows: list[dict[str, Any]]) -> Table:
+    """Each kind: its letter, where its weight goes, how many heads, and the strongest."""
+    table = page.table("", "kind", "most weight on", ">heads", "strongest", ">weight")
+    for kind in KINDS:
+        best = record.best(kind)
+        strongest = f"layer {best['layer']} head {best['head']}" if best else "-"
+        table.add_row(
+            Text(*_letter(page, kind)),
+            kind,
+            MEANINGS[kind],
+            str(sum(kind in (row["kind"], row["also"]) for row in rows)),
+            strongest,
+            f"{best[kind]:.2f}" if best else "-",
+        )
+    return table
