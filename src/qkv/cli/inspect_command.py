@@ -26,7 +26,7 @@ from qkv.inspection.summaries.head_statistics import (
     most_distant_head,
     strongest,
 )
-from qkv.inspection.summaries.heads import (
+from qkv.inspection.summaries.heads_text import (
     PAIRS,
     name_of,
     number,

@@ -22,6 +22,7 @@ from qkv.inspection.head_scores import SCORES, HeadScores, head_scores
 from qkv.inspection.layer_record import LayerRecord
 from qkv.inspection.pages import page_of
 from qkv.inspection.pictures import draw_heads, picture
+from qkv.inspection.summaries import summary_in_html, summary_of
 
 __all__ = ["HeadTable", "Keep", "LayerRecord", "ModelRecord", "load"]
 
@@ -228,14 +229,10 @@ class ModelRecord:
         return self.summary()
 
     def _repr_html_(self) -> str:
-        from qkv.inspection.summaries import summary_in_html
-
         return summary_in_html(self)
 
     def summary(self) -> str:
         """What `qkv inspect --model` prints: a map of the heads, and the kinds of them."""
-        from qkv.inspection.summaries import summary_of
-
         return summary_of(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:

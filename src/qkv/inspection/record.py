@@ -21,12 +21,12 @@ from qkv.inspection.pages import page_of
 from qkv.inspection.pictures import LONGEST, draw_tiles, draw_weights, picture, save_picture
 from qkv.inspection.replay import PAIRS, Replay
 from qkv.inspection.statistics import WeightStatistics, by_weight, top_keys, weight_statistics
+from qkv.inspection.summaries import summary_in_html, summary_of
 from qkv.inspection.weight_blocks import reduced
 from qkv.inspection.weights import LazyWeights
 from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
-
 
 _MOST_KEYS = 2**20
 """Of each row, that `top` returns."""
@@ -122,8 +122,6 @@ class Record:
         return self.summary()
 
     def _repr_html_(self) -> str:
-        from qkv.inspection.summaries import summary_in_html
-
         return summary_in_html(self)
 
     def summary(self, tokens: Sequence[str] | None = None, *, batch: int = 0) -> str:
@@ -146,8 +144,6 @@ class Record:
         ArgumentError
             If there is no such batch row, or not one token for each key.
         """
-        from qkv.inspection.summaries import summary_of
-
         return summary_of(self, tokens, batch)
 
     @cached_property

@@ -1,6 +1,6 @@
 """The texts of records, as `print` shows them and `qkv inspect` prints them.
 
-heads            the text of some heads: a table, and where the notable ones look
+heads_text       the text of some heads: a table, and where the notable ones look
 head_statistics  the numbers of that table
 model            the map of a model's heads
 terminal         tables and tokens for terminals, by rich
@@ -11,17 +11,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
-from qkv.inspection.model_record import ModelRecord
-from qkv.inspection.record import Record
 from qkv.inspection.summaries.head_statistics import HeadStatistics, ShownHeads, heads
-from qkv.inspection.summaries.heads import PAIRS, summary_of_heads
-from qkv.inspection.summaries.model import summary_of_model
+
+if TYPE_CHECKING:
+    from qkv.inspection.model_record import ModelRecord
+    from qkv.inspection.record import Record
 
 __all__ = ["summary_in_html", "summary_of"]
 
@@ -32,6 +32,11 @@ def summary_of(
     record: Record | ModelRecord, tokens: Sequence[str] | None = None, batch: int = 0
 ) -> str:
     """See `Record.summary` and `ModelRecord.summary`."""
+    # rich, which draws the tables, is imported when the first text is asked for.
+    from qkv.inspection.model_record import ModelRecord
+    from qkv.inspection.summaries.heads_text import PAIRS, summary_of_heads
+    from qkv.inspection.summaries.model import summary_of_model
+
     if isinstance(record, ModelRecord):
         return summary_of_model(record).rstrip("\n")
     problem = record.problem

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from qkv.inspection.head_scores import KINDS, LETTERS, MEANINGS, THRESHOLD
 from qkv.inspection.model_record import ModelRecord
-from qkv.inspection.summaries.heads import CAUTION
+from qkv.inspection.summaries.heads_text import CAUTION
 from qkv.inspection.summaries.terminal import Page
 
 __all__ = ["summary_of_model"]
