@@ -21,7 +21,7 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 import qkv
-from qkv.cli import info_command, inspect_command, main, terminal
+from qkv.cli import info_command, inspect_command, main, progress_bar
 
 PLAIN = {
     name: value
@@ -432,7 +432,7 @@ def test_ctrl_c(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     def interrupt(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(terminal.Bar, "__call__", interrupt)
+    monkeypatch.setattr(progress_bar.Bar, "__call__", interrupt)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert main(["inspect"]) == 130
@@ -460,9 +460,9 @@ def test_too_little_memory(
 def bar_text(monkeypatch: pytest.MonkeyPatch, is_terminal: bool, after: float) -> str:
     file = io.StringIO()
     console = Console(file=file, force_terminal=is_terminal, width=80)
-    monkeypatch.setattr(terminal, "BAR_AFTER", after)
-    monkeypatch.setattr(terminal, "Console", lambda stderr: console)
-    with terminal.Bar("at work", passes=2) as bar:
+    monkeypatch.setattr(progress_bar, "BAR_AFTER", after)
+    monkeypatch.setattr(progress_bar, "Console", lambda stderr: console)
+    with progress_bar.Bar("at work", passes=2) as bar:
         for _ in range(2):
             for done in range(5):
                 bar(done + 1, 5)
