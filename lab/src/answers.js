@@ -3,6 +3,8 @@
 import { BUILT_IN } from "./examples.js";
 import { softmax, traceOf } from "./kernel.js";
 
+export { answerOf } from "./written.js";
+
 const NEAR = 0.0051;
 
 const shared = BUILT_IN.find(({ name }) => name === "shared");
@@ -11,22 +13,6 @@ const sameRows = [[1, 0], [0, 1], [0.6, 0.8]];
 const rowsOf = (example, options) => traceOf(example, options).heads[0].rows;
 const weightsOf = (example, options) => rowsOf(example, options).map((row) => row.softmax.weights);
 const small = (query, key) => ({ tokens: query.map(String), query, key, value: key });
-
-/** What was typed, as numbers, booleans or lists of them. @param {string} text */
-export function answerOf(text) {
-  const plain = text.trim().toLowerCase().replace(/−/g, "-").replace(/[()]/g, (b) => (b === "(" ? "[" : "]"));
-  const row = (line) => `[${line.trim().split(/[\s,;]+/).join(",")}]`;
-  const lines = plain.split(/\n+/);
-  const ways = [plain, `[${plain}]`, lines.length > 1 ? `[${lines.map(row).join(",")}]` : row(plain)];
-  for (const each of ways) {
-    try {
-      return JSON.parse(each);
-    } catch {
-      // Another way of writing it may fit.
-    }
-  }
-  throw new Error("This is neither a number nor a list of numbers.");
-}
 
 const flat = (x) => (Array.isArray(x) ? x.flat(Infinity) : [x]);
 const shape = (x) => (Array.isArray(x) ? [x.length, ...(x.length ? shape(x[0]) : [])] : []);

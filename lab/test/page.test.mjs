@@ -1,5 +1,6 @@
 // What is around the kernel: addresses, numbers, files, answers, requests.
 
+import { readFileSync } from "node:fs";
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { answerOf, check } from "../src/answers.js";
@@ -117,4 +118,31 @@ test("right answers, and wrong ones", () => {
     assert.equal(check(name, answerOf("0.1 0.2")).right, false, name);
   }
   assert.throws(() => answerOf("half"));
+});
+
+test("the worked solutions are right", () => {
+  const exercises = JSON.parse(readFileSync(new URL("../../src/qkv/exercises/exercises.json", import.meta.url), "utf8"));
+  assert.equal(exercises.length, 11);
+  for (const { name, solved, hint, solution } of exercises) {
+    assert.equal(check(name, answerOf(solved)).right, true, name);
+    assert.ok(hint.length > 20 && solution.length > 20, name);
+  }
+});
+
+test("answers are read as people write them", () => {
+  const ways = {
+    "2,048,000,000": 2048000000, "2'048'000'000": 2048000000, "1,234.5": 1234.5, "2.048e9": 2048000000,
+    "2*log(297)": 2 * Math.log(297), "2 × ln 297": 2 * Math.log(297), "4 * 1000^2 * 512": 2048000000,
+    "4·1000**2·512": 2048000000, "√(64)*4": 32, "log2(8) + log10(100)": 5, "-2^2": -4, "2^-1": 0.5, "2^3^2": 512, "(1 + 2) * 3": 9, "8/4/2": 1, "5 - 2 - 1": 2,
+    "1/3, 2/3": [1 / 3, 2 / 3], "[[1, 1/2], [e/(e+1), 0]]": [[1, 0.5], [Math.E / (Math.E + 1), 0]],
+    "1/2 ; 1/4\n0 , 1": [[0.5, 0.25], [0, 1]], "(1, 2)": [1, 2], "1 2": [1, 2],
+    "yes no": [true, false], "Yes, no": [true, false], "true, false": [true, false],
+    "weights no, scores yes": [true, false], "The scores are symmetric, but the weights are not.": [true, false],
+    "scores: yes\nweights: no": [true, false],
+  };
+  for (const [text, wanted] of Object.entries(ways)) assert.deepEqual(answerOf(text), wanted, text);
+  assert.throws(() => answerOf(" "), /Nothing is written/);
+  for (const text of ["half", "2 *", "log()", "(1", "alert(1)", "constructor(1)", "1..2", "[1] * 2", "sqrt(1, 2)", "1 2 +"]) {
+    assert.throws(() => answerOf(text), /neither a number/, text);
+  }
 });

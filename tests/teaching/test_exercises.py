@@ -46,7 +46,7 @@ RIGHT: dict[str, Any] = {
 
 def test_every_exercise_has_an_answer_here() -> None:
     assert [exercise.name for exercise in EXERCISES] == list(RIGHT)
-    assert all(e.title and e.question and e.answer for e in EXERCISES)
+    assert all(e.title and e.question and e.answer and e.hint and e.solution for e in EXERCISES)
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -4,10 +4,31 @@ import { html, useAsk, useLab, useState } from "../parts/lab.js";
 import { Failure, Waiting } from "../parts/basics.js";
 import { answerOf, check } from "../answers.js";
 
-function Exercise({ name, title, question, answer: form }) {
+const DONE = "qkv-exercises-done";
+
+/** The names of the exercises that this browser has seen solved. */
+function remembered() {
+  try {
+    const names = JSON.parse(localStorage.getItem(DONE) ?? "[]");
+    return Array.isArray(names) ? names : [];
+  } catch {
+    return []; // Storage may be forbidden, as in some pages from disk.
+  }
+}
+
+function remember(names) {
+  try {
+    localStorage.setItem(DONE, JSON.stringify(names));
+  } catch {
+    // Progress is then kept as long as the page is open.
+  }
+}
+
+function Exercise({ name, title, question, answer: form, hint, solution, solved, done, onSolved }) {
   const { client, announce } = useLab();
   const [text, setText] = useState("");
   const [verdict, setVerdict] = useState(null);
+  const [help, setHelp] = useState(0);
   const submit = async (event) => {
     event.preventDefault();
     let next;
@@ -20,19 +41,40 @@ function Exercise({ name, title, question, answer: form }) {
       next = { right: false, why: `${error.message} ${error.action ?? ""}`.trim() };
     }
     setVerdict(next);
+    if (next.right) onSolved(name);
     announce(`${next.right ? "right" : "wrong"}: ${next.why}`);
   };
-  return html`<li class="exercise" data-name=${name}><h3><span class="faint">${name}</span> ${title}</h3><p>${question}</p>
+  const show = () => {
+    setHelp(help + 1);
+    announce(help ? `${solution} ${solved}` : hint);
+  };
+  return html`<li class="exercise" data-name=${name}><h3><span class="faint">${name}</span> ${title}${done && html` <span class="done">✓ done</span>`}</h3><p>${question}</p>
     <form onSubmit=${submit}><label class="field"><span>Answer: ${form}</span>
       <textarea rows="2" spellcheck=${false} value=${text} onInput=${(event) => setText(event.currentTarget.value)}></textarea></label>
-      <button class="main" disabled=${!text.trim()}>Check</button></form>
-    ${verdict && html`<p class=${`answer ${verdict.right ? "right" : "wrong"}`}><span class="verdict">${verdict.right ? "✓ right" : "✗ wrong"}</span> ${verdict.why}</p>`}</li>`;
+      <button class="main" disabled=${!text.trim()}>Check</button>
+      ${help < 2 && html` <button type="button" onClick=${show}>${help ? "Solution" : "Hint"}</button>`}</form>
+    ${verdict && html`<p class=${`answer ${verdict.right ? "right" : "wrong"}`}><span class="verdict">${verdict.right ? "✓ right" : "✗ wrong"}</span> ${verdict.why}</p>`}
+    ${help > 0 && html`<p class="hint"><b>Hint.</b> ${hint}</p>`}
+    ${help > 1 && html`<p class="solution"><b>Solution.</b> ${solution} Answer: <code>${solved}</code></p>`}</li>`;
 }
 
 export function Exercises() {
   const { result, error } = useAsk("exercises");
+  const [done, setDone] = useState(remembered);
   if (error) return html`<${Failure} error=${error} />`;
   if (!result) return html`<${Waiting} what="the exercises" />`;
-  return html`<p class="lead">Work them out by hand, or with the other panels. Two correct decimals are enough. Write a number, a row such as <code>0.5, 0.25</code>, rows in brackets such as <code>[[1, 0], [0, 1]]</code>, or <code>true, false</code>.</p>
-    <ol class="exercises">${(result.exercises ?? result).map((each) => html`<${Exercise} key=${each.name} ...${each} />`)}</ol>`;
+  const exercises = result.exercises ?? result;
+  const onSolved = (name) => {
+    const names = [...new Set([...done, name])];
+    setDone(names);
+    remember(names);
+  };
+  const count = exercises.filter(({ name }) => done.includes(name)).length;
+  const again = () => {
+    setDone([]);
+    remember([]);
+  };
+  return html`<p class="lead">Work them out by hand, or with the other panels. Two correct decimals are enough. Write a number or a sum such as <code>2 * log(297)</code>, a row such as <code>0.5, 0.25</code>, rows in brackets such as <code>[[1, 0], [0, 1]]</code>, or <code>yes, no</code>.</p>
+    <p class="progress">${count} of ${exercises.length} done.${count > 0 && html` <button type="button" onClick=${again}>Start again</button>`}</p>
+    <ol class="exercises">${exercises.map((each) => html`<${Exercise} key=${each.name} ...${each} done=${done.includes(each.name)} onSolved=${onSolved} />`)}</ol>`;
 }

@@ -19,7 +19,7 @@ __all__ = ["EXERCISES", "Exercise", "Verdict", "check"]
 
 @dataclass(frozen=True, slots=True)
 class Exercise:
-    """A question, and the form of its answer.
+    """A question, the form of its answer, and how it is worked out.
 
     Attributes
     ----------
@@ -28,6 +28,10 @@ class Exercise:
     title, question : str
     answer : str
         What to pass to `check`.
+    hint, solution : str
+        A first step, and all of them.
+    solved : str
+        A right answer, as it is typed into the page of the lab.
 
     Examples
     --------
@@ -40,6 +44,9 @@ class Exercise:
     title: str
     question: str
     answer: str
+    hint: str
+    solution: str
+    solved: str
 
 
 def _read() -> tuple[Exercise, ...]:

@@ -166,6 +166,31 @@ def test_answers_are_checked(host: str, request: pytest.FixtureRequest) -> None:
         assert said.startswith("✓ right" if right else "✗ wrong")
 
 
+@pytest.mark.parametrize("host", ["lab", "served"])
+def test_help_and_progress_of_an_exercise(host: str, request: pytest.FixtureRequest) -> None:
+    page = request.getfixturevalue(host).open("exercises")
+    place = '.exercise[data-name="003.8"]'
+    page.wait_for_selector(".progress")
+    page.evaluate("localStorage.clear()")
+    page.reload()
+    page.wait_for_selector(".progress")
+    assert page.locator(".progress").inner_text().startswith("0 of 11 done.")
+    page.click(f"{place} button:text-is('Hint')")
+    assert page.locator(f"{place} .hint").inner_text().startswith("Hint. Its score is c / 2")
+    assert page.locator(f"{place} .solution").count() == 0
+    page.click(f"{place} button:text-is('Solution')")
+    solved = page.locator(f"{place} .solution code").inner_text()
+    page.fill(f"{place} textarea", solved)
+    page.click(f"{place} button.main")
+    page.wait_for_selector(f"{place} .answer.right")
+    assert page.locator(f"{place} .done").inner_text() == "✓ done"
+    page.reload()
+    page.wait_for_selector(".progress")
+    assert page.locator(".progress").inner_text().startswith("1 of 11 done.")
+    page.click(".progress button")
+    assert page.locator(".progress").inner_text().startswith("0 of 11 done.")
+
+
 def test_a_table_is_copied(opened: Any) -> None:
     lab = opened(permissions=["clipboard-read", "clipboard-write"])
     page = lab.open("heatmap")
