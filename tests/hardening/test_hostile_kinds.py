@@ -132,6 +132,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "nested rows without shape": lambda: qkv.cache.quantize(STRIDED_NESTED),
     "a query of no values": lambda: qkv.explain(NO_VALUES, X, X),
     "no array: structured edges": lambda: qkv.Segments.from_cu_seqlens(STRUCTURED[0]),
+    "random blocks without values": lambda: qkv.mechanisms.BigBird(
+        8, 1, block=1, random_blocks=META[:1]
+    )(X),
     "width of a trace": lambda: qkv.explain(X[0], X[0], X[0]).text(width=-3),
 }
 
