@@ -65,7 +65,8 @@ def enable() -> None:
     changes nothing. Models then take `attn_implementation="qkv"`, with padding, sliding windows,
     softcap, sinks, position bias, static and dynamic caches, packed rows and training. Masks take
     no memory of the size q_len * kv_len. `output_attentions=True`, given with the inputs, returns
-    weights that are computed where they are read.
+    weights that are computed where they are read. Before this call, transformers says that
+    `attn_implementation="qkv"` is not supported.
 
     Notes
     -----

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,8 @@ from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
 from qkv.inspection.head_scores import SCORES, also, kind_of
-from qkv.inspection.model_record import HeadTable, ModelRecord
+from qkv.inspection.head_table import HeadTable, frame_or_table
+from qkv.inspection.model_record import ModelRecord
 
 __all__ = ["CorpusRecord", "LayerSums", "quantile", "sums_of"]
 
@@ -172,12 +172,7 @@ class CorpusRecord:
             Columns layer, head, kind and also as of `ModelRecord.heads`; each score but `max_logit`
             with half the width of its confidence interval beside it, as `entropy_within`.
         """
-        rows = self.rows(confidence)
-        try:
-            pandas = import_module("pandas")
-        except ImportError:
-            return rows
-        return pandas.DataFrame(list(rows))
+        return frame_or_table(self.rows(confidence))
 
     def rows(self, confidence: float = 0.95) -> HeadTable:
         """The rows of `heads()`, whether pandas is there or not.

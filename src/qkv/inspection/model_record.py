@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from importlib import import_module
 from typing import Any, Literal
 
 import numpy as np
@@ -16,34 +15,20 @@ from numpy.typing import NDArray
 
 from qkv.call.flatten import copied
 from qkv.declarations import checked, shown
-from qkv.errors import ArgumentError, UnsupportedError
+from qkv.errors import ArgumentError
 from qkv.inspection import model_file
+from qkv.inspection.comparison import HeadComparison
 from qkv.inspection.head_scores import SCORES, HeadScores, head_scores
+from qkv.inspection.head_table import HeadTable, as_frame, frame_or_table
 from qkv.inspection.layer_record import LayerRecord
 from qkv.inspection.pages import page_of, summary_in_html, summary_of
 from qkv.inspection.pictures import draw_heads, picture
 
-__all__ = ["HeadTable", "Keep", "LayerRecord", "ModelRecord", "load"]
+__all__ = ["Keep", "LayerRecord", "ModelRecord", "load"]
 
 Array = NDArray[Any]
 Keep = Literal["weights"] | Collection[int] | None
 Sequences = tuple[str | None, str | None]
-
-
-class HeadTable(list[dict[str, Any]]):
-    """Rows of a table, one for each head; printed as one."""
-
-    def __repr__(self) -> str:
-        if not self:
-            return "HeadTable([])"
-        columns = [(name, [_cell(row[name]) for row in self]) for name in self[0]]
-        widths = [max(len(name), *map(len, cells)) for name, cells in columns]
-        names, cells = [name for name, _ in columns], zip(*(c for _, c in columns), strict=True)
-        lines = [
-            "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
-            for line in (names, *cells)
-        ]
-        return "\n".join(lines)
 
 
 def _is_keep(keep: Any) -> bool:
@@ -196,12 +181,7 @@ class ModelRecord:
             Columns layer, head, kind, also (a second kind, or None) and each of `SCORES`; a list of
             dicts where pandas is not installed.
         """
-        rows = self.rows()
-        try:
-            pandas = import_module("pandas")
-        except ImportError:
-            return rows
-        return pandas.DataFrame(list(rows))
+        return frame_or_table(self.rows())
 
     def rows(self) -> HeadTable:
         """The rows of `heads()`, whether pandas is there or not."""
@@ -283,14 +263,35 @@ class ModelRecord:
         UnsupportedError
             pandas is not installed; `rows()` needs none.
         """
-        try:
-            pandas = import_module("pandas")
-        except ImportError as error:
-            raise UnsupportedError(
-                "a table of pandas needs pandas, which is not installed.",
-                action="pip install pandas, or call rows(), which is a list of dicts.",
-            ) from error
-        return pandas.DataFrame(list(self.rows()))
+        return as_frame(self.rows())
+
+    def compare(self, other: ModelRecord) -> HeadComparison:
+        """This record and another side by side, with the difference of every head.
+
+        Parameters
+        ----------
+        other : ModelRecord
+            Of the same model on another text, or of a model with the same layers and heads.
+
+        Returns
+        -------
+        HeadComparison
+            Its differences are those of `other` less those of this record.
+
+        Raises
+        ------
+        ShapeError
+            The records have different layers or heads, or none.
+
+        Examples
+        --------
+        >>> import qkv.samples
+        >>> model = qkv.samples.tiny_model()
+        >>> comparison = model.inspect("the cat. the cat.").compare(model.inspect("the dog sat."))
+        >>> len(comparison.rows()), len(comparison.largest("induction", 3))
+        (8, 3)
+        """
+        return HeadComparison(self, other)
 
     def plot(
         self,
@@ -359,9 +360,3 @@ def load(path: str | os.PathLike[str]) -> ModelRecord:
     for index, (name, scores, sequences) in enumerate(fields.layers):
         record.layers.append(LayerRecord(index, name, scores, sequences))
     return record
-
-
-def _cell(value: Any) -> str:
-    if value is None or value != value:
-        return "-"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["LONGEST", "draw_heads", "draw_tiles", "draw_weights", "picture", "save_picture"]
+__all__ = [
+    "LONGEST", "draw_head_differences", "draw_heads", "draw_tiles", "draw_weights", "picture",
+    "save_picture",
+]  # fmt: skip
 
 Array = NDArray[Any]
 
@@ -37,6 +40,10 @@ _MOST_NAMES = 40
 
 _COLOURS = ("#f4f7fc", "#8eb0dd", "#16498a")
 """Of the smallest and the largest weight, and between: those of the lab in the light."""
+_COLOURS_OF_DIFFERENCES = ("#b35806", "#f7f7f7", "#16498a")
+"""Of less, equal and more; told apart with any kind of colour vision."""
+_NAMES_OF_SCORES = {"entropy": "entropy, nats", "distance": "distance, tokens"}
+"""With their units; other scores are shares, or have no unit."""
 
 _KINDS = {
     TileKind.EMPTY: ("skipped", "#ffffff"),
@@ -144,10 +151,10 @@ def _no_matplotlib() -> UnsupportedError:
     )
 
 
-def _colour_map() -> Any:
+def _colour_map(colours: Sequence[str]) -> Any:
     from matplotlib.colors import LinearSegmentedColormap
 
-    return LinearSegmentedColormap.from_list("qkv", _COLOURS)
+    return LinearSegmentedColormap.from_list("qkv", colours)
 
 
 def draw_weights(
@@ -170,7 +177,7 @@ def draw_weights(
     extent = (-0.5, block * weights.shape[1] - 0.5, block * weights.shape[0] - 0.5, -0.5)
     # Most weights are small: on a scale of square roots they differ visibly from 0.
     norm = PowerNorm(0.5, 0.0, max(float(np.nan_to_num(weights).max()), 1e-30))
-    colours = _colour_map()
+    colours = _colour_map(_COLOURS)
     image = axes.imshow(weights, cmap=colours, norm=norm, extent=extent, interpolation="nearest")
     largest = f", largest of {block} x {block}" if block > 1 else ""
     axes.figure.colorbar(image, ax=axes, label=f"weight{largest}", shrink=0.8)
@@ -199,13 +206,31 @@ def draw_heads(axes: Axes, scores: Array, score: str, title: str) -> None:
         NaN where a layer has fewer heads, or the score does not apply.
     score, title : str
     """
-    image = axes.imshow(scores, cmap=_colour_map(), interpolation="nearest")
-    unit = {"entropy": "entropy, nats", "distance": "distance, tokens"}
-    axes.figure.colorbar(image, ax=axes, label=unit.get(score, score.replace("_", " ")), shrink=0.8)
+    image = axes.imshow(scores, cmap=_colour_map(_COLOURS), interpolation="nearest")
+    _describe_heads(axes, image, _NAMES_OF_SCORES.get(score, score.replace("_", " ")), title)
+
+
+def draw_head_differences(axes: Axes, differences: Array, score: str, title: str) -> None:
+    """How far a score of every head is from one record to another, in colours around 0.
+
+    axes, score and title are those of `draw_heads`, `differences` has the shape of its scores.
+    """
+    largest = max(float(np.nan_to_num(np.abs(differences)).max()), 1e-30)
+    colours = _colour_map(_COLOURS_OF_DIFFERENCES)
+    image = axes.imshow(
+        differences, cmap=colours, vmin=-largest, vmax=largest, interpolation="nearest"
+    )
+    name = _NAMES_OF_SCORES.get(score, score.replace("_", " "))
+    _describe_heads(axes, image, f"difference of {name}", title)
+
+
+def _describe_heads(axes: Axes, image: Any, label: str, title: str) -> None:
+    """The texts around a picture with one cell for each head."""
+    axes.figure.colorbar(image, ax=axes, label=label, shrink=0.8)
     axes.set(xlabel="head", ylabel="layer")
     # Text of others may hold a dollar sign, which matplotlib would read as a formula.
     axes.set_title(printable(title, 60), parse_math=False)
-    _set_ticks(axes, scores.shape)
+    _set_ticks(axes, image.get_array().shape)
 
 
 def draw_tiles(figure: Figure, grid: TileGrid, batch: int, head: int, title: str) -> None:

@@ -1,0 +1,58 @@
+"""Tables with one row for each head, printed as tables, or as those of pandas."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from qkv.errors import UnsupportedError
+
+__all__ = ["HeadTable", "as_frame", "frame_or_table"]
+
+
+class HeadTable(list[dict[str, Any]]):
+    """Rows of a table, one for each head; printed as one."""
+
+    def __repr__(self) -> str:
+        if not self:
+            return "HeadTable([])"
+        columns = [(name, [_cell(row[name]) for row in self]) for name in self[0]]
+        widths = [max(len(name), *map(len, cells)) for name, cells in columns]
+        names, cells = [name for name, _ in columns], zip(*(c for _, c in columns), strict=True)
+        lines = [
+            "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
+            for line in (names, *cells)
+        ]
+        return "\n".join(lines)
+
+
+def as_frame(table: HeadTable) -> Any:
+    """The table as a pandas.DataFrame.
+
+    Raises
+    ------
+    UnsupportedError
+        pandas is not installed.
+    """
+    try:
+        pandas = import_module("pandas")
+    except ImportError as error:
+        raise UnsupportedError(
+            "a table of pandas needs pandas, which is not installed.",
+            action="pip install pandas, or call rows(), which is a list of dicts.",
+        ) from error
+    return pandas.DataFrame(list(table))
+
+
+def frame_or_table(table: HeadTable) -> Any:
+    """The table as a pandas.DataFrame where pandas is installed, else as it is."""
+    try:
+        return as_frame(table)
+    except UnsupportedError:
+        return table
+
+
+def _cell(value: Any) -> str:
+    if value is None or value != value:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
