@@ -214,10 +214,9 @@ def test_nan_is_no_best_key_and_spoils_only_what_it_meets() -> None:
 # Sums
 
 
-@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("bias", [-1e9, 40.0, 3e4])
-def test_rows_of_large_lse_are_summed_again(bias: float, monkeypatch) -> None:
-    """Only blocks that hold such rows, with the replay's own scores."""
+def test_rows_of_large_lse_are_summed_again(products: str, bias: float, monkeypatch) -> None:
+    """With the replay's own scores: all rows where the forward pass has others, on tiles."""
     query, key, value = arrays(Shape((), 2, 2, 200, 90, 8, 8))
     rows = np.zeros((200, 1), np.float32)
     rows[[3, 130]] = bias
@@ -232,7 +231,8 @@ def test_rows_of_large_lse_are_summed_again(bias: float, monkeypatch) -> None:
         received = record.received.astype(float).sum(-1)
         if not sink:
             np.testing.assert_allclose(received, 200, rtol=1e-6)
-            assert asked[-1].nonzero()[1].tolist() == [3, 130] * 2
+            summed = [*range(200)] if products == "parts" else [3, 130]
+            assert asked[-1].nonzero()[1].tolist() == summed * 2
             np.testing.assert_allclose(record.top(90)[1].sum(-1), total, rtol=2e-6)
         with_keys = truth(query, key, value, [qkv.Bias(rows), *sink]).weights
         if bias != -1e9:  # float32 keeps nothing of the products beside 1e9

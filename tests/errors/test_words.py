@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
 import qkv
+import qkv.jax
 import qkv.torch
 from qkv.inspection.token_texts import token_texts
 
@@ -38,6 +41,44 @@ def test_a_keyword_is_answered_with_a_call(query: Any, name: str, value: Any, wr
         qkv.attention(query, query, query, **{name: value})
     assert repr(name) in caught.value.fact
     assert written in str(caught.value)
+
+
+_DROP_INS = {
+    "torch": lambda **more: qkv.torch.scaled_dot_product_attention(Q, Q, Q, **more),
+    "jax": lambda **more: qkv.jax.dot_product_attention(*[jnp.asarray(Q)] * 3, **more),
+}
+
+
+@pytest.mark.parametrize(("name", "value", "written"), CALLS)
+@pytest.mark.parametrize("library", _DROP_INS)
+def test_a_stand_in_answers_with_a_call_too(
+    library: str, name: str, value: Any, written: str
+) -> None:
+    """With what it was given besides; JAX's own `local_window_size` is no other library's."""
+    if (library, name) == ("jax", "local_window_size"):
+        _DROP_INS[library](local_window_size=value if isinstance(value, int) else (5, 1))
+        return
+    with pytest.raises(qkv.KeywordError) as caught:
+        _DROP_INS[library](**{name: value}, is_causal=True, scale=0.5)
+    assert caught.value.fact.endswith(f"got an unexpected keyword argument {name!r}.")
+    message, call = str(caught.value), caught.value.action
+    assert written in message
+    assert call.startswith("Write qkv.attention(q, k, v, qkv.Causal()")
+    assert "scale=0.5" in call
+    assert ("layout='blhd'" in call) == (library == "jax")
+
+
+@pytest.mark.parametrize("library", _DROP_INS)
+def test_a_mistyped_keyword_of_a_stand_in_is_set_right(library: str) -> None:
+    with pytest.raises(qkv.KeywordError, match="Pass is_causal= instead"):
+        _DROP_INS[library](is_casual=True)
+
+
+def test_the_stand_in_for_torch_has_torch_s_parameters() -> None:
+    names = list(inspect.signature(qkv.torch.scaled_dot_product_attention).parameters)
+    assert names == [
+        "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa",
+    ]  # fmt: skip
 
 
 def test_the_same_segments_are_written_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,9 @@ ITSELF.append(ITSELF)
 STRUCTURED = np.zeros((5, 5), [("a", "f4")])
 META = torch.ones(2, 2, device="meta")
 NESTED = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
+with warnings.catch_warnings(action="ignore", category=UserWarning):
+    STRIDED_NESTED = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)])
+NO_VALUES = torch.ones(2, 5, 8, device="meta")
 SPARSE = torch.ones(5, 8).to_sparse()
 
 
@@ -122,6 +126,15 @@ CASES: dict[str, Callable[[], Any]] = {
     "changes of a model": lambda: qkv.samples.tiny_model().loss([1, 2], {2: 3}),
     "a distance beyond int64": lambda: qkv.inspect(X, X, X).mass_at(2**64),
     "positions beyond float64": lambda: qkv.SinusoidalPositions(8).encoding(-(10**400)),
+    "nested rows to quantize": lambda: qkv.cache.quantize(NESTED),
+    "rows of a sparse tensor": lambda: qkv.cache.quantize(SPARSE),
+    "nested rows to rotate": lambda: qkv.RoPE().rotate(STRIDED_NESTED, [0, 1]),
+    "nested rows without shape": lambda: qkv.cache.quantize(STRIDED_NESTED),
+    "a query of no values": lambda: qkv.explain(NO_VALUES, X, X),
+    "no array: structured edges": lambda: qkv.Segments.from_cu_seqlens(STRUCTURED[0]),
+    "random blocks without values": lambda: qkv.mechanisms.BigBird(
+        8, 1, block=1, random_blocks=META[:1]
+    )(X),
     "width of a trace": lambda: qkv.explain(X[0], X[0], X[0]).text(width=-3),
 }
 
@@ -130,6 +143,22 @@ CASES: dict[str, Callable[[], Any]] = {
 def test_it_is_an_error_of_qkv(case: str) -> None:
     with pytest.raises(qkv.QkvError):
         CASES[case]()
+
+
+def test_additive_weights_of_no_rows_are_none() -> None:
+    assert qkv.mechanisms.Additive(8).token_mixing(X[:, :0]).shape == (2, 0, 0)
+
+
+@pytest.mark.parametrize("tokens", [[0], [0, 1, 6], [3, 11]])
+@pytest.mark.parametrize("window", [1, 4])
+def test_the_pairs_of_a_long_window_are_counted_without_rows(window: int, tokens: Any) -> None:
+    """Against a loop over pairs; for 2^31 tokens too, for which there are no arrays."""
+    layer, n = qkv.mechanisms.Longformer(8, window=window, global_tokens=tokens), 9
+    pairs = sum(
+        abs(i - j) <= window or i in tokens or j in tokens for i in range(n) for j in range(n)
+    )
+    assert layer.pairs(n) == pairs
+    assert layer.pairs(2**31) > 2**31 * (2 * window + len(tokens))
 
 
 def test_a_ring_of_no_rows_has_no_hops() -> None:

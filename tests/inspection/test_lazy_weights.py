@@ -131,8 +131,7 @@ def test_reductions_equal_those_of_the_dense_matrix(name, ndim, axis, monkeypatc
     """Also over tiles smaller than the matrix, and through NumPy's own functions."""
     if name == "argmax" and isinstance(axis, tuple):
         return
-    monkeypatch.setattr(weight_reductions, "BLOCK_Q", 2)
-    monkeypatch.setattr(weight_reductions, "BLOCK_KV", 3)
+    monkeypatch.setattr(weight_reductions, "TILE", 20)
     weights, dense = PAIRS[ndim]
     expected = getattr(dense, name)(axis=axis)
     for found in (getattr(weights, name)(axis=axis), getattr(np, name)(weights, axis=axis)):

@@ -17,6 +17,7 @@ from qkv.inspection.model_record import ModelRecord
 from qkv.inspection.weight_blocks import reduced
 from qkv.lab.document import export_data, to_html
 from qkv.lab.messages import key_of
+from qkv.lab.parameters import Parameters
 from qkv.lab.session import Session
 from qkv.lab.sources import open_file, source_of
 from qkv.lab.weight_map import TILE, WeightMaps, levels_of
@@ -333,3 +334,14 @@ def test_a_saved_record_opens(tmp_path: Path) -> None:
 def test_what_cannot_be_shown_is_refused() -> None:
     with pytest.raises(qkv.ArgumentError, match="cannot show dict"):
         to_html({})
+
+
+def test_halves_of_characters_and_numbers_beyond_float64() -> None:
+    """What JSON may hold and UTF-8 or float64 may not: a sign in its place, or a sentence."""
+    given = Parameters({"text": "x\ud800", "tokens": ["\udc00", "a"], "scale": 10**400})
+    text, tokens = given.text("text"), given.tokens("tokens", 2)
+    assert text is not None
+    assert tokens is not None
+    assert [text, *tokens] == ["x\ufffd", "\ufffd", "a"]
+    with pytest.raises(qkv.ArgumentError, match="is no number"):
+        given.number("scale")

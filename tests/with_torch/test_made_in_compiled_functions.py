@@ -61,6 +61,25 @@ def test_variants(name: str) -> None:
     assert_close(compiled(QUERY), torch.from_numpy(np.array(right)), rtol=1e-12, atol=1e-12)
 
 
+def test_the_inverse_of_a_mask() -> None:
+    """Dynamo reads no `~` of any object: the graph ends there, or torch's error names it."""
+    array, outside = QUERY.numpy(), ~qkv.SlidingWindow(2, 0)
+    right = qkv.attention(array, array, array, outside)
+
+    def within(q: torch.Tensor) -> torch.Tensor:
+        return qkv.attention(q, q, q, ~qkv.SlidingWindow(2, 0))
+
+    torch.compiler.reset()
+    assert_close(torch.compile(within, backend="eager")(QUERY).numpy(), right)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"`invert`.*\['SlidingWindow'\]"):
+        torch.compile(within, backend="eager", fullgraph=True)(QUERY)
+    compiled = torch.compile(
+        lambda q: qkv.attention(q, q, q, outside), backend="eager", fullgraph=True
+    )
+    assert_close(compiled(QUERY).numpy(), right)
+
+
 def test_every_variant_has_a_case() -> None:
     made = {type(make()).__name__ for make in VARIANTS.values()}
     public = {name for name in qkv.__all__ if isinstance(getattr(qkv, name), type)}

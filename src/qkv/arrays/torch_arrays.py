@@ -92,6 +92,8 @@ class TorchArrays:
 
     def described(self, array: Any) -> NDArray[Any]:
         """A NumPy array of the tensor's type and shape; its values are not read."""
+        if not isinstance(array, torch.Tensor):
+            return np.broadcast_to(np.zeros((), np.asarray(array).dtype), np.shape(array))
         known = _DTYPES.get(array.dtype)
         if known is None:
             one = self.view(torch.zeros((), dtype=array.dtype), "an operand")

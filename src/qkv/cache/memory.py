@@ -99,11 +99,14 @@ class TorchMemory:
     def __init__(self) -> None:
         import torch
 
-        self.torch = torch
+        from qkv.arrays.torch_arrays import check_dense
+
+        self.torch, self.check_dense = torch, check_dense
         self.library = library_of(torch.empty(0), "rows")
 
     def own_array(self, array: Any, role: str) -> Any:
-        """The tensor, detached; an error if torch would differentiate it."""
+        """The tensor, detached; an error if it is not dense, or torch would differentiate it."""
+        self.check_dense(array, role)
         if self.library.is_tracked(array):
             raise UnsupportedError(
                 f"torch differentiates {role}, and rows in a cache have no way back.",

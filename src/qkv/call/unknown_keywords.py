@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from inspect import signature
+from typing import Any, TypeVar
 
 from qkv.errors import KeywordError
 
-__all__ = ["keyword_error"]
+__all__ = ["drop_in_error", "keyword_error", "with_signature_of_theirs"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def keyword_error(
@@ -29,10 +32,7 @@ def keyword_error(
     `called` and `name` are what the call to write begins with.
     """
     unknown = [key for key in given if key not in known]
-    fact = f"{function}() got an unexpected keyword argument {unknown[0]!r}."
-    if len(unknown) > 1:
-        names = ", ".join(map(repr, unknown))
-        fact = f"{function}() got unexpected keyword arguments {names}."
+    fact = _fact(function, unknown)
     if not all(key in _MEANINGS for key in unknown):
         strange = next(key for key in unknown if key not in _MEANINGS)
         close = get_close_matches(strange, known, 1)
@@ -48,6 +48,36 @@ def keyword_error(
     seen = [(key, remarks[key]) for key in unknown if key in remarks]
     call = f"{name or f'qkv.{function}'}({', '.join([*called, *variants, *options])})"
     return KeywordError(fact, seen, f"Write {call}.")
+
+
+def drop_in_error(
+    function: str, unknown: Mapping[str, Any], given: Mapping[str, Any], known: Sequence[str]
+) -> KeywordError:
+    """What to raise for keywords that a stand-in for a function of torch or JAX does not take.
+
+    `known` are those that it takes, and `given` what the call to `qkv.attention` says besides.
+    """
+    if not all(key in _MEANINGS for key in unknown):
+        return keyword_error(function, unknown, known)
+    said = {key: value for key, value in given.items() if value is not None and value is not False}
+    written = keyword_error("attention", {**said, **unknown}, ("scale", "layout"))
+    return KeywordError(_fact(function, list(unknown)), written.seen, written.action)
+
+
+def with_signature_of_theirs(function: Function) -> Function:
+    """Leave out of the signature the `**unknown` of a stand-in, which is there to refuse it."""
+    own = signature(function)
+    kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    described: Any = function
+    described.__signature__ = own.replace(parameters=kept)
+    return function
+
+
+def _fact(function: str, unknown: Sequence[str]) -> str:
+    if len(unknown) > 1:
+        names = ", ".join(map(repr, unknown))
+        return f"{function}() got unexpected keyword arguments {names}."
+    return f"{function}() got an unexpected keyword argument {unknown[0]!r}."
 
 
 def _is_keyword(word: str) -> bool:
@@ -135,6 +165,7 @@ _MEANINGS: Mapping[str, Meaning] = {
     "max_seqlen_q": _nothing,
     "max_seqlen_k": _nothing,
     "kv_lens": _array("qkv.KeyLengths({})"),
+    "key_value_seq_lengths": _array("qkv.KeyLengths({})"),
     "seqused_k": _array("qkv.KeyLengths({})"),
     "cache_seqlens": _array("qkv.KeyLengths({})"),
     "need_weights": _nothing,

@@ -219,7 +219,7 @@ class _WholeLayer(LayerHeads):
         for batch, chosen in enumerate(keys):
             numbers = np.flatnonzero(chosen)
             for head in range(mass.shape[1] if mass.shape[2] and len(numbers) else 0):
-                mass[batch, head] = replay.block(batch, head, rows, numbers).sum(axis=1)
+                mass[batch, head] = replay.by_lse(batch, head, rows, numbers).sum(axis=1)
         return mass
 
     def received(self) -> Array:

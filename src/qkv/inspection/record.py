@@ -221,18 +221,18 @@ class Record:
         ArgumentError
             If a key is outside of the key array.
         """
-        kv_index = self._key_rows(keys)
+        spec, kv_index = self._call.problem.spec, self._key_rows(keys)
+        every_key = len(kv_index) == spec.kv_len
+        weights_of = self._replay.whole_rows if every_key else self._replay.by_lse
 
         def head_mass(batch: int, head: int) -> Array:
-            spec = self._call.problem.spec
             step = max(1, PAIRS * 16 // max(len(kv_index), 1))
-            return np.concatenate(
-                [np.zeros(0)]
-                + [
-                    self._replay.block(batch, head, rows, kv_index).sum(axis=1, dtype=np.float64)
-                    for rows in np.split(np.arange(spec.q_len), range(step, spec.q_len, step))
-                ]
-            )
+            parts = np.split(np.arange(spec.q_len), range(step, spec.q_len, step))
+            sums = [
+                weights_of(batch, head, rows, kv_index).sum(axis=1, dtype=np.float64)
+                for rows in parts
+            ]
+            return np.concatenate([np.zeros(0), *sums])
 
         return self._map_heads(head_mass)
 
@@ -260,7 +260,7 @@ class Record:
             q_index = np.repeat(np.arange(len(q_pos)), count)
             nth = np.arange(len(q_index)) - np.repeat(np.cumsum(count) - count, count)
             kv_index = order[np.repeat(first, count) + nth]
-            weights = self._replay.pairs(batch, head, q_index, kv_index)
+            weights = self._replay.pairs_by_lse(batch, head, q_index, kv_index)
             return np.bincount(q_index, weights, minlength=len(q_pos))
 
         return self._map_heads(head_mass)

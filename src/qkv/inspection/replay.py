@@ -1,12 +1,20 @@
-"""Weights recomputed tile by tile, `w = exp(s - lse)`, from query, key and lse.
+"""Weights recomputed from query and key, tile by tile or where they are asked for.
 
-The forward pass leaves one number for each row; with it any tile of the weights can be computed at
-any time in O(tile) memory. Where that number is so large that its rounding would show (a row whose
-every key has a bias of -1e9), the row's maximum and sum are found again by one more pass. Kernels
-add products in another order than NumPy, and multiply bfloat16 on tiles: `exp(s - lse)` shows both,
-near scores of 100 as 1e-5. So whole rows are divided by the sum of their own scores. Masks and
-mods are those of the output, since both read the same `Scores`. Source: Dao et al.,
-"FlashAttention" (2022), section 3.1 (recomputation).
+The forward pass leaves one number for each row, lse; with it any weight is `exp(s - lse)` at any
+time. But scores depend in their last bits on who multiplied them: kernels add products in another
+order than NumPy, some multiply bfloat16 on tiles, and NumPy's own products depend on their shapes.
+For scores near 100 in float32, `exp(s - lse)` shows it as 1e-5. So weights that are shown are
+divided by sums of their own scores:
+
+- `whole_rows`, and the tiles of `tiles`, by the sum of the scores that they hold anyway;
+- `part` and `pairs` by sums that are made once for each row, over all of its keys. There, products
+  are added in float64 and rounded once, so that each score is one number, however it is asked for.
+
+`by_lse` and `pairs_by_lse` take lse, for sums over few keys of many rows, where one pass over all
+keys would be the cost. Where |lse| is so large that its rounding would show (a row whose every key
+has a bias of -1e9), maximum and sum are found again. Masks and mods are those of the output, since
+all read the same `Scores`. Source: Dao et al., "FlashAttention" (2022), section 3.1
+(recomputation).
 """
 
 from __future__ import annotations
@@ -23,10 +31,13 @@ from qkv.inspection.steps import softmax
 from qkv.partial import LSE_ROUNDING, coarse
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem
+from qkv.problem.tiles import TileGrid, TileKind
 
 Array = NDArray[Any]
 
 BLOCK_Q, BLOCK_KV = 512, 1024
+HELD = 1 << 22
+"""Scores of one block of queries that are held at once, while its sums are made."""
 PAIRS = 1 << 15
 """Pairs computed at once where single weights are asked for."""
 
@@ -35,14 +46,40 @@ LOG_ZERO = -1e4
 
 
 @dataclass(frozen=True, slots=True)
+class RowSums:
+    """Of some rows: the largest score m, sinks included, and `l = sum exp(s - m)` in float64."""
+
+    row_max: Array
+    row_sum: Array
+
+    @property
+    def shift(self) -> tuple[Array, Array]:
+        """a and b with `log w = (s - a) - b`: m, or 0 for a row without keys, and log(l)."""
+        a = np.where(np.isneginf(self.row_max), 0, self.row_max).astype(self.row_max.dtype)
+        log_sum = np.log(np.where(self.row_sum == 0, 1, self.row_sum))
+        return a, log_sum.astype(a.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class ScoreTile:
-    """One tile: its place, and its scores."""
+    """One tile: its place, its scores, and a and b of its rows with `log w = (s - a) - b`."""
 
     batch: int
     head: int
     q_rows: slice
     kv_rows: slice
     scores: Array
+    shift: tuple[Array, Array]
+
+    def log_weights(self) -> Array:
+        """The logarithm of the weights, at least `LOG_ZERO`."""
+        a, b = (each[:, None] for each in self.shift)
+        lowest = self.scores.dtype.type(LOG_ZERO)
+        with np.errstate(all="ignore"):
+            log_weights = np.maximum((self.scores - a) - b, lowest)
+        if np.isnan(b).any():
+            log_weights[np.isneginf(self.scores)] = lowest
+        return np.asarray(log_weights)
 
 
 @dataclass(slots=True)
@@ -52,107 +89,158 @@ class Replay:
     problem: Problem
     lse: Array
     scores: Scores = field(init=False)
-    _shift: tuple[Array, Array] | None = field(init=False, default=None)
+    _one_number: Scores = field(init=False)
+    _lse_shift: tuple[Array, Array] | None = field(init=False, default=None)
+    _sums: tuple[Array, Array] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.scores = Scores(self.problem, self.problem.spec.compute_dtype)
+        self._one_number = Scores(self.problem, self.dtype, np.dtype(np.float64))
 
     @property
     def dtype(self) -> np.dtype[Any]:
         return self.scores.dtype
 
     @property
-    def shift(self) -> tuple[Array, Array]:
+    def _rows(self) -> tuple[int, int, int]:
+        spec = self.problem.spec
+        return spec.batch_size, spec.num_heads, spec.q_len
+
+    @property
+    def lse_shift(self) -> tuple[Array, Array]:
         """`a` and `b`, each `(batch, num_heads, q_len)`, with `log w = (s - a) - b`.
 
         a is lse and b is 0, but for rows without keys (0, so that they stay empty) and rows of
         large |lse| (their maximum, and the logarithm of their sum).
         """
-        if self._shift is None:
-            spec = self.problem.spec
-            flat = self.lse.reshape(spec.batch_size, spec.num_heads, spec.q_len)
+        if self._lse_shift is None:
+            flat = self.lse.reshape(self._rows)
             a = np.where(np.isneginf(flat), 0, flat).astype(self.dtype)
             b = np.zeros_like(a)
             large = coarse(a, LSE_ROUNDING)
             for batch, head in np.argwhere(large.any(axis=-1)):
                 rows = np.flatnonzero(large[batch, head])
                 for part in np.split(rows, range(BLOCK_Q, len(rows), BLOCK_Q)):
-                    index = (batch, head, part)
-                    a[index], b[index] = self._row_sums(int(batch), int(head), part)
-            self._shift = a, b
-        return self._shift
+                    sums = self._sums_over_keys(self.scores, int(batch), int(head), part)
+                    a[batch, head, part], b[batch, head, part] = sums.shift
+            self._lse_shift = a, b
+        return self._lse_shift
 
-    def _row_sums(self, batch: int, head: int, q_index: Array) -> tuple[Array, Array]:
-        """Maximum of each row, the sink included, and the logarithm of its sum over that."""
+    def _sums_over_keys(self, scores: Scores, batch: int, head: int, q_index: Array) -> RowSums:
+        """Sums of some rows over all keys, in rising order, tile by tile."""
         kv_len = self.problem.spec.kv_len
         starts = range(0, kv_len, BLOCK_KV)
-        indices = (np.arange(start, min(start + BLOCK_KV, kv_len)) for start in starts)
-        tiles = (self.scores.tile(batch, head, q_index, kv_index) for kv_index in indices)
+        tiles = (
+            scores.tile(batch, head, q_index, np.arange(start, min(start + BLOCK_KV, kv_len)))
+            for start in starts
+        )
         return self._sums_of(head, len(q_index), tiles)
 
-    def _sums_of(self, head: int, rows: int, tiles: Iterable[Array]) -> tuple[Array, Array]:
-        """The same of rows whose scores are in some tiles."""
+    def _sink(self, head: int) -> Any:
+        """The sink of a head; -inf without one."""
         sinks = self.problem.operands.sinks
-        sink = self.dtype.type(-np.inf if sinks is None else sinks[head])
+        return self.dtype.type(-np.inf if sinks is None else sinks[head])
+
+    def _sums_of(self, head: int, rows: int, tiles: Iterable[Array]) -> RowSums:
+        """Sums of rows whose scores are in some tiles."""
+        sink = self._sink(head)
         row_max = np.full(rows, sink, self.dtype)
-        row_sum = np.full(rows, 0.0 if sinks is None else 1.0, self.dtype)
+        row_sum = np.full(rows, 0.0 if np.isneginf(sink) else 1.0)
         for s in tiles:
             with np.errstate(all="ignore"):
                 new_max = np.maximum(row_max, s.max(axis=1, initial=-np.inf))
                 row_sum = row_sum * np.exp(np.where(row_sum > 0, row_max - new_max, 0))
-                row_sum += np.exp(s - np.where(np.isneginf(new_max), 0, new_max)[:, None]).sum(1)
+                row_sum += _exp_above(s, new_max[:, None]).sum(axis=1)
             row_max = new_max
-        with np.errstate(divide="ignore"):
-            return row_max, np.log(row_sum)
+        return RowSums(row_max, row_sum)
+
+    def _sums_of_rows(self, batch: int, head: int, q_index: Array) -> RowSums:
+        """The sums of some rows by `_one_number`: made now, or kept since they were first made.
+
+        Tiles that a mask leaves empty are not computed.
+        """
+        if self._sums is None:
+            self._sums = np.zeros(self._rows, self.dtype), np.full(self._rows, -1.0)
+        row_max, row_sum = (each[batch, head] for each in self._sums)
+        scores = self._one_number
+        grid = scores.grid(BLOCK_Q, BLOCK_KV)
+        missing = np.unique(q_index[row_sum[q_index] == -1])
+        for i in np.unique(missing // BLOCK_Q):
+            rows = missing[missing // BLOCK_Q == i]
+            kinds = grid.classify(batch, head, int(i), int(i) + 1)[0]
+            tiles = (
+                scores.tile(batch, head, rows, kv_rows, kind)
+                for kv_rows, kind in _tiles_of(grid, kinds)
+            )
+            found = self._sums_of(head, len(rows), tiles)
+            row_max[rows], row_sum[rows] = found.row_max, found.row_sum
+        return RowSums(row_max[q_index], row_sum[q_index])
 
     def tiles(self, progress: Progress | None = None) -> Iterator[ScoreTile]:
         """All tiles that are not empty: batch, head, queries, then keys, in rising order."""
         spec = self.problem.spec
-        grid = self.scores.grid(BLOCK_Q, BLOCK_KV)
+        block_q = min(BLOCK_Q, max(1, HELD // max(spec.kv_len, 1)))
+        grid = self.scores.grid(block_q, BLOCK_KV)
         total, done = spec.batch_size * spec.num_heads * grid.q_blocks, 0
         for batch in range(spec.batch_size):
             for head in range(spec.num_heads):
                 for i, kinds in grid.query_blocks(batch, head):
-                    q_rows = slice(i * BLOCK_Q, min((i + 1) * BLOCK_Q, spec.q_len))
-                    for run in grid.runs(kinds):
-                        for start in range(run.start, run.stop, BLOCK_KV):
-                            kv_rows = slice(start, min(start + BLOCK_KV, run.stop))
-                            s = self.scores.tile(batch, head, q_rows, kv_rows, run.kind)
-                            yield ScoreTile(batch, head, q_rows, kv_rows, s)
+                    q_rows = slice(i * block_q, min((i + 1) * block_q, spec.q_len))
+                    places = [kv_rows for kv_rows, _ in _tiles_of(grid, kinds)]
+                    held = [
+                        self.scores.tile(batch, head, q_rows, kv_rows, kind)
+                        for kv_rows, kind in _tiles_of(grid, kinds)
+                    ]
+                    shift = self._sums_of(head, q_rows.stop - q_rows.start, held).shift
+                    for kv_rows, s in zip(places, held, strict=True):
+                        yield ScoreTile(batch, head, q_rows, kv_rows, s, shift)
                     done += 1
                     if progress is not None:
                         progress(done, total)
 
-    def log_weights(self, tile: ScoreTile) -> Array:
-        """The logarithm of a tile's weights, at least `LOG_ZERO`."""
-        a, b = (shift[tile.batch, tile.head, tile.q_rows, None] for shift in self.shift)
-        lowest = self.dtype.type(LOG_ZERO)
-        with np.errstate(all="ignore"):
-            log_weights = tile.scores - a
-            if b.any():
-                log_weights -= b
-            np.maximum(log_weights, lowest, out=log_weights)
-        if np.isnan(a).any():
-            log_weights[np.isneginf(tile.scores)] = lowest
-        return log_weights
-
-    def block(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
-        """Weights of some query rows on some key rows.
-
-        Rows on all keys are divided by sums of the scores that are computed here, and add up to 1.
-        """
-        a, b = (shift[batch, head, q_index] for shift in self.shift)
+    def whole_rows(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
+        """Weights of some query rows on all keys, which are named in any order."""
         scores = self.scores.tile(batch, head, q_index, kv_index)
-        if len(np.unique(kv_index)) == self.problem.spec.kv_len == len(kv_index):
-            row_max, log_sum = self._sums_of(head, len(scores), [scores])
-            finite = np.isfinite(row_max)
-            a, b = np.where(finite, row_max, a), np.where(finite, log_sum, b)
-        return weights_of(scores, a[:, None], b[:, None])
+        sink = self._sink(head)
+        row_max = scores.max(axis=1, initial=sink)
+        exp = _exp_above(scores, row_max[:, None])
+        return _divided(exp, exp.sum(axis=1) + _exp_above(sink, row_max), scores)
+
+    def part(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
+        """Weights of some query rows on some key rows."""
+        sums = self._sums_of_rows(batch, head, q_index)
+        scores = self._one_number.tile(batch, head, q_index, kv_index)
+        return _divided(_exp_above(scores, sums.row_max[:, None]), sums.row_sum, scores)
+
+    def pairs(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
+        """Weights of single pairs, given by two index arrays of one length."""
+        out = np.empty(len(q_index), self.dtype)
+        for start in range(0, len(q_index), PAIRS):
+            rows, columns = q_index[start : start + PAIRS], kv_index[start : start + PAIRS]
+            sums = self._sums_of_rows(batch, head, rows)
+            scores = self._one_number.pairs(batch, head, rows, columns)
+            exp = _exp_above(scores, sums.row_max)
+            out[start : start + PAIRS] = _divided(exp, sums.row_sum, scores)
+        return out
+
+    def by_lse(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
+        """Weights of some query rows on some key rows, by lse."""
+        a, b = (shift[batch, head, q_index, None] for shift in self.lse_shift)
+        return weights_of(self.scores.tile(batch, head, q_index, kv_index), a, b)
+
+    def pairs_by_lse(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
+        """Weights of single pairs, given by two index arrays of one length, by lse."""
+        out = np.empty(len(q_index), self.dtype)
+        for start in range(0, len(q_index), PAIRS):
+            rows, columns = q_index[start : start + PAIRS], kv_index[start : start + PAIRS]
+            a, b = (shift[batch, head, rows] for shift in self.lse_shift)
+            scores = self.scores.pairs(batch, head, rows, columns)
+            out[start : start + PAIRS] = weights_of(scores, a, b)
+        return out
 
     def exact(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
-        """The same as `block` in float64, from whole rows and without their lse.
+        """Weights of some query rows on some key rows, in float64 from whole rows.
 
-        lse is rounded, and exp shows it: near 100 a float32 is off by 4e-6, and so is each weight.
         Holds `len(q_index) * kv_len` numbers.
         """
         sinks = self.problem.operands.sinks
@@ -161,21 +249,31 @@ class Replay:
         keys = np.arange(self.problem.spec.kv_len)
         return softmax(scores.tile(batch, head, q_index, keys), sink).weights[:, kv_index]
 
-    def pairs(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
-        """Weights of single pairs, given by two index arrays of one length."""
-        out = np.empty(len(q_index), self.dtype)
-        for start in range(0, len(q_index), PAIRS):
-            part = slice(start, start + PAIRS)
-            rows, columns = q_index[part], kv_index[part]
-            query = self.scores.query(batch, head, rows)
-            key = self.scores.key(batch, head, columns)
-            with np.errstate(all="ignore"):
-                raw = np.einsum("nd,nd->n", query, key)
-                raw = raw * self.dtype.type(self.problem.operands.scale)
-                s = self.scores.finish(raw, batch, head, rows, columns)
-            a, b = (shift[batch, head, rows] for shift in self.shift)
-            out[part] = weights_of(s, a, b)
-        return out
+
+def _tiles_of(grid: TileGrid, kinds: Array) -> Iterator[tuple[slice, TileKind]]:
+    """Keys and kind of each tile of one block of queries that is not empty."""
+    for run in grid.runs(kinds):
+        for start in range(run.start, run.stop, grid.block_kv):
+            yield slice(start, min(start + grid.block_kv, run.stop)), run.kind
+
+
+def _exp_above(scores: Any, row_max: Array) -> Array:
+    """`exp(s - m)`; 0 for a row without keys."""
+    with np.errstate(all="ignore"):
+        exp = scores - np.where(np.isneginf(row_max), 0, row_max).astype(row_max.dtype)
+        return np.asarray(np.exp(exp, out=exp))
+
+
+def _divided(exp: Array, row_sum: Array, scores: Array) -> Array:
+    """`exp / l`, in place; a forbidden pair has weight 0 in a row of NaN too.
+
+    Of all keys of rows `(rows, keys)`, or of one pair of each row `(rows,)`.
+    """
+    total = np.where(row_sum == 0, 1, row_sum).astype(exp.dtype)
+    exp /= total[:, None] if exp.ndim == 2 else total
+    if np.isnan(total).any():
+        exp[np.isneginf(scores)] = 0
+    return exp
 
 
 def weights_of(scores: Array, a: Array, b: Array) -> Array:

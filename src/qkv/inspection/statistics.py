@@ -33,7 +33,7 @@ def weight_statistics(replay: Replay, progress: Progress | None = None) -> Weigh
     for tile in replay.tiles(progress):
         rows = (tile.batch, tile.head, tile.q_rows)
         columns = (tile.batch, tile.head, tile.kv_rows)
-        log_weights = replay.log_weights(tile)
+        log_weights = tile.log_weights()
         with np.errstate(all="ignore"):
             weights = np.exp(log_weights)
             entropy[rows] -= np.einsum("ij,ij->i", weights, log_weights)
@@ -53,11 +53,12 @@ def top_keys(replay: Replay, k: int, progress: Progress | None = None) -> tuple[
     shape = (spec.batch_size, spec.num_heads, spec.q_len, k)
     indices = np.full(shape, -1, np.int64)
     best = np.full(shape, -np.inf, replay.dtype)
+    a, b = (np.zeros(shape[:-1], replay.dtype) for _ in range(2))
     for tile in replay.tiles(progress):
         rows = (tile.batch, tile.head, tile.q_rows)
+        a[rows], b[rows] = tile.shift
         _merge_tile(tile, indices[rows], best[rows])
-    a, b = (shift[..., None] for shift in replay.shift)
-    return indices, weights_of(best, a, b)
+    return indices, weights_of(best, a[..., None], b[..., None])
 
 
 def by_weight(indices: Array, weights: Array) -> tuple[Array, Array]:

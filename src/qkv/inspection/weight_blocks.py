@@ -53,7 +53,7 @@ def reduced(
         rows = np.arange(q_start, min(q_start + q_step, q_stop))
         for kv_start in range(0, len(kv_index), kv_step):
             columns = kv_index[kv_start : kv_start + kv_step]
-            weights = np.nan_to_num(replay.block(batch, head, rows, columns))
+            weights = np.nan_to_num(replay.by_lse(batch, head, rows, columns))
             i, j = (q_start - q_first) // block, kv_start // block
             part = largest_of(weights, block)
             place = slice(i, i + part.shape[0]), slice(j, j + part.shape[1])

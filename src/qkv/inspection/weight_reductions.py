@@ -8,11 +8,13 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.inspection.replay import BLOCK_KV, BLOCK_Q, Replay
+from qkv.inspection.replay import Replay
 
 __all__ = ["Axis", "Tiled", "largest", "place_of_largest", "reduced_axes", "smallest", "total"]
 
 Array = NDArray[Any]
+TILE = 1 << 19
+"""Weights of one tile: as many rows as fit, but one at least."""
 Axis: TypeAlias = int | tuple[int, ...] | None
 
 
@@ -121,16 +123,17 @@ def _folded(weights: Tiled, axes: set[int], fold: np.ufunc, out: Array) -> Array
 
 
 def _tiles(weights: Tiled) -> Iterator[tuple[tuple[int, ...], tuple[int, int], Array]]:
-    """Leading coordinates, first query and key, and the weights of each tile, in rising order."""
+    """Leading coordinates, first query and key, and the weights of each tile, in rising order.
+
+    Tiles are whole rows, which are divided by the sums of the scores that they hold.
+    """
     q_len, kv_len = weights.shape[-2:]
+    step, keys = max(1, TILE // max(kv_len, 1)), np.arange(kv_len)
     for leading in np.ndindex(*weights.shape[:-2]):
         batch, head = weights.matrix(leading)
-        for q_first in range(0, q_len, BLOCK_Q):
-            rows = np.arange(q_first, min(q_first + BLOCK_Q, q_len))
-            for kv_first in range(0, kv_len, BLOCK_KV):
-                columns = np.arange(kv_first, min(kv_first + BLOCK_KV, kv_len))
-                tile = weights.replay.block(batch, head, rows, columns)
-                yield leading, (q_first, kv_first), tile
+        for first in range(0, q_len if kv_len else 0, step):
+            rows = np.arange(first, min(first + step, q_len))
+            yield leading, (first, 0), weights.replay.whole_rows(batch, head, rows, keys)
 
 
 def _place(

@@ -38,9 +38,11 @@ class LazyWeights(NDArrayOperatorsMixin):
     result. Operators (`weights > 0.5`) and NumPy's functions compute the whole first, if it stays
     below the reference limit. Cost: `2 head_dim` operations and one exp for each weight read.
 
-    Whole rows, as in `weights[0, 3]`, add up to 1 but for their rounding. Weights that are read
-    alone, or in parts of rows, are `exp(s - lse)` with the lse of the call: for scores near 100 in
-    float32, 1e-5 of them is rounding.
+    Weights of a row add up to 1 within 1e-6, or to 1 less the sink's share, whether it is read
+    whole, in parts, one by one or in reductions: they are divided by sums of their own scores, not
+    by the rounded lse of the call, whose kernel may add products in another order. Where parts of
+    a row are read, its sum is made once, at the cost of two readings of the whole row, and kept:
+    two numbers for each row.
 
     Parameters
     ----------
@@ -211,13 +213,15 @@ class LazyWeights(NDArrayOperatorsMixin):
         block = np.empty(shape, self.dtype)
         q_index, kv_index = coordinates[-2:]
         leading_coordinates = coordinates[:-2]
+        whole = len(kv_index) == self.shape[-1]
+        weights_of = self.replay.whole_rows if whole else self.replay.part
         for leading in np.ndindex(*shape[:-2]):
             batch, head = self.matrix(
                 [int(c[i]) for c, i in zip(leading_coordinates, leading, strict=True)]
             )
             for start in range(0, len(q_index), BLOCK_Q):
                 rows = slice(start, start + BLOCK_Q)
-                block[leading][rows] = self.replay.block(batch, head, q_index[rows], kv_index)
+                block[leading][rows] = weights_of(batch, head, q_index[rows], kv_index)
         return np.asarray(block[tuple(local)])
 
     def _pointwise(self, index: tuple[Any, ...]) -> Array:

@@ -5,6 +5,7 @@ ring    `ring_attention`, keys that travel between devices inside of `jax.shard_
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, Literal
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 
 from qkv._api import attention
 from qkv.bridges.jax_rules import is_registered
+from qkv.call.unknown_keywords import drop_in_error, with_signature_of_theirs
 from qkv.declarations import checked
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.jax.ring import ring_attention
@@ -25,6 +27,7 @@ _MOST_DIMENSIONS = 32
 is_registered()  # Registers the foreign function, which programs that were exported name.
 
 
+@with_signature_of_theirs
 @checked
 def dot_product_attention(
     query: Any,
@@ -40,6 +43,7 @@ def dot_product_attention(
     local_window_size: int | tuple[int, int] | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: bool = False,
+    **unknown: Any,
 ) -> Any:
     """`jax.nn.dot_product_attention`, exact and in O(n) memory; the import is all that changes.
 
@@ -77,6 +81,8 @@ def dot_product_attention(
 
     Raises
     ------
+    KeywordError
+        A keyword of another library; the message has the call to write.
     ShapeError, DTypeError, ArgumentError
         The arguments do not fit; while JAX traces, as far as shapes and dtypes tell. What only
         values tell is a `jax.errors.JaxRuntimeError` with the same message.
@@ -102,6 +108,13 @@ def dot_product_attention(
     array([[1.  , 0.  ],
            [0.33, 0.67]], dtype=float32)
     """
+    if unknown:
+        said = {
+            "bias": bias, "mask": mask, "is_causal": is_causal, "scale": scale, "layout": "blhd",
+            "key_value_seq_lengths": key_value_seq_lengths,
+        }  # fmt: skip
+        known = signature(dot_product_attention).parameters
+        raise drop_in_error("dot_product_attention", unknown, said, list(known))
     for given in (query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths):
         _check_depth(given)
     if implementation is not None:

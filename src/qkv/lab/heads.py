@@ -264,7 +264,7 @@ def best_keys(replay: Replay, head: int, first: int, stop: int) -> tuple[Array, 
     keys = np.arange(kv_len)
     for start in range(first, stop, step):
         rows = np.arange(start, min(start + step, stop))
-        weights_of = replay.exact if kv_len <= _EXACT_KEYS else replay.block
+        weights_of = replay.exact if kv_len <= _EXACT_KEYS else replay.whole_rows
         weights = np.minimum(np.nan_to_num(weights_of(0, head, rows, keys)), 1)
         some = np.argpartition(-weights, count - 1, axis=1)[:, :count]
         found = np.take_along_axis(weights, some, axis=1)

@@ -24,10 +24,15 @@ Array = NDArray[Any]
 
 @dataclass(slots=True)
 class Scores:
-    """Scores of one problem in one floating type, tile by tile."""
+    """Scores of one problem in one floating type, tile by tile.
+
+    Products of query and key are added in `product_dtype`, or else in `dtype`. Added in float64 and
+    rounded once, a product does not depend on the tile in which it is computed.
+    """
 
     problem: Problem
     dtype: np.dtype[Any]
+    product_dtype: np.dtype[Any] | None = None
     score: Node = field(init=False)
     mask: Node = field(init=False)
     _cos_sin: dict[tuple[str, int], tuple[Array, Array]] = field(init=False, default_factory=dict)
@@ -76,13 +81,25 @@ class Scores:
         Rows are slices, read in place, or index arrays.
         """
         query, key = self.query(batch, head, q_rows), self.key(batch, head, kv_rows)
+        wide = self.product_dtype or self.dtype
         with np.errstate(all="ignore"):
-            raw = (query @ key.T) * self.dtype.type(self.problem.operands.scale)
+            products = query.astype(wide, copy=False) @ key.astype(wide, copy=False).T
+            raw = products.astype(self.dtype, copy=False)
+            raw = raw * self.dtype.type(self.problem.operands.scale)
         q_index, kv_index = (
             np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
             for rows in (q_rows, kv_rows)
         )
         return self.finish(raw, batch, head, q_index[:, None], kv_index[None, :], kind)
+
+    def pairs(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
+        """Final scores of single pairs, given by two index arrays of one length."""
+        query, key = self.query(batch, head, q_index), self.key(batch, head, kv_index)
+        with np.errstate(all="ignore"):
+            products = np.einsum("nd,nd->n", query, key, dtype=self.product_dtype or self.dtype)
+            raw = products.astype(self.dtype, copy=False)
+            raw = raw * self.dtype.type(self.problem.operands.scale)
+            return self.finish(raw, batch, head, q_index, kv_index)
 
     def finish(
         self,

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 import qkv
+from qkv.call.unknown_keywords import drop_in_error, with_signature_of_theirs
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from qkv.readable_checks import checked_flag
 
 __all__ = ["scaled_dot_product_attention"]
 
 
+@with_signature_of_theirs
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -25,6 +27,7 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **unknown: Any,
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`, with its signature and meaning.
 
@@ -57,6 +60,8 @@ def scaled_dot_product_attention(
 
     Raises
     ------
+    KeywordError
+        A keyword of another library; the message has the call to write.
     ShapeError
         Where torch raises, and also where key and value differ in length, which torch accepts
         and reads out of step.
@@ -72,6 +77,12 @@ def scaled_dot_product_attention(
     >>> qkv.torch.scaled_dot_product_attention(x, x, x, is_causal=True)[0, 0, 0]
     tensor([1., 0.])
     """
+    if unknown:
+        said = {
+            "attn_mask": attn_mask, "dropout_p": dropout_p or None, "is_causal": is_causal,
+            "scale": scale, "enable_gqa": enable_gqa,
+        }  # fmt: skip
+        raise drop_in_error("scaled_dot_product_attention", unknown, said, list(said))
     inputs = query, key, value
     for name, given in zip(("query", "key", "value"), inputs, strict=True):
         if not isinstance(given, torch.Tensor):

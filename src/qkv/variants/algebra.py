@@ -20,7 +20,8 @@ from qkv.variants.base import ReadFunction, Role, Variant, short_repr
 class MaskVariant(Variant):
     """A variant that only forbids pairs; combines with `|`, `&` and `~`.
 
-    The other side of `|` and `&` is a mask or a boolean array.
+    The other side of `|` and `&` is a mask or a boolean array. torch's compiler reads no `~` of any
+    object: write `~mask` outside of a function that is compiled with `fullgraph=True`.
 
     Raises
     ------

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from qkv._dynamo import made_outside
 from qkv.errors import ArgumentError
 from qkv.positions import hf_config, scaling
-from qkv.positions.rotation import rotate
+from qkv.positions.rotation import array_namespace, rotate
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.base import Role, Variant
@@ -364,6 +364,7 @@ class RoPE(Variant):
         if hasattr(inv_freq, "shape"):
             self._check_inv_freq(inv_freq.shape)
         else:
+            array_namespace(x)
             inv_freq = self.frequencies((0, *getattr(x, "shape", ()))[-1])
         return rotate(x, positions, inv_freq, self.layout, self.attention_factor)
 

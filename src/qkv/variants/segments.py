@@ -143,8 +143,9 @@ class Segments(MaskVariant):
 
 def _ids_from_cu_seqlens(cu_seqlens: ArrayLike, name: str) -> NDArray[np.int64]:
     edges = as_array(name, cu_seqlens)
-    lengths = np.diff(edges) if edges.ndim == 1 and edges.dtype.kind in "iu" else np.array([-1])
-    if not len(edges.reshape(-1)) or edges.reshape(-1)[0] != 0 or (lengths < 0).any():
+    are_edges = edges.ndim == 1 and edges.dtype.kind in "iu" and len(edges) > 0
+    lengths = np.diff(edges) if are_edges else np.array([-1])
+    if (lengths < 0).any() or edges[0] != 0:
         raise ShapeError(
             f"{name} is not a rising sequence of integers that starts at 0.",
             [(name, str(edges)[:200])],

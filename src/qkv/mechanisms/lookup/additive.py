@@ -215,6 +215,8 @@ def _weights(hidden_q: Any, hidden_k: Any, vector: Any) -> Any:
         ],
         axis=-1,
     )
+    if not keys:
+        return scores
     exps = namespace.exp(scores - namespace.max(scores, axis=-1, keepdims=True))
     return exps / namespace.sum(exps, axis=-1, keepdims=True)
 

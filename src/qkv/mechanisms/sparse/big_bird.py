@@ -18,6 +18,7 @@ from qkv.mechanisms.base.loading import (
 )
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 from qkv.mechanisms.base.rows import MOST_RANDOM
+from qkv.readable_checks import as_array
 from qkv.variants import BlockSparse, RandomBlocks
 
 __all__ = ["BigBird"]
@@ -123,7 +124,7 @@ class BigBird(ProjectedAttention):
         """Random blocks `(num_heads, blocks, r)`; -1 for none."""
         if self.random_blocks is None:
             return self._random().draws(self.num_heads, blocks)
-        given = np.asarray(self.random_blocks)
+        given = as_array("random_blocks", self.random_blocks)
         if given.shape[:2] != (self.num_heads, blocks):
             raise ShapeError(
                 f"random_blocks has shape {given.shape}; there are {self.num_heads} heads and "

@@ -173,15 +173,17 @@ class Longformer(ProjectedAttention):
 
     def pairs(self, n: int) -> int:
         """Pairs of the ordinary rows, and of the global rows with all keys."""
-        g = len(self.global_tokens)
-        rows = np.arange(int(n))
-        ordinary = rows[~np.isin(rows, self.global_tokens)]
+        whole = window_pairs(n, self.window, self.window)
+        tokens = np.asarray(self.global_tokens, np.int64)
+        tokens, length, w = tokens[tokens < int(n)], int(n), self.window
+        g = len(tokens)
         if not g:
-            return window_pairs(n, self.window, self.window)
-        near = np.minimum(ordinary + self.window, int(n) - 1)
-        near = near - np.maximum(ordinary - self.window, 0) + 1
-        inside = (abs(ordinary[:, None] - self.global_tokens) <= self.window).sum(axis=1)
-        return Count(int((near + g - inside).sum()) + g * int(n), "pairs")
+            return whole
+        near = np.minimum(tokens + w, length - 1) - np.maximum(tokens - w, 0) + 1
+        beside = int((abs(tokens[:, None] - tokens) <= w).sum())
+        # Ordinary rows see the window, and what of the global tokens lies outside of it.
+        ordinary = int(whole) - int(near.sum()) + g * (length - g) - (int(near.sum()) - beside)
+        return Count(ordinary + g * length, "pairs")
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
         """Queries by the global projections are made for the global tokens only."""

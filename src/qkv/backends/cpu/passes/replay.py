@@ -91,11 +91,14 @@ def weight_shift(
 ) -> tuple[Array, Array]:
     """a and b with `log w = (s - a) - b`: lse and 0, or the maximum of a row and log of its sum.
 
-    Both are 0 for a row without keys, whose weights stay 0.
+    Both are 0 for a row without keys, whose weights stay 0. Every row is summed again if the
+    forward pass multiplied bfloat16 and this replay multiplies elements: their scores differ.
     """
     a = np.where(np.isneginf(lse), 0, lse)
     b = np.zeros_like(a)
-    rows = coarse(a)
+    shape = shape_of(problem.spec, host(), split=split_bf16.may_split(problem))
+    other_scores = shape.product != "elements" and not splits_operands
+    rows = np.isfinite(lse) if other_scores else coarse(a)
     if rows.any():
         row_max, log_sum = _max_and_log_sum(problem, rows, splits_operands)
         a[rows], b[rows] = row_max[rows], log_sum[rows]
