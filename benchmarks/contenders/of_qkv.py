@@ -74,7 +74,8 @@ def prepare_kernel(workload: Workload, inputs: Inputs, threads: int) -> Prepared
     """The backend alone: arguments are checked, and what it prepares is made, outside the time."""
     call = _bound(workload, inputs)
     prepare = getattr(call.choice.backend, "prepare", None)
-    ready = prepare(call.problem, False) if prepare else None
+    made = prepare(call.problem) if prepare else None
+    ready = getattr(made, "call", made)  # Of versions before this one, it is called itself.
 
     def run() -> Any:
         if ready:

@@ -242,20 +242,25 @@ done:
 """
 
 
-def _loop(total: str, count: int, steps: int, body: list[str], after: list[str]) -> list[str]:
-    """`count` sums `%s`, each `%n` after one of `steps` turns; the last ones are stored."""
+def _loop(
+    total: str, begins: list[str], steps: int, body: list[str], after: list[str]
+) -> list[str]:
+    """Sums `%s` from values on, each `%n` after one of `steps` turns; the last ones are stored."""
     return [
         "  br label %loop",
         "loop:",
         "  %i = phi i64 [0, %work], [%next, %loop]",
-        *(f"  %s{c} = phi {total} [zeroinitializer, %work], [%n{c}, %loop]" for c in range(count)),
+        *(
+            f"  %s{c} = phi {total} [{begin}, %work], [%n{c}, %loop]"
+            for c, begin in enumerate(begins)
+        ),
         *body,
         "  %next = add i64 %i, 1",
         f"  %again = icmp slt i64 %next, {steps}",
         "  br i1 %again, label %loop, label %end",
         "end:",
         *after,
-        *(f"  store volatile {total} %n{c}, ptr %unused, align 8" for c in range(count)),
+        *(f"  store volatile {total} %n{c}, ptr %unused, align 8" for c in range(len(begins))),
         "  br label %take",
     ]
 
@@ -273,8 +278,11 @@ def _product_source(product: Product) -> str:
             given = ", ".join(f"{t} {v}" for t, v in zip(types, values, strict=True))
             body.append(f"  {after} = call {total} @{product.call}({given})")
     load = f"  %x = load {factor}, ptr %factors, align 8"
+    # LLVM would compute sums that begin equally once; it cannot know what volatile reads give.
+    begins = [f"%b{c}" for c in range(_CHAINS)]
+    reads = [f"  {begin} = load volatile {total}, ptr %factors, align 8" for begin in begins]
     declaration = f"declare {total} @{product.call}({', '.join(types)})"
-    return _job(declaration, "\n".join([load, *_loop(total, _CHAINS, _STEPS, body, [])]))
+    return _job(declaration, "\n".join([load, *reads, *_loop(total, begins, _STEPS, body, [])]))
 
 
 def _tile_source(product: Product) -> str:
@@ -298,7 +306,7 @@ declare void @{product.call}(i8, i8, i8)"""
         f"  call void @{product.call}(i8 {c}, i8 6, i8 7)" for c in range(_TILE_CHAINS)
     ] * _REPEATS
     after = ["  call void @llvm.x86.tilerelease()"]
-    return _job(declarations, "\n".join([*first, *_loop("", 0, _TILE_STEPS, body, after)]))
+    return _job(declarations, "\n".join([*first, *_loop("", [], _TILE_STEPS, body, after)]))
 
 
 def _read_source() -> str:
@@ -316,4 +324,7 @@ def _read_source() -> str:
         f"  %offset = mul i64 %task, {_CHUNK}",
         "  %chunk = getelementptr i8, ptr %buffer, i64 %offset",
     ]
-    return _job("", "\n".join([*first, *_loop(vector, chains, _CHUNK // step, body, [])]))
+    return _job(
+        "",
+        "\n".join([*first, *_loop(vector, ["zeroinitializer"] * chains, _CHUNK // step, body, [])]),
+    )
