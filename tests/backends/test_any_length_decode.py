@@ -88,11 +88,12 @@ def test_a_step_gives_the_bits_of_a_first_call(name, q_len) -> None:
 @pytest.mark.parametrize("dtype", ATOL)
 def test_every_type(dtype) -> None:
     keys, values = caches(dtype)
-    query = normal(2, 6, 2, 24, dtype=dtype)
+    # With two queries, vectors of two numbers would not serve: one is a step on every machine.
+    query = normal(2, 6, 1, 24, dtype=dtype)
     steps = prepared(query, keys, values, (qkv.SlidingWindow(90, 0),), q_offset="end")
     for length in (30, 601):
         key, value = keys[:, :, :length], values[:, :, :length]
-        out, *_ = steps(query, key, value, False, (), length - 2)
+        out, *_ = steps(query, key, value, False, (), length - 1)
         assert out.dtype == query.dtype
         keywords = {"q_offset": "end", "backend": "reference"}
         right = qkv.attention(query, key, value, qkv.SlidingWindow(90, 0), **keywords)
