@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from qkv.arrays.views import view
 from qkv.declarations import checked_size
-from qkv.errors import DTypeError, ShapeError
+from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.inspection.explain import explain, selected_indices
 from qkv.inspection.steps import softmax
 from qkv.inspection.tokens import printable
@@ -118,6 +118,8 @@ class ScaledDotProductAttention:
         ------
         ShapeError
             If there are leading dimensions, or rows do not have length d_k.
+        ArgumentError
+            If `tokens` does not name each row.
         """
         query, key, value = _matrix(Q, "Q"), _matrix(K, "K"), _matrix(V, "V")
         self.compute_scores(query, key)
@@ -126,6 +128,10 @@ class ScaledDotProductAttention:
                 "explain shows one sequence; there are leading dimensions.",
                 [("Q", str(query.shape)), ("K", str(key.shape)), ("V", str(value.shape))],
                 "Pass one of them, as in explain(Q[0], K[0], V[0], tokens).",
+            )
+        if tokens is None:
+            raise ArgumentError(
+                "tokens=None names no rows.", action="Pass a string for each row of K."
             )
         (q_index,) = selected_indices(query_idx, len(query), "query_idx", "rows of Q")
         trace = explain(

@@ -213,7 +213,8 @@ def test_progress_counts_to_the_end() -> None:
     for ask in (lambda: record.received, lambda: record.top(2)):
         seen.clear()
         ask()
-        assert seen == [(8, 8)]
+        # How many blocks of rows one compiled pass has depends on the machine.
+        assert [done == total for done, total in seen] == [True]
         ask()
         assert len(seen) == 1
 
