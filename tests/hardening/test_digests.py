@@ -24,7 +24,9 @@ def test_bits_are_those_of_before(
 ) -> None:
     """Real tiles have digests of their own, since they may add in another order; see below."""
     monkeypatch.setenv("QKV_ISA", isa + EMULATED if isa == "amx" else as_it_runs(isa))
-    found = digests(case)
+    # Statistics may divide by sums that NumPy makes, whose bits depend on NumPy's instruction set.
+    by_numpy = ("top", "received")
+    found = {n: bits for n, bits in digests(case).items() if not n.endswith(by_numpy)}
     assert found == {name: KNOWN[isa][name] for name in found}
 
 
