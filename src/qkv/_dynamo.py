@@ -63,6 +63,13 @@ def made_outside(name: str, does: str) -> Callable[[Function], Function]:
     return lambda function: ends_graph(function, reason=reason)
 
 
+def constant_result(function: Function) -> Function:
+    """`torch.compiler.assume_constant_result`, which would import the compiler to set this."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch's own mark
+    return function
+
+
+@constant_result
 def is_reading() -> bool:
     """Whether Dynamo reads the function that asks: it runs this at that time, and keeps the result.
 
@@ -75,7 +82,6 @@ def is_reading() -> bool:
         return False
 
 
-is_reading._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _TRANSLATOR = "InstructionTranslator"
 
 

@@ -31,7 +31,7 @@ def attention(
     if isinstance(options.scale, Tensor) and _is_learned(options.scale, query):
         query, options = with_scale(query, options)
     if torch.compiler.is_dynamo_compiling():
-        return torch_compiled.attention(query, key, value, variants, options, return_lse)
+        return torch_compiled.attention(query, key, value, variants, options, return_lse, at_once)
     return at_once(query, key, value, variants, options, return_lse)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qkv._dynamo import constant_result
 from qkv.backends import device_backend
 from qkv.bridges import torch_functions as functions
 from qkv.bridges import torch_score_mods
@@ -34,8 +35,12 @@ def attention(
     variants: tuple[Any, ...],
     options: OptionValues,
     return_lse: bool,
+    at_once: Callable[..., Any],
 ) -> Any:
-    """The call while Dynamo reads it: variants of one's own and functions are constants."""
+    """The call while Dynamo reads it: variants of one's own and functions are constants.
+
+    `at_once` takes the same call where it cannot be part of a graph.
+    """
     if isinstance(key, (Paged, Quantized)) or isinstance(value, (Paged, Quantized)):
         raise UnsupportedError(
             "torch compiles this call, and paged or quantised rows are no tensors.",
@@ -47,9 +52,9 @@ def attention(
     refuse_constants(variants, _wants_gradient, ".detach()")
     given = [_with_functions(variant) for variant in variants]
     if any(variant is None for variant in given):
-        from qkv.bridges.torch_outside import attention_outside
+        from qkv.bridges.torch_outside import call_outside
 
-        return attention_outside(query, key, value, variants, options, return_lse)
+        return call_outside(at_once, query, key, value, variants, options, return_lse)
     variants = tuple(given)
     bound = bind(query, key, value, variants, options, _keep)
     query, key, value, *tensors = [as_tensor(leaf) for leaf in bound.leaves]
@@ -84,15 +89,8 @@ def _wants_gradient(array: Any) -> bool:
     return isinstance(array, Tensor) and array.requires_grad and torch.is_grad_enabled()
 
 
-def _constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compiler.assume_constant_result`, which would import the compiler to set this."""
-    # mypy does not know attributes of functions.
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
-_constant_result(declared_fields)
-_is_for_onnx = _constant_result(_is_in_onnx_export)
+constant_result(declared_fields)
+_is_for_onnx = constant_result(_is_in_onnx_export)
 
 
 def _keep_if_whole(variant: Any) -> int:
@@ -109,7 +107,7 @@ def _keep_if_whole(variant: Any) -> int:
     return keep_for_good(variant)
 
 
-_kept_number = _constant_result(_keep_if_whole)
+_kept_number = constant_result(_keep_if_whole)
 
 
 def _keep(variant: Any) -> int:
@@ -137,14 +135,14 @@ def _is_device_backend(name: str) -> bool:
     return name != "auto" and device_backend(name) is not None
 
 
-_is_of_a_device = _constant_result(_is_device_backend)
+_is_of_a_device = constant_result(_is_device_backend)
 
 
 def _text_of_tuple(structure: tuple[Any, ...]) -> str:
     return Structure(*structure).text
 
 
-_text = _constant_result(_text_of_tuple)
+_text = constant_result(_text_of_tuple)
 
 
 def _node(
@@ -155,7 +153,7 @@ def _node(
     return attend_on_device(bound, return_lse)
 
 
-@_constant_result
+@constant_result
 def _tell_dynamo() -> None:
     """Dynamo runs this before it reads a call that becomes a node: only now is it imported."""
     torch.compiler.allow_in_graph(_node)
@@ -183,4 +181,4 @@ def _merge_tensors(parts: Any, layout: Any) -> Any:
     return merge_parts(parts, layout, torch)
 
 
-_names_objects = _constant_result(names_objects)
+_names_objects = constant_result(names_objects)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from qkv._dynamo import constant_result
 from qkv.errors import ArgumentError, QkvError
 from qkv.problem import score_functions
 from qkv.problem.expressions import Var, as_node
@@ -78,8 +79,7 @@ def _may_end_graphs() -> bool:
     return not _outermost().one_graph
 
 
-_can_be_read = _readable
-_can_be_read._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_can_be_read = constant_result(_readable)
 
 
 class _Reading(TorchFunctionMode):
@@ -226,8 +226,7 @@ def _text(steps: tuple[Any, ...], last: tuple[str, Any]) -> str:
         raise
 
 
-_expression = _text
-_expression._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_expression = constant_result(_text)
 
 
 def _values(steps: tuple[Any, ...]) -> list[Any]:

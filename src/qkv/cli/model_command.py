@@ -87,7 +87,7 @@ def _output(record: ModelRecord, options: argparse.Namespace, about: str) -> str
         return _json(record)
     page = Page()
     written = f"Written: {page.token(options.html, 300)}" if options.html else ""
-    return summary_of_model(record, written)
+    return summary_of_model(record.model, record.tokens, record.rows(), written)
 
 
 def _view(record: ModelRecord, options: argparse.Namespace) -> dict[str, int]:

@@ -3,25 +3,52 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from qkv.declarations import checked
-from qkv.errors import ArgumentError, ShapeError
-from qkv.inspection.head_scores import SCORES
+from qkv.errors import ShapeError
 from qkv.inspection.head_table import HeadTable, as_frame
-from qkv.inspection.pictures import draw_head_differences, picture
+from qkv.inspection.pictures import picture_of_differences
+from qkv.inspection.score_rows import SCORES, require_score
 from qkv.inspection.tokens import printable
-
-if TYPE_CHECKING:
-    from qkv.inspection.model_record import ModelRecord
 
 __all__ = ["HeadComparison"]
 
-Array = NDArray[Any]
 _LONGEST_TEXT = 70
+
+
+class ComparedHeads(NamedTuple):
+    """One of two records that are compared.
+
+    Attributes
+    ----------
+    model : str
+        Its name.
+    text : str
+        How many tokens it has, and the beginning of what they say, as far as that is known.
+    rows : HeadTable
+        One row for each head.
+    """
+
+    model: str
+    text: str
+    rows: HeadTable
+
+    @classmethod
+    def of(cls, model: str, rows: HeadTable, texts: Sequence[str] | None) -> ComparedHeads:
+        """Of a record with these tokens."""
+        if texts is None:
+            return cls(model, "tokens unknown", rows)
+        said = printable("".join(texts), _LONGEST_TEXT)
+        return cls(model, f"{len(texts)} tokens: {said}", rows)
+
+    @property
+    def layers(self) -> int:
+        """How many layers have heads."""
+        return len({row["layer"] for row in self.rows})
 
 
 @checked
@@ -33,7 +60,7 @@ class HeadComparison:
 
     Attributes
     ----------
-    first, second : ModelRecord
+    first, second : ComparedHeads
 
     Examples
     --------
@@ -49,15 +76,14 @@ class HeadComparison:
     True
     """
 
-    def __init__(self, first: ModelRecord, second: ModelRecord) -> None:
+    def __init__(self, first: ComparedHeads, second: ComparedHeads) -> None:
         _require_same_heads(first, second)
         self.first, self.second = first, second
-        self._before, self._after = first.rows(), second.rows()
 
     def __repr__(self) -> str:
         return (
             f"HeadComparison({self.first.model!r} and {self.second.model!r}, "
-            f"{len(self.first)} layers, {len(self._before)} heads)"
+            f"{self.first.layers} layers, {len(self.first.rows)} heads)"
         )
 
     def rows(self) -> HeadTable:
@@ -77,7 +103,7 @@ class HeadComparison:
                 "second_kind": b["kind"],
                 **{score: b[score] - a[score] for score in SCORES},
             }
-            for a, b in zip(self._before, self._after, strict=True)
+            for a, b in zip(self.first.rows, self.second.rows, strict=True)
         )
 
     def to_pandas(self) -> Any:
@@ -111,7 +137,7 @@ class HeadComparison:
         ArgumentError
             There is no such score.
         """
-        _require_score(score)
+        require_score(score)
         table = [
             {
                 **{name: row[name] for name in ("layer", "head", "first_kind", "second_kind")},
@@ -119,7 +145,7 @@ class HeadComparison:
                 "second": b[score],
                 "difference": row[score],
             }
-            for row, a, b in zip(self.rows(), self._before, self._after, strict=True)
+            for row, a, b in zip(self.rows(), self.first.rows, self.second.rows, strict=True)
             if np.isfinite(row[score])
         ]
         table.sort(key=lambda row: (-abs(row["difference"]), row["layer"], row["head"]))
@@ -127,11 +153,11 @@ class HeadComparison:
 
     def __str__(self) -> str:
         """The two texts, and of each score the head in which it differs most."""
-        pairs = list(zip(self._before, self._after, strict=True))
+        pairs = list(zip(self.first.rows, self.second.rows, strict=True))
         changed = sum(a["kind"] != b["kind"] for a, b in pairs)
         lines = [
-            f"{name:<7} {printable(record.model, 40)}, {_described(record)}"
-            for name, record in (("first", self.first), ("second", self.second))
+            f"{name:<7} {printable(heads.model, 40)}, {heads.text}"
+            for name, heads in (("first", self.first), ("second", self.second))
         ]
         lines += ["", f"Heads of another kind in the second: {changed} of {len(pairs)}.", ""]
         best = [(score, row) for score in SCORES for row in self.largest(score, 1)]
@@ -164,45 +190,19 @@ class HeadComparison:
         UnsupportedError, FileError
             matplotlib is not installed; the file cannot be written.
         """
-        _require_score(score)
-        widest = max(layer.num_heads for layer in self.first)
-        differences = np.full((len(self.first), widest), np.nan)
-        for row in self.rows():
-            differences[row["layer"], row["head"]] = row[score]
-        size = min(14.0, 2.5 + 0.4 * widest), min(14.0, 2.0 + 0.4 * len(self.first))
         names = self.first.model, self.second.model
-        title = (
-            f"{names[0]}, second less first" if names[0] == names[1] else " less ".join(names[::-1])
-        )
-        return picture(
-            path, ax, size, lambda axes: draw_head_differences(axes, differences, score, title)
-        )
+        same = names[0] == names[1]
+        title = f"{names[0]}, second less first" if same else f"{names[1]} less {names[0]}"
+        return picture_of_differences(path, ax, self.rows().grid(score), score, title)
 
 
-def _described(record: ModelRecord) -> str:
-    """How many tokens a record has, and what they say, as far as that is known."""
-    if record.texts is None:
-        return f"{record.layers[0].rows['entropy'].shape[-1]} queries"
-    text = printable("".join(record.texts), _LONGEST_TEXT)
-    return f"{len(record.texts)} tokens: {text}"
-
-
-def _require_score(score: str) -> None:
-    if score not in SCORES:
-        raise ArgumentError(
-            f"there is no score {score!r:.60}.",
-            [("scores", ", ".join(SCORES))],
-            "Choose one of these.",
-        )
-
-
-def _require_same_heads(first: ModelRecord, second: ModelRecord) -> None:
-    heads = [[layer.num_heads for layer in record] for record in (first, second)]
-    if heads[0] == heads[1] and heads[0]:
+def _require_same_heads(first: ComparedHeads, second: ComparedHeads) -> None:
+    places = [[(row["layer"], row["head"]) for row in each.rows] for each in (first, second)]
+    if places[0] == places[1] and places[0]:
         return
     raise ShapeError(
-        f"records of {len(first)} layers with {sum(heads[0])} heads and of {len(second)} layers "
-        f"with {sum(heads[1])} heads cannot be compared head by head.",
+        f"records of {first.layers} layers with {len(first.rows)} heads and of {second.layers} "
+        f"layers with {len(second.rows)} heads cannot be compared head by head.",
         [("first", printable(first.model, 60)), ("second", printable(second.model, 60))],
         "Compare records of models with the same layers and heads.",
     )

@@ -19,6 +19,7 @@ from qkv.errors import ArgumentError
 from qkv.inspection.head_scores import SCORES, also, kind_of
 from qkv.inspection.head_table import HeadTable, frame_or_table
 from qkv.inspection.model_record import ModelRecord
+from qkv.inspection.score_rows import require_score
 
 __all__ = ["CorpusRecord", "LayerSums", "quantile", "sums_of"]
 
@@ -150,12 +151,7 @@ class CorpusRecord:
         ArgumentError
             If there is no such score, or `confidence` is not between 0 and 1.
         """
-        if score not in SCORES:
-            raise ArgumentError(
-                f"there is no score {score!r:.60}.",
-                [("scores", ", ".join(SCORES))],
-                "Choose one of these.",
-            )
+        require_score(score)
         at = SCORES.index(score)
         found = []
         for layer in self._layers:

@@ -5,13 +5,38 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from qkv.errors import UnsupportedError
+from qkv.inspection.score_rows import require_score
 
 __all__ = ["HeadTable", "as_frame", "frame_or_table"]
 
 
 class HeadTable(list[dict[str, Any]]):
     """Rows of a table, one for each head; printed as one."""
+
+    def best(self, score: str) -> dict[str, Any] | None:
+        """The row with the largest mean of a score; None if it applies to none.
+
+        Raises
+        ------
+        ArgumentError
+            If there is no such score; the message has their names.
+        """
+        require_score(score)
+        rows = [row for row in self if np.isfinite(row[score])]
+        return max(rows, key=lambda row: row[score], default=None)
+
+    def grid(self, score: str) -> NDArray[np.float64]:
+        """A score as an array, layers down and heads across; NaN where there is no head."""
+        require_score(score)
+        shape = [1 + max((row[place] for row in self), default=-1) for place in ("layer", "head")]
+        scores = np.full(shape, np.nan)
+        for row in self:
+            scores[row["layer"], row["head"]] = row[score]
+        return scores
 
     def __repr__(self) -> str:
         if not self:

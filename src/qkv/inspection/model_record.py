@@ -17,13 +17,13 @@ from qkv.call.flatten import copied
 from qkv.declarations import checked, shown
 from qkv.errors import ArgumentError
 from qkv.inspection import model_file
-from qkv.inspection.comparison import HeadComparison
-from qkv.inspection.head_scores import SCORES, HeadScores, head_scores
+from qkv.inspection.comparison import ComparedHeads, HeadComparison
+from qkv.inspection.head_scores import HeadScores, head_scores
 from qkv.inspection.head_table import HeadTable, as_frame, frame_or_table
 from qkv.inspection.layer_record import LayerRecord
 from qkv.inspection.pages import page_of
-from qkv.inspection.pictures import draw_heads, picture
-from qkv.inspection.summaries import summary_in_html, summary_of
+from qkv.inspection.pictures import picture_of_heads
+from qkv.inspection.summaries import in_html
 
 __all__ = ["Keep", "LayerRecord", "ModelRecord", "load"]
 
@@ -196,24 +196,20 @@ class ModelRecord:
         ArgumentError
             If there is no such score; the message has their names.
         """
-        if score not in SCORES:
-            raise ArgumentError(
-                f"there is no score {score!r:.60}.",
-                [("scores", ", ".join(SCORES))],
-                "Choose one of these.",
-            )
-        rows = [row for row in self.rows() if np.isfinite(row[score])]
-        return max(rows, key=lambda row: row[score], default=None)
+        return self.rows().best(score)
 
     def __str__(self) -> str:
         return self.summary()
 
     def _repr_html_(self) -> str:
-        return summary_in_html(self)
+        return in_html(self.summary())
 
     def summary(self) -> str:
         """What `qkv inspect --model` prints: a map of the heads, and the kinds of them."""
-        return summary_of(self)
+        # rich, which draws the map, is imported when the first text is asked for.
+        from qkv.inspection.summaries.model import summary_of_model
+
+        return summary_of_model(self.model, self.tokens, self.rows()).rstrip("\n")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all numbers to a safetensors file with names in its metadata.
@@ -292,7 +288,9 @@ class ModelRecord:
         >>> len(comparison.rows()), len(comparison.largest("induction", 3))
         (8, 3)
         """
-        return HeadComparison(self, other)
+        return HeadComparison(
+            *(ComparedHeads.of(r.model, r.rows(), r.texts) for r in (self, other))
+        )
 
     def plot(
         self,
@@ -322,18 +320,11 @@ class ModelRecord:
         ArgumentError
             There is no such score, or no layer.
         """
-        if score not in SCORES or not self.layers:
+        if not self.layers:
             raise ArgumentError(
-                f"there is no score {score!r:.40} of {len(self)} layers to draw.",
-                [("scores", ", ".join(SCORES))],
-                "Name one of these, of a record that has layers.",
+                "there are 0 layers to draw.", action="Call the model first: no layer has run."
             )
-        widest = max(layer.num_heads for layer in self)
-        scores = np.full((len(self), widest), np.nan)
-        for row in self.rows():
-            scores[row["layer"], row["head"]] = row[score]
-        size = min(14.0, 2.5 + 0.4 * widest), min(14.0, 2.0 + 0.4 * len(self))
-        return picture(path, ax, size, lambda axes: draw_heads(axes, scores, score, self.model))
+        return picture_of_heads(path, ax, self.rows().grid(score), score, self.model)
 
     def to_html(self) -> str:
         """The record as a page of the lab: one HTML file that works from disk, with no network.

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "LONGEST", "draw_head_differences", "draw_heads", "draw_tiles", "draw_weights", "picture",
-    "save_picture",
+    "LONGEST", "draw_tiles", "draw_weights", "picture", "picture_of_differences",
+    "picture_of_heads", "save_picture",
 ]  # fmt: skip
 
 Array = NDArray[Any]
@@ -42,8 +42,6 @@ _COLOURS = ("#f4f7fc", "#8eb0dd", "#16498a")
 """Of the smallest and the largest weight, and between: those of the lab in the light."""
 _COLOURS_OF_DIFFERENCES = ("#b35806", "#f7f7f7", "#16498a")
 """Of less, equal and more; told apart with any kind of colour vision."""
-_NAMES_OF_SCORES = {"entropy": "entropy, nats", "distance": "distance, tokens"}
-"""With their units; other scores are shares, or have no unit."""
 
 _KINDS = {
     TileKind.EMPTY: ("skipped", "#ffffff"),
@@ -196,32 +194,62 @@ def draw_weights(
             axes.set(ylabel=f"query{left_out}")
 
 
-def draw_heads(axes: Axes, scores: Array, score: str, title: str) -> None:
-    """One score of every head, layers down and heads across.
+def picture_of_heads(
+    path: str | os.PathLike[str] | None, ax: Any, scores: Array, score: str, title: str
+) -> Axes:
+    """One score of every head, layers down and heads across, where `picture` draws.
 
     Parameters
     ----------
-    axes : matplotlib.axes.Axes
+    path, ax
+        As for `picture`.
     scores : array (layers, heads)
         NaN where a layer has fewer heads, or the score does not apply.
     score, title : str
     """
-    image = axes.imshow(scores, cmap=_colour_map(_COLOURS), interpolation="nearest")
-    _describe_heads(axes, image, _NAMES_OF_SCORES.get(score, score.replace("_", " ")), title)
+    return picture(
+        path, ax, _size_of_heads(scores), lambda axes: _draw_heads(axes, scores, score, title)
+    )
 
 
-def draw_head_differences(axes: Axes, differences: Array, score: str, title: str) -> None:
+def picture_of_differences(
+    path: str | os.PathLike[str] | None, ax: Any, differences: Array, score: str, title: str
+) -> Axes:
     """How far a score of every head is from one record to another, in colours around 0.
 
-    axes, score and title are those of `draw_heads`, `differences` has the shape of its scores.
+    Arguments are those of `picture_of_heads`, with differences in place of scores.
     """
+    return picture(
+        path,
+        ax,
+        _size_of_heads(differences),
+        lambda axes: _draw_differences(axes, differences, score, title),
+    )
+
+
+def _size_of_heads(scores: Array) -> tuple[float, float]:
+    layers, heads = scores.shape
+    return min(14.0, 2.5 + 0.4 * heads), min(14.0, 2.0 + 0.4 * layers)
+
+
+def _draw_heads(axes: Axes, scores: Array, score: str, title: str) -> None:
+    image = axes.imshow(scores, cmap=_colour_map(_COLOURS), interpolation="nearest")
+    _describe_heads(axes, image, _name_of(score), title)
+
+
+def _draw_differences(axes: Axes, differences: Array, score: str, title: str) -> None:
     largest = max(float(np.nan_to_num(np.abs(differences)).max()), 1e-30)
     colours = _colour_map(_COLOURS_OF_DIFFERENCES)
     image = axes.imshow(
         differences, cmap=colours, vmin=-largest, vmax=largest, interpolation="nearest"
     )
-    name = _NAMES_OF_SCORES.get(score, score.replace("_", " "))
-    _describe_heads(axes, image, f"difference of {name}", title)
+    _describe_heads(axes, image, f"difference of {_name_of(score)}", title)
+
+
+def _name_of(score: str) -> str:
+    """A score with its unit; others are shares, or have no unit."""
+    units = {"entropy": "entropy, nats", "distance": "distance, tokens"}
+    return units.get(score, score.replace("_", " "))
 
 
 def _describe_heads(axes: Axes, image: Any, label: str, title: str) -> None:

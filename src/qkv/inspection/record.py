@@ -21,7 +21,7 @@ from qkv.inspection.pages import page_of
 from qkv.inspection.pictures import LONGEST, draw_tiles, draw_weights, picture, save_picture
 from qkv.inspection.replay import PAIRS, Replay
 from qkv.inspection.statistics import WeightStatistics, by_weight, top_keys, weight_statistics
-from qkv.inspection.summaries import summary_in_html, summary_of
+from qkv.inspection.summaries import in_html
 from qkv.inspection.weight_blocks import reduced
 from qkv.inspection.weights import LazyWeights
 from qkv.problem.spec import Problem
@@ -122,10 +122,12 @@ class Record:
         return self.summary()
 
     def _repr_html_(self) -> str:
-        return summary_in_html(self)
+        return in_html(self.summary())
 
     def summary(self, tokens: Sequence[str] | None = None, *, batch: int = 0) -> str:
         """What `qkv inspect` prints: a table of the heads, and where the notable ones look.
+
+        `print(record)` shows it for batch row 0, and a notebook does so.
 
         Parameters
         ----------
@@ -134,17 +136,15 @@ class Record:
         batch : int
             Flat index over the leading dimensions.
 
-        Returns
-        -------
-        str
-            `print(record)` shows it for batch row 0, and a notebook does so.
-
         Raises
         ------
         ArgumentError
             If there is no such batch row, or not one token for each key.
         """
-        return summary_of(self, tokens, batch)
+        # rich, which draws the tables, is imported when the first text is asked for.
+        from qkv.inspection.summaries.record import summary_of_record
+
+        return summary_of_record(self, tokens, batch)
 
     @cached_property
     def non_finite(self) -> NonFinite:

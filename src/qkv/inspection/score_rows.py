@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.errors import ArgumentError
 from qkv.inspection.kept_inputs import KeptInputs
 from qkv.inspection.weights import LazyWeights
 
-__all__ = ["SCORES", "HeadScores"]
+__all__ = ["SCORES", "HeadScores", "require_score"]
 
 Array = NDArray[Any]
 
@@ -26,6 +27,22 @@ SCORES = (
     "distance",
     "max_logit",
 )
+
+
+def require_score(score: str) -> None:
+    """Refuse what is none of `SCORES`.
+
+    Raises
+    ------
+    ArgumentError
+        With their names.
+    """
+    if score not in SCORES:
+        raise ArgumentError(
+            f"there is no score {score!r:.60}.",
+            [("scores", ", ".join(SCORES))],
+            "Choose one of these.",
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

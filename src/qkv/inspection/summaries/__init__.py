@@ -1,6 +1,7 @@
 """The texts of records, as `print` shows them and `qkv inspect` prints them.
 
-heads_text       the text of some heads: a table, and where the notable ones look
+record           the text of one call
+heads_text       a table of heads, and where the notable ones look
 head_statistics  the numbers of that table
 model            the map of a model's heads
 terminal         tables and tokens for terminals, by rich
@@ -9,80 +10,14 @@ terminal         tables and tokens for terminals, by rich
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from qkv.errors import ArgumentError
-from qkv.inspection.summaries.head_statistics import HeadStatistics, ShownHeads, heads
-
-if TYPE_CHECKING:
-    from qkv.inspection.model_record import ModelRecord
-    from qkv.inspection.record import Record
-
-__all__ = ["summary_in_html", "summary_of"]
-
-Array = NDArray[Any]
+__all__ = ["in_html"]
 
 
-def summary_of(
-    record: Record | ModelRecord, tokens: Sequence[str] | None = None, batch: int = 0
-) -> str:
-    """See `Record.summary` and `ModelRecord.summary`."""
-    # rich, which draws the tables, is imported when the first text is asked for.
-    from qkv.inspection.model_record import ModelRecord
-    from qkv.inspection.summaries.heads_text import PAIRS, summary_of_heads
-    from qkv.inspection.summaries.model import summary_of_model
-
-    if isinstance(record, ModelRecord):
-        return summary_of_model(record).rstrip("\n")
-    problem = record.problem
-    spec, positions = problem.spec, problem.operands.positions
-    if not (spec.batch_size and spec.num_heads and spec.q_len and spec.kv_len):
-        return f"{record!r}: there is nothing to look at."
-    if not 0 <= batch < spec.batch_size:
-        raise ArgumentError(
-            f"batch row {batch} does not exist.",
-            action=f"Choose from 0 to {spec.batch_size - 1}."
-            if spec.batch_size > 1
-            else "There is one, 0.",
-        )
-    if tokens is not None and len(tokens) != spec.kv_len:
-        raise ArgumentError(
-            f"there are {len(tokens)} tokens for {spec.kv_len} keys.",
-            action="Give one token for each key.",
-        )
-    shifts = positions.q_shift, positions.kv_shift
-    q_shift, kv_shift = (int(shift[batch if len(shift) > 1 else 0]) for shift in shifts)
-    shown = ShownHeads(
-        f"{spec.num_heads} heads",
-        None if tokens is None else tuple(tokens),
-        record.variants,
-        spec.q_len,
-        spec.kv_len,
-        spec.head_dim,
-        spec.q_len,
-        q_shift - kv_shift,
-        batch,
-        spec.batch_size,
-    )
-
-    def select(array: Any) -> Array:
-        whole: Array = np.asarray(array)
-        trailing = whole.shape[np.ndim(record.lse) :]
-        row: Array = whole.reshape(spec.batch_size, spec.num_heads, spec.q_len, *trailing)[batch]
-        return row
-
-    statistics = HeadStatistics(record, select)
-    return summary_of_heads(shown, statistics, heads(shown, statistics, PAIRS)).rstrip("\n")
-
-
-def summary_in_html(record: Record | ModelRecord) -> str:
-    """The text as notebooks show it, without the colours of a terminal."""
-    return f"<pre>{escape(re.sub(_COLOUR, '', summary_of(record)))}</pre>"
+def in_html(text: str) -> str:
+    """A text as notebooks show it, without the colours of a terminal."""
+    return f"<pre>{escape(re.sub(_COLOUR, '', text))}</pre>"
 
 
 _COLOUR = r"\x1b\[[0-9;]*m"

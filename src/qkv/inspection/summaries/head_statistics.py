@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qkv.inspection.non_finite import First, NonFinite
+from qkv.problem.spec import Problem
 from qkv.variants import Causal
-
-if TYPE_CHECKING:
-    from qkv.inspection.record import Record
 
 Array = NDArray[Any]
 
@@ -24,6 +22,23 @@ _NOTABLE_MASS = 0.5
 _NOTABLE_WEIGHT = 0.2
 _KEYS_OF_A_ROW = 5
 """Keys of each row that are searched: a row has at most so many weights of `_NOTABLE_WEIGHT`."""
+
+
+class ReadRecord(Protocol):
+    """What a text reads of a `qkv.Record`, which itself makes its text here."""
+
+    lse: Any
+
+    @property
+    def problem(self) -> Problem: ...
+    @property
+    def variants(self) -> tuple[Any, ...]: ...
+    @property
+    def entropy(self) -> Any: ...
+    def non_finite_of(self, first: First | None = None) -> tuple[Array, tuple[str, ...]]: ...
+    def mass(self, keys: Any) -> Any: ...
+    def mass_at(self, offset: int) -> Any: ...
+    def top(self, k: int) -> tuple[Any, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +95,7 @@ class ShownHeads:
 class HeadStatistics:
     """Statistics of `qkv.inspect` for some heads and rows: arrays `(heads, rows, ...)`."""
 
-    record: Record
+    record: ReadRecord
     select: Callable[[Array], Array]
     first: First | None = None
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
 
 from qkv.inspection.head_scores import KINDS, LETTERS, MEANINGS, THRESHOLD
-from qkv.inspection.model_record import ModelRecord
+from qkv.inspection.head_table import HeadTable
 from qkv.inspection.summaries.heads_text import CAUTION
 from qkv.inspection.summaries.terminal import Page
 
@@ -24,15 +25,28 @@ _STYLES = {
 }
 
 
-def summary_of_model(record: ModelRecord, written: str = "") -> str:
-    """A map of the heads of a model, and what the letters in it stand for."""
+def summary_of_model(
+    model: str, tokens: NDArray[Any] | None, table: HeadTable, written: str = ""
+) -> str:
+    """A map of the heads of a model, and what the letters in it stand for.
+
+    Parameters
+    ----------
+    model : str
+        Its name.
+    tokens : array (batch, length) or None
+    table : HeadTable
+        One row for each head.
+    written : str
+        A line to end with.
+    """
     page = Page()
-    rows = list(record.rows())
-    length = 0 if record.tokens is None else record.tokens.shape[-1]
-    title = f"{page.token(record.model, 200)}, {len(record)} layers, {len(rows)} heads"
+    length = 0 if tokens is None else tokens.shape[-1]
+    layers = 1 + max((row["layer"] for row in table), default=-1)
+    title = f"{page.token(model, 200)}, {layers} layers, {len(table)} heads"
     parts: list[Any] = [Text(f"{title}, {length} tokens"), Text()]
-    parts += _map(page, record, rows)
-    parts += [Text(), _legend(page, record, rows), Text()]
+    parts += _map(page, layers, table)
+    parts += [Text(), _legend(page, table), Text()]
     parts.append(Text(f"A letter stands for a mean weight of {THRESHOLD} or more.", style="dim"))
     if written:
         parts.append(Text(written, no_wrap=True))
@@ -40,17 +54,17 @@ def summary_of_model(record: ModelRecord, written: str = "") -> str:
     return page.render(*parts)
 
 
-def _map(page: Page, record: ModelRecord, rows: list[dict[str, Any]]) -> Iterator[Text]:
+def _map(page: Page, layers: int, table: HeadTable) -> Iterator[Text]:
     """One line for each layer, one letter for each head."""
-    widest = max((layer.num_heads for layer in record), default=0)
-    label = len(f"layer {len(record) - 1}") + 2
+    widest = 1 + max((row["head"] for row in table), default=-1)
+    label = len(f"layer {layers - 1}") + 2
     gap = " " if label + 2 * widest <= page.width else ""
     every = 4 * len(gap + "x")
     numbers = "".join(str(head).ljust(every) for head in range(0, widest, 4))
     yield Text("head".ljust(label) + numbers, style="dim", no_wrap=True)
-    for layer in record:
-        line = Text(f"layer {layer.index}".ljust(label), no_wrap=True)
-        for row in (row for row in rows if row["layer"] == layer.index):
+    for layer in range(layers):
+        line = Text(f"layer {layer}".ljust(label), no_wrap=True)
+        for row in (row for row in table if row["layer"] == layer):
             line.append(*_letter(page, row["kind"]))
             line.append(gap)
         yield line
@@ -62,17 +76,17 @@ def _letter(page: Page, kind: str | None) -> tuple[str, str]:
     return LETTERS[kind], _STYLES[kind]
 
 
-def _legend(page: Page, record: ModelRecord, rows: list[dict[str, Any]]) -> Table:
+def _legend(page: Page, heads: HeadTable) -> Table:
     """Each kind: its letter, where its weight goes, how many heads, and the strongest."""
     table = page.table("", "kind", "most weight on", ">heads", "strongest", ">weight")
     for kind in KINDS:
-        best = record.best(kind)
+        best = heads.best(kind)
         strongest = f"layer {best['layer']} head {best['head']}" if best else "-"
         table.add_row(
             Text(*_letter(page, kind)),
             kind,
             MEANINGS[kind],
-            str(sum(kind in (row["kind"], row["also"]) for row in rows)),
+            str(sum(kind in (row["kind"], row["also"]) for row in heads)),
             strongest,
             f"{best[kind]:.2f}" if best else "-",
         )
