@@ -105,7 +105,7 @@ class RelativeBias(Variant):
                 f"num_heads={builder.shape.num_heads}.",
                 action="Pass a table (num_buckets, num_heads).",
             )
-        far = self.max_distance
+        far = int(self.max_distance)
         distances = np.arange(-far, far + 1)
         buckets = relative_buckets(distances, len(table), self.bidirectional, far)
         bucket_of = builder.table(buckets, "bucket of distance")
