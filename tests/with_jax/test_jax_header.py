@@ -19,6 +19,7 @@ SIMPLE = {
     "XLA_FFI_Handler_Traits": ctypes.c_uint32,
     "XLA_FFI_TypeId": ctypes.c_int64,  # a structure of that alone
     "XLA_FFI_Extension_Type": ctypes.c_int,
+    "XLA_FFI_InternalExtension_Type": ctypes.c_int,
     "XLA_FFI_Error_Code": ctypes.c_int,
     "XLA_FFI_DataType": ctypes.c_int,
     "XLA_FFI_ExecutionStage": ctypes.c_int,

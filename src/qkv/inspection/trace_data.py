@@ -58,6 +58,7 @@ def built(kind: type[T], value: Any) -> T:
 
 
 def _built(kind: Any, value: Any, name: str) -> Any:
+    kind = getattr(get_origin(kind), "__value__", kind)  # NDArray is an alias from NumPy 2.5 on.
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (UnionType, Union):
         (rest,) = (part for part in parts if part is not NoneType)
