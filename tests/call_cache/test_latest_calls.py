@@ -11,7 +11,7 @@ import pytest
 
 import qkv
 from qkv.backends.cpu.machine.addresses import address_of
-from qkv.backends.cpu.passes.scratch import ArgumentBlock
+from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.prepared import call as prepared_call
 from qkv.backends.cpu.python_calls import filled_block
 from qkv.backends.cpu.python_calls.code import CALL_WORDS
