@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.arrays.torch_arrays import TorchArrays
 from qkv.bridges.torch_openmp import on_torch_threads
+from qkv.bridges.torch_operands import LIBRARY, view_of
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, Structure
 from qkv.call.derivatives.jvp import Tangents, jvp_of, second_vjp
@@ -97,12 +97,7 @@ def attention(
 
 @attention.register_fake
 def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    arrays: Sequence[Tensor] | None,
-    structure: str,
-    backward: bool,
+    query: Tensor, key: Tensor, value: Tensor, _: Any, structure: str, backward: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layout = Structure.from_text(structure).layout
     _check_shapes(query, key, value, layout)
@@ -120,9 +115,9 @@ def compute_gradients(
     wanted: Sequence[int],
 ) -> list[Tensor]:
     """Gradients of query, key, value and the wanted arrays; see the groups in `torch_functions`."""
-    bound = BoundCall(structure, tuple(map(_view, inputs)))
-    residuals, leaves = Residuals(*map(_view, results)), [3 + n for n in wanted]
-    grad_out, grad_lse = map(_view, cotangents)
+    bound = BoundCall(structure, tuple(map(view_of, inputs)))
+    residuals, leaves = Residuals(*map(view_of, results)), [3 + n for n in wanted]
+    grad_out, grad_lse = map(view_of, cotangents)
     with on_torch_threads():
         gradients = pull_back(bound, residuals, grad_out, grad_lse, leaves)
     return _gradient_tensors(gradients, inputs[3:], wanted)
@@ -149,19 +144,8 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    arrays: Sequence[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    lse_rest: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    structure: str,
-    wanted: Sequence[int],
-) -> list[Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, arrays: Any, *given: Any) -> list[Tensor]:
+    *_, wanted = given
     return [_empty_dense(t) for t in (query, key, value, *(arrays[n] for n in wanted))]
 
 
@@ -183,15 +167,8 @@ def attention_tangent(
 
 
 @attention_tangent.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    arrays: Sequence[Tensor],
-    tangents: Sequence[Tensor],
-    structure: str,
-    directions: Sequence[int],
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    *_, structure, _ = given
     layout = Structure.from_text(structure).layout
     return _empty_output(query, key, value, layout), _empty_lse(query, key, value, layout)
 
@@ -213,8 +190,8 @@ def attention_second(
     with on_torch_threads():
         second = second_vjp(
             _bound_call(query, key, value, arrays, Structure.from_text(structure)),
-            grad_out=_view(grad_out),
-            grad_lse=_view(grad_lse),
+            grad_out=view_of(grad_out),
+            grad_lse=view_of(grad_lse),
             tangents=_tangents(tangents, directions),
             wrt=[3 + n for n in wanted],
         )
@@ -223,28 +200,14 @@ def attention_second(
 
 
 @attention_second.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    arrays: Sequence[Tensor],
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    tangents: Sequence[Tensor],
-    structure: str,
-    directions: Sequence[int],
-    wanted: Sequence[int],
-) -> list[Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, arrays: Any, *given: Any) -> list[Tensor]:
+    grad_out, grad_lse, *_, wanted = given
     more = (arrays[n] for n in wanted)
     return [_empty_dense(t) for t in (query, key, value, grad_out, grad_lse, *more)]
 
 
-def _view(tensor: Tensor) -> Any:
-    return _LIBRARY.view(tensor, "a tensor")
-
-
 def _tensor(array: Any) -> Tensor:
-    return contiguous(_LIBRARY.restore(np.ascontiguousarray(array) if array.ndim else array))
+    return contiguous(LIBRARY.restore(np.ascontiguousarray(array) if array.ndim else array))
 
 
 def contiguous(tensor: Tensor) -> Tensor:
@@ -261,13 +224,10 @@ def distinct_objects(tensors: Sequence[Tensor]) -> list[Tensor]:
     return results
 
 
-_LIBRARY = TorchArrays()
-
-
 def _bound_call(
     query: Tensor, key: Tensor, value: Tensor, arrays: Sequence[Tensor], structure: Structure
 ) -> BoundCall:
-    return BoundCall(structure, tuple([_view(t) for t in (query, key, value, *arrays)]))
+    return BoundCall(structure, tuple([view_of(t) for t in (query, key, value, *arrays)]))
 
 
 def _gradient_tensors(
@@ -278,7 +238,7 @@ def _gradient_tensors(
 
 
 def _tangents(tangents: Sequence[Tensor], directions: Sequence[int]) -> Tangents:
-    query, key, value, *own = map(_view, tangents)
+    query, key, value, *own = map(view_of, tangents)
     of_variants = [(3 + n, None, tangent) for n, tangent in zip(directions, own, strict=True)]
     return Tangents(query, key, value, of_variants)
 
@@ -291,7 +251,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Non
     """Raise for shapes as the real operator does; sizes that are not known yet become guards."""
     tensors = query, key, value
     if all(type(n) is int for t in tensors for n in t.shape):
-        arrays = _LIBRARY.described(query), _LIBRARY.described(key), _LIBRARY.described(value)
+        arrays = LIBRARY.described(query), LIBRARY.described(key), LIBRARY.described(value)
         # The layout in the text is "bhld" or "blhd", although its type is any string.
         check(*arrays, (), layout=layout)  # type: ignore[arg-type]
         return
