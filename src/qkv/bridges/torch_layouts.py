@@ -27,13 +27,9 @@ def leaf_values(bound: BoundCall) -> tuple[bytes, ...] | None:
     """The bytes of the arrays that are compared by value, None if these are too many."""
     if not bound.structure.by_value:
         return ()
-    of_leaves = []
-    for n in bound.structure.by_value:
-        values = array_bytes(bound.leaves[n])
-        if values is None:
-            return None
-        of_leaves.append(values)
-    return tuple(of_leaves)
+    values = [array_bytes(bound.leaves[n]) for n in bound.structure.by_value]
+    few = tuple([each for each in values if each is not None])
+    return few if len(few) == len(values) else None
 
 
 def array_bytes(array: Any) -> bytes | None:

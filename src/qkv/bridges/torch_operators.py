@@ -101,10 +101,9 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layout = Structure.from_text(structure).layout
     _check_shapes(query, key, value, layout)
-    lse, rest = (_empty_lse(query, key, value, layout) for _ in range(2))
-    out = _empty_output(query, key, value, layout)
+    out, lse = _empty_results(query, key, value, layout)
     dim = out.shape[-1] if backward and is_rounded(query) else 0
-    return out, lse, rest, lse.new_empty(*out.shape[:-1], dim)
+    return out, lse, torch.empty_like(lse), lse.new_empty(*out.shape[:-1], dim)
 
 
 def compute_gradients(
@@ -169,8 +168,7 @@ def attention_tangent(
 @attention_tangent.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     *_, structure, _ = given
-    layout = Structure.from_text(structure).layout
-    return _empty_output(query, key, value, layout), _empty_lse(query, key, value, layout)
+    return _empty_results(query, key, value, Structure.from_text(structure).layout)
 
 
 @torch.library.custom_op("qkv::attention_second", mutates_args=(), device_types="cpu")
@@ -270,31 +268,15 @@ def _fact_with_shapes(fact: str, tensors: Sequence[Tensor]) -> str:
     return f"{fact}: {', '.join(str(tuple(t.shape)) for t in tensors)}."
 
 
-def _output_sizes(
-    query: Tensor, key: Tensor, value: Tensor, layout: str
-) -> tuple[list[Any], Any, Any, Any]:
-    """Leading dimensions, heads, q_len and v_head_dim; no heads where all are matrices."""
+def _empty_results(query: Tensor, key: Tensor, value: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """Output and lse of a call, which have no heads where all operands are matrices."""
     heads, length = (-2, -3) if layout == "blhd" else (-3, -2)
-    ndim = max(query.ndim, key.ndim, value.ndim)
-    if ndim == 2:
-        return [], None, query.shape[0], value.shape[1]
     tensors = [t if t.ndim > 2 else t[None] for t in (query, key, value)]
     lead = torch.broadcast_shapes(*(t.shape[:-3] for t in tensors))
-    if query.ndim == 2:
-        return list(lead), 1, query.shape[0], value.shape[-1]
-    return list(lead), query.shape[heads], query.shape[length], value.shape[-1]
-
-
-def _empty_output(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Tensor:
-    lead, heads, length, dim = _output_sizes(query, key, value, layout)
-    if heads is None:
-        return query.new_empty(length, dim)
-    rows = (length, heads) if layout == "blhd" else (heads, length)
-    return query.new_empty(*lead, *rows, dim)
-
-
-def _empty_lse(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Tensor:
-    lead, heads, length, _ = _output_sizes(query, key, value, layout)
+    sizes = (1, query.shape[0]) if query.ndim == 2 else (query.shape[heads], query.shape[length])
+    rows = [*lead, *sizes]
+    out_rows = [*lead, *sizes[::-1]] if layout == "blhd" else rows
+    if query.ndim == key.ndim == value.ndim == 2:
+        rows = out_rows = [query.shape[0]]
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
-    shape = [length] if heads is None else [*lead, heads, length]
-    return query.new_empty(shape, dtype=dtype)
+    return query.new_empty(*out_rows, value.shape[-1]), query.new_empty(rows, dtype=dtype)
