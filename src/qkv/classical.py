@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays.views import view
-from qkv.declarations import checked_size
+from qkv.declarations import checked_integer, checked_size
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.inspection.explain import explain, selected_indices
 from qkv.inspection.steps import softmax
@@ -133,7 +133,8 @@ class ScaledDotProductAttention:
             raise ArgumentError(
                 "tokens=None names no rows.", action="Pass a string for each row of K."
             )
-        (q_index,) = selected_indices(query_idx, len(query), "query_idx", "rows of Q")
+        asked = checked_integer("query_idx", query_idx)
+        (q_index,) = selected_indices(asked, len(query), "query_idx", "rows of Q")
         trace = explain(
             query,
             key,

@@ -107,8 +107,7 @@ def checked_integer(name: str, given: Any) -> int:
 
 def _number(least: float, *, above: bool = False) -> Rule:
     """A finite number that is not below `least`, nor equal to it if `above`."""
-    words = {True: f" above {least:g}", False: f" not below {least:g}"}[above]
-    words = "" if least == -math.inf else words
+    words = f" {'above' if above else 'not below'} {least:g}" if least > -math.inf else ""
 
     def rule(name: str, given: Any) -> float:
         number = math.nan
@@ -129,9 +128,7 @@ def _number(least: float, *, above: bool = False) -> Rule:
 
 def _interval(name: str, given: Any) -> tuple[float, float]:
     pair = tuple(given) if isinstance(given, list | tuple) and len(given) == 2 else ()
-    if not all(isinstance(x, Real) and abs(x) not in (math.nan,) for x in pair) or not (
-        pair and pair[0] <= pair[1]
-    ):
+    if not pair or not all(isinstance(x, Real) for x in pair) or not pair[0] <= pair[1]:
         raise ArgumentError(
             f"{name}={shown(given)} is not a smallest and a largest number.",
             action=f"Pass {name} as two numbers, the smaller one first.",
@@ -201,8 +198,7 @@ def checked(thing: T) -> T:
     function: Any = thing
     if hasattr(function, "_is_checked"):
         return thing
-    plain = {"Any", "None", "Self"}
-    if plain.issuperset(map(str, inspect.get_annotations(function).values())):
+    if {"Any", "None", "Self"}.issuperset(map(str, inspect.get_annotations(function).values())):
         return thing
 
     @wraps(function)
@@ -298,6 +294,8 @@ def _rule(hint: Any) -> Rule | None:
         return _choice(parts)
     if origin is collections.abc.Sequence:
         return _entries(_rule(parts[0]))
+    if origin is collections.abc.Mapping:
+        return _pairs(*(_entries(_rule(part)) for part in parts))
     if origin is tuple and Ellipsis not in parts:
         return _items([_rule(part) for part in parts])
     kind = origin if isinstance(origin, type) else hint
@@ -327,6 +325,15 @@ def _entries(of_entry: Rule | None) -> Rule:
         if of_entry is None:
             return given
         return [of_entry(f"{name}[{i}]", entry) for i, entry in enumerate(given)]
+
+    return rule
+
+
+def _pairs(of_keys: Rule, of_values: Rule) -> Rule:
+    def rule(name: str, given: Any) -> Any:
+        of_keys(f"list({name})", [*_instance((Mapping,))(name, given)])
+        of_values(f"list({name}.values())", [*given.values()])
+        return given
 
     return rule
 

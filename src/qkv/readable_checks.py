@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError
 
-__all__ = ["as_array", "checked_flag"]
+__all__ = ["array_shape", "as_array", "checked_flag"]
 
 
 def checked_flag(name: str, given: Any) -> bool:
@@ -42,4 +42,21 @@ def as_array(name: str, given: Any) -> NDArray[Any]:
         raise DTypeError(
             f"{name}={shown(given)} cannot be read as an array of numbers.",
             action=f"Pass {name} as an array, or as a list with rows of one length.",
+        ) from error
+
+
+def array_shape(name: str, given: Any) -> tuple[int, ...]:
+    """The shape of an array, or of what may be read as one.
+
+    Raises
+    ------
+    DTypeError
+        It cannot tell one, as torch's nested tensors and parameters that have no shape yet.
+    """
+    try:
+        return tuple((given if hasattr(given, "shape") else as_array(name, given)).shape)
+    except RuntimeError as error:
+        raise DTypeError(
+            f"{name} is a {type(given).__name__} that has no shape of its own.",
+            action=f"Pass {name} as a dense array.",
         ) from error

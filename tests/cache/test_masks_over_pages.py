@@ -59,3 +59,13 @@ def test_of_another_length_it_is_refused() -> None:
     rows = qkv.cache.PagedCache(page_size=4).append(key, key)
     with pytest.raises(qkv.ShapeError, match="does not broadcast"):
         rows.attention(query, np.ones((6, 5), bool))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused_by_name() -> None:
+    torch = pytest.importorskip("torch", reason="pip install torch")
+    query, key = RNG.normal(size=(2, 1, 1, 6, 8))
+    rows = qkv.cache.PagedCache(page_size=4).append(key, key)
+    nested = torch.nested.nested_tensor([torch.ones(6, 6)])
+    with pytest.raises(qkv.DTypeError, match="nested tensor"):
+        rows.attention(query, nested)

@@ -144,7 +144,7 @@ def test_scaling(output_of, tmp_path: Path) -> None:
 def test_errata(output_of) -> None:
     text = output_of("errata")
     assert all(entry.name in text for entry in ERRATA)
-    assert len(strict(output_of("errata", "--json"))) == 16
+    assert len(strict(output_of("errata", "--json"))) == 21
     one = output_of("errata", "exp-500")
     assert "assert np.isfinite(np.exp(500.0))" in one
     assert "cat-row" not in one

@@ -69,6 +69,14 @@ def with_duplicate() -> bytes:
     return file.getvalue().replace(b"r.npy", b"q.npy")
 
 
+def in_one_place() -> bytes:
+    """The directory says that k lies where q does; Python 3.14 only warns of it when it reads q."""
+    data = bytearray(archive())
+    second = data.index(b"PK\1\2", data.index(b"PK\1\2") + 1)
+    data[second + 42 : second + 46] = bytes(4)
+    return bytes(data)
+
+
 def patched(data: bytes, old: bytes, new: bytes) -> bytes:
     assert old in data
     assert len(old) == len(new)
@@ -158,6 +166,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "archive cut": (archive()[:-30], "zip"),
     "archive cut early": (archive()[:40], "zip"),
     "archive of nothing": (b"PK\x05\x06" + bytes(18), "does not have all"),
+    "arrays in one place": (in_one_place(), "'k' and another array in one place"),
     "name twice": (with_duplicate(), "'q' twice"),
     "checksum": (patched(archive(), npy(), npy()[:-1] + b"\1"), "zip"),
     "directory of megabytes": (long_directory(), "zip directory"),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from qkv.errors import FileError
+from qkv.errors import ArgumentError, FileError
 from qkv.files import read_arrays, write_arrays
 from qkv.files.writing import replace_file
 
@@ -33,6 +33,29 @@ def test_the_library_and_the_reader_find_what_was_written(tmp_path: Path, dtype:
         assert sorted(file.keys()) == ["k", "q", "v"]
         assert json.loads(file.metadata()["tokens"])[2] == "日"
     assert [f.name for f in tmp_path.iterdir()] == ["arrays.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({2: "a"}, r"list\(metadata\)\[0\]=2 is not a str"),
+        ({"a": None}, r"list\(metadata.values\(\)\)\[0\]=None is not a str"),
+        ({"tokens": "xyz"}, "holds 'tokens'"),
+        ([("a", "b")], "is not a Mapping"),
+    ],
+)
+def test_metadata_that_cannot_be_kept_is_refused(tmp_path: Path, metadata: Any, words: str) -> None:
+    """Numbers raised an error of the format's library; "tokens" left a file that nothing reads."""
+    x = np.zeros((1, 1), np.float32)
+    with pytest.raises(ArgumentError, match=words):
+        write_arrays(tmp_path / "a.safetensors", x, x, x, metadata=metadata)
+    assert not os.listdir(tmp_path)
+
+
+def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
+    x = np.zeros((1, 1), np.float32)
+    write_arrays(tmp_path / "a.safetensors", x, x, x, metadata={"a\ud800": "\udfff"})
+    assert read_arrays(tmp_path / "a.safetensors").metadata == {"a\ufffd": "\ufffd"}
 
 
 def test_a_failure_keeps_what_was_there(tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "random blocks without values": lambda: qkv.mechanisms.BigBird(
         8, 1, block=1, random_blocks=META[:1]
     )(X),
+    "no row": lambda: qkv.ScaledDotProductAttention(3).explain(*[np.eye(3)] * 3, "abc", None),
     "no tokens": lambda: qkv.ScaledDotProductAttention(3).explain(*[np.eye(3)] * 3, None),
     "width of a trace": lambda: qkv.explain(X[0], X[0], X[0]).text(width=-3),
 }

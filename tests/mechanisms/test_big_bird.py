@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from qkv.cost import mechanism_cost
+from qkv.errors import ArgumentError
 from qkv.mechanisms import BigBird
 
 
@@ -58,3 +59,8 @@ def test_the_example_costs_something_at_any_length() -> None:
         [1, 0, 1, 1, 1],
         [1, 1, 1, 1, 1],
     ]
+
+
+def test_more_blocks_than_memory_holds_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="has 536870912 blocks"):
+        BigBird(8, 2, block=4).cost(2**31)

@@ -137,6 +137,13 @@ def test_constructors_take_what_configurations_hold(name) -> None:
     assert (rope.layout, read.layout) == ("interleaved", "half_split")
 
 
+@pytest.mark.parametrize("factor", [1e308, 1e280])
+def test_a_base_beyond_float64_is_refused(factor: float) -> None:
+    """The power overflows, or its product with the base does."""
+    with pytest.raises(qkv.ArgumentError, match="beyond the range of float64"):
+        qkv.RoPE.ntk_aware(32, factor, base=1e12)
+
+
 def test_ntk_aware_is_dynamic_at_the_length_of_its_factor(monkeypatch) -> None:
     monkeypatch.setattr(modeling_rope_utils, "torch", WideTorch())
     config = config_of("dynamic")

@@ -27,8 +27,9 @@ SIMPLE = {
 
 
 def header() -> str:
+    """It without comments, with the names that jax 0.11 and later has."""
     path = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
-    text = path.read_text()
+    text = path.read_text().replace("XLA_FFI_Extension_Base", "XLA_FFI_InternalExtension")
     return re.sub(
         r"//[^\n]*|/\*.*?\*/|^\s*#define _[^\n]*", "", text, flags=re.DOTALL | re.MULTILINE
     )

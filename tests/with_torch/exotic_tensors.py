@@ -130,6 +130,15 @@ def calls(tensor: object) -> dict[str, tuple[Call, Call]]:
             lambda: qkv.attention(*three(), qkv.Bias(mask.float())),
             lambda: qkv.attention(*three(), qkv.Bias(tensor)),
         ),
+        "relative": (
+            lambda: qkv.attention(*three(), qkv.RelativeBias(torch.ones(8, 3))),
+            lambda: qkv.attention(*three(), qkv.RelativeBias(tensor)),
+        ),
+        "scale": (lambda: qkv.attention(*three()), lambda: qkv.attention(*three(), scale=tensor)),
+        "merge": (
+            lambda: qkv.merge((BASE, BASE[..., 0]), (BASE, BASE[..., 0])),
+            lambda: qkv.merge((BASE, BASE[..., 0]), (tensor, BASE[..., 0])),
+        ),
         "inspect": (lambda: qkv.inspect(*three()), lambda: qkv.inspect(*[tensor] * 3)),
     }  # fmt: skip
 

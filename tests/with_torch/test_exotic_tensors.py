@@ -7,7 +7,14 @@ there does, as that of a freed storage was not.
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qkv
 
 SCRIPT = Path(__file__).with_name("exotic_tensors.py")
 
@@ -18,3 +25,25 @@ def test_exotic_tensors() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "finished\n"
+
+
+X = torch.ones(1, 2, 8, 8)
+WITHOUT_SHAPE: dict[str, Callable[[], torch.Tensor]] = {
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)]),
+    "uninitialised": torch.nn.parameter.UninitializedParameter,
+}
+CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "score": lambda t: qkv.attention(X, X, X, qkv.ScoreMod(lambda s, b, h, i, j: s + t[i])),
+    "append": lambda t: qkv.cache.PagedCache(page_size=4).append(t, t),
+    "rotate": lambda t: qkv.RoPE().rotate(t, 0),
+    "sinusoidal": qkv.SinusoidalPositions(8),
+    "learned": qkv.LearnedPositions,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", WITHOUT_SHAPE)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_tensor_without_a_shape_is_refused(name: str, kind: str) -> None:
+    with pytest.raises(qkv.QkvError):
+        CALLS[name](WITHOUT_SHAPE[kind]())

@@ -119,7 +119,7 @@ class CallFrame(ctypes.Structure):
 
 
 STRUCTURES: dict[str, type[ctypes.Structure]] = {
-    "XLA_FFI_Extension_Base": Extension,
+    "XLA_FFI_InternalExtension": Extension,
     "XLA_FFI_Api_Version": ApiVersion,
     "XLA_FFI_Metadata": Metadata,
     "XLA_FFI_Metadata_Extension": MetadataExtension,

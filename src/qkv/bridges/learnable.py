@@ -7,6 +7,7 @@ from typing import Any
 
 from qkv.call.options import OptionValues
 from qkv.errors import ShapeError, UnsupportedError
+from qkv.readable_checks import array_shape
 
 __all__ = ["refuse_constants", "with_scale"]
 
@@ -18,7 +19,7 @@ def with_scale(query: Any, options: OptionValues) -> tuple[Any, OptionValues]:
     has no dimension, or one of query heads.
     """
     scale = options.scale
-    shape = tuple(scale.shape)
+    shape = array_shape("scale", scale)
     by_rows = options.layout == "blhd"
     heads = query.shape[-2 if by_rows else -3] if query.ndim > 2 else 1
     if shape not in ((), (heads,)):

@@ -86,7 +86,7 @@ def check(
 
     libraries = {name: library_of(t, name).name for name, t in (("key", key), ("value", value))}
     for name, array in (("key", key), ("value", value)):
-        if libraries[name] == "torch" and array.is_nested:
+        if libraries[name] == "torch":
             from qkv.arrays.torch_arrays import check_dense
 
             check_dense(array, name)

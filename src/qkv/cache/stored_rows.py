@@ -187,7 +187,11 @@ def _over_rows(variant: Any, part: Part) -> Any:
         return variant
     rows = part.key.page_table.shape[-1] * _page_size(part.key)
     tokens = int(np.max(lens.kv_lens))
-    if np.ndim(array) < 2 or array.shape[-1] != tokens or tokens == rows:
+    try:
+        shape = tuple(array.shape)
+    except RuntimeError:  # A nested tensor has none: `attention` refuses it by name.
+        return variant
+    if len(shape) < 2 or shape[-1] != tokens or tokens == rows:
         return variant
     known = view(array, "mask")
     fill = False if known.dtype == bool else -np.inf

@@ -14,6 +14,7 @@ from qkv.arrays.views import view
 from qkv.errors import ShapeError
 from qkv.partial import Partial, merge
 from qkv.problem.check import Layout
+from qkv.readable_checks import array_shape
 
 __all__ = ["merge_parts"]
 
@@ -33,6 +34,7 @@ def merge_parts(
     is_blhd = layout == "blhd" and len(np.shape(first)) > 2
     partials: list[Partial] = []
     for out, lse in parts:
+        array_shape("out", out), array_shape("lse", lse)
         array, lse_array = (view(out, "out"), view(lse, "lse")) if xp is np else (out, lse)
         array = array.swapaxes(-3, -2) if is_blhd else array
         expected = partials[0].out.shape if partials else array.shape

@@ -84,6 +84,8 @@ def _read(source: Source, archive: zipfile.ZipFile) -> Arrays:
         name = info.filename.removesuffix(".npy")
         if name in members:
             raise source.error(f"names {shown(name)} twice in its directory")
+        if any(info.header_offset == other.header_offset for other in members.values()):
+            raise source.error(f"has {shown(name)} and another array in one place")
         members[name] = info
     query, key, value = (
         _entry(source, archive, name, members[name]).array() for name in spelling(source, members)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from qkv.declarations import checked
-from qkv.errors import DTypeError, FileError
-from qkv.files.contents import shown
+from qkv.errors import ArgumentError, DTypeError, FileError
+from qkv.files.contents import shown, writable
 from qkv.readable_checks import as_array
 
 __all__ = ["replace_file", "write_arrays"]
@@ -43,10 +43,15 @@ def write_arrays(
     tokens : sequence of str, optional
         One for each row.
     metadata : mapping of str to str, optional
-        Anything else worth keeping, such as the model's name.
+        Anything else worth keeping, such as the model's name. Lone surrogates, which UTF-8 cannot
+        encode, become U+FFFD.
 
     Raises
     ------
+    ArgumentError
+        If `metadata` is no such mapping, or holds "tokens".
+    DTypeError
+        If an array is of another type.
     FileError
         If the file cannot be written.
 
@@ -67,7 +72,12 @@ def write_arrays(
             raise DTypeError(
                 f"{name} is no array of {', '.join(_STORED)}.", action="Convert it to one of them."
             )
-    header = dict(metadata or {})
+    header = dict(zip(writable(metadata or ()), writable((metadata or {}).values()), strict=True))
+    if "tokens" in header:
+        raise ArgumentError(
+            "metadata holds 'tokens', which is the place of the tokens themselves.",
+            action="Pass them as tokens=.",
+        )
     if tokens is not None:
         header["tokens"] = json.dumps(list(tokens))
     dense = {name: np.ascontiguousarray(as_array(name, array)) for name, array in arrays.items()}

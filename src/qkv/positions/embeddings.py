@@ -11,7 +11,7 @@ from qkv.declarations import NotNegative, Size, Whole, checked
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.positions.rotation import array_namespace, cast, check_positions
 from qkv.positions.scaling import inverse_frequencies, positive
-from qkv.readable_checks import as_array
+from qkv.readable_checks import array_shape, as_array
 
 __all__ = ["LearnedPositions", "SinusoidalPositions"]
 
@@ -135,9 +135,10 @@ class LearnedPositions:
 
     def __init__(self, table: Any) -> None:
         array_namespace(table)
-        if table.ndim != 2:
+        shape = array_shape("table", table)
+        if len(shape) != 2:
             raise ShapeError(
-                f"the table of positions has shape {tuple(table.shape)}.",
+                f"the table of positions has shape {shape}.",
                 action="Pass (max_positions, embed_dim).",
             )
         self.table = table
@@ -214,9 +215,10 @@ class LearnedPositions:
 
 
 def _check_width(x: Any, embed_dim: int) -> None:
-    if x.ndim < 2 or x.shape[-1] != embed_dim:
+    shape = array_shape("x", x)
+    if len(shape) < 2 or shape[-1] != embed_dim:
         raise ShapeError(
-            f"x has shape {tuple(x.shape)}; embed_dim={embed_dim}.",
+            f"x has shape {shape}; embed_dim={embed_dim}.",
             action="Pass (..., length, embed_dim).",
         )
 

@@ -6,7 +6,7 @@ LongRoPE give an attention factor as well. The constructors of `qkv.RoPE` say wh
 
 from __future__ import annotations
 
-from math import ceil, floor, log, pi, sqrt
+from math import ceil, floor, inf, log, pi, sqrt
 from sys import float_info
 from typing import Any
 
@@ -85,7 +85,16 @@ def ntk_aware(rotary_dim: int, factor: float, base: float) -> Array:
             f"NTK scaling spreads over 2 or more pairs; rotary_dim={dim}.",
             action="Pass rotary_dim of 4 or more, or use RoPE.linear.",
         )
-    grown = positive("base", base) * positive("factor", factor) ** (dim / (dim - 2))
+    base, factor = positive("base", base), positive("factor", factor)
+    try:
+        grown = base * factor ** (dim / (dim - 2))
+    except OverflowError:
+        grown = inf
+    if grown == inf:
+        raise ArgumentError(
+            f"NTK scaling by factor={factor:g} makes a base beyond the range of float64.",
+            action="Pass a smaller factor.",
+        )
     return inverse_frequencies(dim, grown)
 
 

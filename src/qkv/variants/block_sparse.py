@@ -72,16 +72,15 @@ class BlockSparse(MaskVariant):
                 f"the block mask has dtype {mask.dtype}, not bool.",
                 action="Pass mask.astype(bool); True means that the block may attend.",
             )
-        shape = builder.shape
-        q_blocks = -(-shape.q_len // self.block_q)
-        kv_blocks = -(-shape.kv_len // self.block_kv)
+        shape, block_q, block_kv = builder.shape, int(self.block_q), int(self.block_kv)
+        q_blocks, kv_blocks = -(-shape.q_len // block_q), -(-shape.kv_len // block_kv)
         if mask.ndim < 2 or mask.shape[-2:] != (q_blocks, kv_blocks):
             raise ShapeError(
                 f"the block mask has shape {mask.shape}; its last two sizes must be "
                 f"({q_blocks}, {kv_blocks}).",
                 [
-                    ("query", f"q_len={shape.q_len}, block_q={self.block_q}"),
-                    ("key", f"kv_len={shape.kv_len}, block_kv={self.block_kv}"),
+                    ("query", f"q_len={shape.q_len}, block_q={block_q}"),
+                    ("key", f"kv_len={shape.kv_len}, block_kv={block_kv}"),
                 ],
                 "Give one entry for each block, the last one perhaps shorter.",
             )
@@ -91,15 +90,16 @@ class BlockSparse(MaskVariant):
                 "block mask",
                 (
                     ("num_heads", shape.num_heads, builder.head),
-                    ("q_blocks", q_blocks, builder.q_index // int(self.block_q)),
-                    ("kv_blocks", kv_blocks, builder.kv_index // int(self.block_kv)),
+                    ("q_blocks", q_blocks, builder.q_index // block_q),
+                    ("kv_blocks", kv_blocks, builder.kv_index // block_kv),
                 ),
             )
         )
 
     def naive(self, dense: Dense) -> None:
         blocks = dense.head_matrix(self.mask)
-        whole = np.repeat(np.repeat(blocks, self.block_q, axis=0), self.block_kv, axis=1)
+        block_q, block_kv = int(self.block_q), int(self.block_kv)
+        whole = np.repeat(np.repeat(blocks, block_q, axis=0), block_kv, axis=1)
         dense.allowed &= whole[: dense.allowed.shape[0], : dense.allowed.shape[1]]
 
     @classmethod

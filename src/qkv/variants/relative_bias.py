@@ -14,7 +14,7 @@ from qkv.declarations import shown
 from qkv.errors import ArgumentError, ShapeError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.readable_checks import as_array
+from qkv.readable_checks import array_shape, as_array
 from qkv.variants.base import Role, Variant
 
 _FARTHEST = 2**24
@@ -73,12 +73,11 @@ class RelativeBias(Variant):
                 f"bidirectional={shown(self.bidirectional)} is not a bool.",
                 action="Pass True or False.",
             )
-        table: Any = self.table
-        shape = (table if hasattr(table, "shape") else as_array("table", table)).shape
+        shape = array_shape("table", self.table)
         per_side = shape[0] // (2 if self.bidirectional else 1) if len(shape) == 2 else 0
         if per_side < 2:
             raise ShapeError(
-                f"a relative bias table has shape {tuple(shape)}; it must be "
+                f"a relative bias table has shape {shape}; it must be "
                 f"(num_buckets, num_heads) with at least {4 if self.bidirectional else 2} buckets.",
                 action="Pass the weight of T5's relative_attention_bias.",
             )
@@ -106,7 +105,7 @@ class RelativeBias(Variant):
                 f"num_heads={builder.shape.num_heads}.",
                 action="Pass a table (num_buckets, num_heads).",
             )
-        far = self.max_distance
+        far = int(self.max_distance)
         distances = np.arange(-far, far + 1)
         buckets = relative_buckets(distances, len(table), self.bidirectional, far)
         bucket_of = builder.table(buckets, "bucket of distance")

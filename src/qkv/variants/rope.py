@@ -15,6 +15,7 @@ from qkv.positions import hf_config, scaling
 from qkv.positions.rotation import array_namespace, rotate
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
+from qkv.readable_checks import array_shape
 from qkv.variants.base import Role, Variant
 
 Array = NDArray[Any]
@@ -361,11 +362,10 @@ class RoPE(Variant):
         where positions that JAX traces have an error of `position * 2**-24` radians.
         """
         inv_freq: Any = self.inv_freq
-        if hasattr(inv_freq, "shape"):
-            self._check_inv_freq(inv_freq.shape)
-        else:
+        if not hasattr(inv_freq, "shape"):
             array_namespace(x)
-            inv_freq = self.frequencies((0, *getattr(x, "shape", ()))[-1])
+            inv_freq = self.frequencies((0, *array_shape("x", x))[-1])
+        self._check_inv_freq(inv_freq.shape)
         return rotate(x, positions, inv_freq, self.layout, self.attention_factor)
 
     def lower(self, builder: Builder) -> None:

@@ -26,6 +26,7 @@ from qkv.problem.reading import (
     with_replaced_values,
 )
 from qkv.problem.symbols import Expr, Table
+from qkv.readable_checks import array_shape
 from qkv.variants.base import Expression, FunctionText, Opaque, ReadFunction, Variant
 
 
@@ -227,8 +228,9 @@ class _Function(Opaque):
         def symbol(value: Any) -> Any:
             if not _is_array(value):
                 return value
-            table = Table(f"t{next(count)}", kind_of_table(value), tuple(map(int, value.shape)))
-            return table if len(value.shape) else table[()]
+            shape = array_shape("an array of the score", value)
+            table = Table(f"t{next(count)}", kind_of_table(value), tuple(map(int, shape)))
+            return table if shape else table[()]
 
         result = with_replaced_values(self.thing, symbol)(*[Expr(Var(n)) for n in _ARGUMENTS])
         return in_words(as_node(result))
@@ -254,7 +256,10 @@ def _is_plain(fn: Any) -> bool:
 def _is_array(value: Any) -> bool:
     if isinstance(value, types.ModuleType | np.generic):
         return False  # numpy itself has functions of these names
-    return hasattr(value, "dtype") and hasattr(value, "shape")
+    try:
+        return hasattr(value, "dtype") and hasattr(value, "shape")
+    except RuntimeError:  # A tensor that cannot tell its shape, as a nested one.
+        return True
 
 
 def _captured_values(

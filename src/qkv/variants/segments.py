@@ -144,7 +144,9 @@ class Segments(MaskVariant):
 def _ids_from_cu_seqlens(cu_seqlens: ArrayLike, name: str) -> NDArray[np.int64]:
     edges = as_array(name, cu_seqlens)
     are_edges = edges.ndim == 1 and edges.dtype.kind in "iu" and len(edges) > 0
-    lengths = np.diff(edges) if are_edges else np.array([-1])
+    # Without a sign, a fall would be a long segment.
+    ends = edges.astype(np.int64) if are_edges else np.array([0, -1])
+    lengths = ends[1:] - ends[:-1]
     if (lengths < 0).any() or edges[0] != 0:
         raise ShapeError(
             f"{name} is not a rising sequence of integers that starts at 0.",

@@ -150,6 +150,12 @@ class BigBird(ProjectedAttention):
         """Pairs of each head, whose random blocks differ; in time and memory that grow with `n`."""
         n = int(n)
         blocks = -(-n // self.block)
+        if blocks * (self.num_random + 5) > MOST_RANDOM:
+            raise ArgumentError(
+                f"the pattern of {n} tokens has {blocks} blocks, each with {self.num_random + 5} "
+                f"others; at most {MOST_RANDOM} in all are counted.",
+                action="Ask for fewer tokens, or choose larger blocks.",
+            )
         b, last = np.arange(blocks), blocks - 1
         rows = np.minimum(self.block, n - b * self.block)
         ends = np.zeros_like(b)

@@ -1,0 +1,42 @@
+"""Sizes may be any of NumPy's integers: those without a sign have no negatives, which wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+
+RNG = np.random.default_rng(0)
+ROWS = RNG.normal(size=(1, 2, 16, 8))
+BLOCKS, TABLE = np.eye(4, dtype=bool), RNG.normal(size=(8, 2))
+VARIANTS: dict[str, Callable[[Any], Any]] = {
+    "SlidingWindow": lambda kind: qkv.SlidingWindow(kind(3), kind(2)),
+    "Strided": lambda kind: qkv.Strided(kind(3)),
+    "Prefix": lambda kind: qkv.Prefix(kind(5)),
+    "GlobalTokens": lambda kind: qkv.GlobalTokens([kind(1), kind(9)]),
+    "KeyLengths": lambda kind: qkv.KeyLengths(kind(5)),
+    "BlockSparse": lambda kind: qkv.BlockSparse(BLOCKS, kind(4), kind(4)),
+    "RandomBlocks": lambda kind: qkv.RandomBlocks(kind(4), kind(1), kind(0)),
+    "Segments": lambda kind: qkv.Segments.from_cu_seqlens([kind(0), kind(4), kind(16)]),
+    "RelativeBias": lambda kind: qkv.RelativeBias(TABLE, True, kind(20)),
+    "RoPE": lambda kind: qkv.RoPE(rotary_dim=kind(4)),
+}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_any_integer(name: str, backend: Any) -> None:
+    variant = VARIANTS[name]
+    expected = qkv.attention(ROWS, ROWS, ROWS, variant(int), backend="reference")
+    for kind in (np.uint8, np.uint64, np.int8):
+        out = qkv.attention(ROWS, ROWS, ROWS, variant(kind), backend=backend)
+        np.testing.assert_allclose(out, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_falling_ends_are_refused_without_a_sign_too() -> None:
+    with pytest.raises(qkv.ShapeError, match="not a rising sequence"):
+        qkv.Segments.from_cu_seqlens(np.array([0, 5, 3], np.uint8))
