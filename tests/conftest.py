@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,6 +18,9 @@ from forced import as_it_runs, instruction_sets
 from installed import missing
 from qkv._threads import usable_cores
 from sampling import sample
+
+if TYPE_CHECKING:
+    from watched import Watched
 
 MOST_WORKERS = 8
 """Each holds torch, JAX and transformers, about 1 GiB."""
@@ -158,6 +162,18 @@ def no_prepared_calls() -> Iterator[None]:
     CALLS.clear()
     yield
     CALLS.clear()
+
+
+@pytest.fixture
+def watched(no_prepared_calls: None) -> Iterator[Watched]:
+    """The backend "cpu", which counts what it is asked."""
+    from qkv.backends import register, unregister
+    from watched import Watched
+
+    backend = Watched()
+    register(backend)
+    yield backend
+    unregister(backend.name)
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """Steps of decoding that are prepared once, for any number of keys."""
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
@@ -8,6 +9,7 @@ import pytest
 
 import qkv
 from qkv.backends.cpu import CpuBackend
+from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.prepared.any_length import LONGEST
 from qkv.problem.check import check
 
@@ -211,6 +213,19 @@ def test_lengths_and_shifts_beyond_what_was_prepared_for() -> None:
     out, lse, *_ = steps(query, key, key, True, (), -LONGEST)
     assert not out.any()
     assert np.isneginf(lse).all()
+
+
+def test_a_step_that_is_not_taken_gives_its_memory_back() -> None:
+    query, key = normal(1, 2, 1, 16), normal(1, 2, 50, 16)
+    steps = prepared(query, key, key)
+
+    def blocks() -> int:
+        return sum(type(each) is ArgumentBlock for each in gc.get_objects())
+
+    assert steps(query, key, key, False, (), 0) is not None
+    before = blocks()
+    assert steps(query, key[:, :, :0], key[:, :, :0], False, (), 0) is None
+    assert blocks() == before
 
 
 @pytest.mark.parametrize("name", ["window", "sinks"])

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import qkv
-from qkv.call import attend
 from qkv.errors import ArgumentError, DTypeError, QkvError, ShapeError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("no_prepared_calls")
@@ -34,13 +33,6 @@ def definition(query, key, value, allowed=True, bias=0.0):
     return weights / total @ value, np.log(total)[..., 0]
 
 
-def never_checked(monkeypatch):
-    def fail(*arguments, **keywords):
-        raise AssertionError("the call was checked again")
-
-    monkeypatch.setattr(attend, "check_call", fail)
-
-
 LIBRARIES = pytest.mark.parametrize(
     "arrays", [np.asarray, torch.from_numpy], ids=["numpy", "torch"]
 )
@@ -49,7 +41,7 @@ LIBRARIES = pytest.mark.parametrize(
 @LIBRARIES
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
-def test_other_arrays_of_the_form(arrays, dtype, layout, monkeypatch) -> None:
+def test_other_arrays_of_the_form(arrays, dtype, layout, watched) -> None:
     allowed = np.tri(20, dtype=bool)
 
     def given(seed):
@@ -58,7 +50,7 @@ def test_other_arrays_of_the_form(arrays, dtype, layout, monkeypatch) -> None:
         return made, list(map(arrays, laid))
 
     prepared = qkv.prepare(*given(0)[1], qkv.Causal(), layout=layout)
-    never_checked(monkeypatch)
+    computed = watched.computed
     for seed in range(4):
         made, laid = given(seed)
         expected, expected_lse = definition(*made, allowed)
@@ -71,24 +63,26 @@ def test_other_arrays_of_the_form(arrays, dtype, layout, monkeypatch) -> None:
         np.testing.assert_allclose(out, expected, atol=tolerance, rtol=tolerance)
         np.testing.assert_allclose(np.asarray(lse), expected_lse, atol=tolerance, rtol=tolerance)
         np.testing.assert_array_equal(np.asarray(prepared(*laid)), np.asarray(prepared(*laid)))
+    assert watched.computed == computed
 
 
 @LIBRARIES
 @pytest.mark.parametrize("how", ["at the end", "by numbers"])
-def test_a_cache_that_grows(arrays, how, monkeypatch) -> None:
+def test_a_cache_that_grows(arrays, how, watched) -> None:
     query, key, value = operands(1, 60)
     numbers = how == "by numbers"
     place = {"q_offset": 29 if numbers else "end"}
     start = map(arrays, (query, key[:, :, :30], value[:, :, :30]))
     step = qkv.prepare(*start, qkv.SlidingWindow(20, 0), free=("kv_len",), **place)
     assert step.form.key == qkv.ArrayForm("float32", (2, 2, None, 8), None)
-    never_checked(monkeypatch)
+    computed = watched.computed
     for length in (30, 31, 32, 60, 2, 45):
         rows = key[:, :, :length], value[:, :, :length]
         seen = np.arange(length) >= length - 21
         given = map(arrays, (query, *rows))
         found = step(*given, **({"q_offset": length - 1} if numbers else {}))
         np.testing.assert_allclose(np.asarray(found), definition(query, *rows, seen)[0], atol=3e-6)
+    assert watched.computed == computed
 
 
 @LIBRARIES

@@ -31,7 +31,7 @@ def dense(query, key, value, allowed=None):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
-def test_a_remembered_call_reads_its_own_arrays(dtype) -> None:
+def test_a_remembered_call_reads_its_own_arrays(watched, dtype) -> None:
     for seed in range(6):
         arrays = [normal(2, heads, 21, 9, seed=seed, dtype=dtype) for heads in (4, 2, 2)]
         found, lse = qkv.attention(*arrays, qkv.Causal(), return_lse=True, backend="cpu")
@@ -40,7 +40,7 @@ def test_a_remembered_call_reads_its_own_arrays(dtype) -> None:
         np.testing.assert_allclose(found, expected, atol=2e-3 if dtype == np.float16 else 2e-6)
         assert again.tobytes() == found.tobytes()
         assert lse.dtype == (np.float64 if dtype == np.float64 else np.float32)
-    assert CALLS.count("forward", any_length=False) == 1
+    assert watched.prepared("forward", any_length=False) == 1
 
 
 def test_what_is_different_is_not_alike() -> None:
@@ -70,7 +70,7 @@ def _alike(query) -> None:
     )
 
 
-def test_arrays_in_variants_are_read_each_time() -> None:
+def test_arrays_in_variants_are_read_each_time(watched) -> None:
     query = normal(1, 2, 16, 4)
     mask = np.tri(16, dtype=bool)
     for allowed in (mask, np.ones((16, 16), bool), mask):
@@ -84,7 +84,7 @@ def test_arrays_in_variants_are_read_each_time() -> None:
         found = qkv.attention(query, query, query, mask)
         np.testing.assert_allclose(found, dense(query, query, query), atol=1e-6)
         mask = mask.copy()
-    assert CALLS.count("forward", any_length=False) == 2  # a Mask and a bare array
+    assert watched.prepared("forward", any_length=False) == 2  # a Mask and a bare array
 
 
 def _views(full):
@@ -106,7 +106,7 @@ def _views(full):
     list(product([qkv.Mask, qkv.Bias], [(), (2,), (2, 3)], [16, 40])),
     one_in=12,
 )
-def test_masks_and_biases_may_have_other_values(kind, batch, length) -> None:
+def test_masks_and_biases_may_have_other_values(watched, kind, batch, length) -> None:
     """Empty rows among them, and NaN behind what is masked everywhere."""
     random = np.random.default_rng(3)
     query, key, value = (normal(*batch, 4, length, 24, seed=i) for i in range(3))
@@ -124,13 +124,15 @@ def test_masks_and_biases_may_have_other_values(kind, batch, length) -> None:
             for one, other in zip(found, expected, strict=True):
                 np.testing.assert_allclose(one, other, atol=2e-6)
             assert np.isfinite(found[0]).all()
-    assert CALLS.count("forward", any_length=False) == (len(dict(_views(allowed))) if batch else 6)
+    assert watched.prepared("forward", any_length=False) == (
+        len(dict(_views(allowed))) if batch else 6
+    )
 
 
-def test_the_first_call_and_a_recalled_one_agree_in_every_bit() -> None:
+def test_the_first_call_and_a_recalled_one_agree_in_every_bit(watched) -> None:
     query = normal(2, 4, 100, 16)
     random = np.random.default_rng(1)
-    for density in (0.0, 0.01, 0.5, 1.0):
+    for n, density in enumerate((0.0, 0.01, 0.5, 1.0), start=1):
         CALLS.clear()
         mask = random.random((2, 1, 100, 100)) < density
         mask[:, :, :, 40:70] = False
@@ -140,13 +142,13 @@ def test_the_first_call_and_a_recalled_one_agree_in_every_bit() -> None:
         first, *others = (
             qkv.attention(query, query, query, *given, return_lse=True) for _ in range(4)
         )
-        assert CALLS.count("forward", any_length=False) == 1
+        assert watched.prepared("forward", any_length=False) == n
         for other in others:
             for one, another in zip(first, other, strict=True):
                 assert one.tobytes() == another.tobytes()
 
 
-def test_both_layouts_give_the_same() -> None:
+def test_both_layouts_give_the_same(watched) -> None:
     query, key = normal(2, 20, 4, 8), normal(2, 30, 2, 8, seed=1)
     mask = np.random.default_rng(0).random((2, 1, 20, 30)) < 0.5
     for variant in (qkv.Mask(mask), qkv.Causal("end")):
@@ -161,7 +163,7 @@ def test_both_layouts_give_the_same() -> None:
             assert found[1].tobytes() == other[1].tobytes()
             for one, exact in zip(other, expected, strict=True):
                 np.testing.assert_allclose(one, exact, atol=2e-6)
-    assert CALLS.count("forward", any_length=False) == 4
+    assert watched.prepared("forward", any_length=False) == 4
     flat = normal(20, 8)
     for _ in range(3):
         np.testing.assert_allclose(
@@ -169,15 +171,15 @@ def test_both_layouts_give_the_same() -> None:
         )
 
 
-def test_large_masks_are_read_for_what_they_spare() -> None:
+def test_large_masks_are_read_for_what_they_spare(watched) -> None:
     query = normal(1, 8, 512, 64)
     mask = np.tri(512, dtype=bool)
     for _ in range(3):
         qkv.attention(query, query, query, qkv.Mask(mask))
-    assert not CALLS.count("forward", any_length=False)
+    assert not watched.prepared("forward", any_length=False)
 
 
-def test_prepared_calls_keep_no_array_alive() -> None:
+def test_prepared_calls_keep_no_array_alive(watched) -> None:
     query, mask = normal(1, 2, 16, 4), np.tri(16, dtype=bool)
     gone = []
     for _ in range(3):
@@ -186,11 +188,11 @@ def test_prepared_calls_keep_no_array_alive() -> None:
         qkv.attention(query, query, query, qkv.Mask(own))
     del own
     gc.collect()
-    assert CALLS.count("forward", any_length=False)
+    assert watched.prepared("forward", any_length=False)
     assert [reference() for reference in gone] == [None] * 3
 
 
-def test_an_array_for_two_variants_and_then_two_arrays() -> None:
+def test_an_array_for_two_variants_and_then_two_arrays(watched) -> None:
     query = normal(2, 2, 16, 4)
     random = np.random.default_rng(0)
     masks = [random.random((16, 16)) < 0.7 for _ in range(4)]
@@ -199,7 +201,7 @@ def test_an_array_for_two_variants_and_then_two_arrays() -> None:
         found = qkv.attention(*given)
         expected = qkv.attention(*given, backend="reference")
         np.testing.assert_allclose(found, expected, atol=1e-6)
-    assert CALLS.count("forward", any_length=False) == 1
+    assert watched.prepared("forward", any_length=False) == 1
 
 
 FEW_NUMBERS = {
@@ -223,7 +225,7 @@ FEW_NUMBERS = {
     ],
     one_in=4,
 )
-def test_few_numbers_are_compared(name, q_len) -> None:
+def test_few_numbers_are_compared(watched, name, q_len) -> None:
     """They may be others in the same array, even while a call is remembered."""
     kind, numbers = FEW_NUMBERS[name]
     key = normal(2, 2, 16, 4)
@@ -246,7 +248,7 @@ def test_few_numbers_are_compared(name, q_len) -> None:
             np.testing.assert_allclose(other, exact, atol=1e-6)
     # Few queries read the lengths anew, and are prepared for once.
     read_anew = "KeyLengths" in name and q_len == 2
-    assert CALLS.count("forward") == (1 if read_anew else 3)
+    assert watched.prepared("forward") == (1 if read_anew else 3)
     if "Lengths" in name:
         held[...] = 17
         for _ in range(3):
@@ -254,7 +256,7 @@ def test_few_numbers_are_compared(name, q_len) -> None:
                 qkv.attention(query, key, key, kind(held), *also, q_offset=offset)
 
 
-def test_many_numbers_are_read_each_time() -> None:
+def test_many_numbers_are_read_each_time(watched) -> None:
     query = normal(1, 1, 600, 4)
     ids = np.zeros(600, int)
     for n in range(4):
@@ -262,7 +264,7 @@ def test_many_numbers_are_read_each_time() -> None:
         given = query, query, query, qkv.Segments(ids)
         found = qkv.attention(*given)
         np.testing.assert_allclose(found, qkv.attention(*given, backend="reference"), atol=1e-6)
-    assert not CALLS.count("forward", any_length=False)
+    assert not watched.prepared("forward", any_length=False)
 
 
 def test_strides_are_part_of_it() -> None:
@@ -275,14 +277,14 @@ def test_strides_are_part_of_it() -> None:
         _alike(broadcast)
 
 
-def test_the_cache_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_calls_is_bounded(watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CALLS, "capacity", 40)
     key = normal(1, 1, 2 * CALLS.capacity, 2)
     for length in range(1, 2 * CALLS.capacity):
         part = key[:, :, :length]
         for _ in range(2):
             qkv.attention(key, part, part)
-    assert CALLS.count("forward") == CALLS.capacity
+    assert len(CALLS) == CALLS.capacity < watched.prepared("forward")
 
 
 def test_a_registered_backend_is_seen() -> None:
@@ -326,13 +328,13 @@ def _curve(score, batch, head, q_pos, kv_pos):
     return score + np.tanh(np.clip(q_pos - kv_pos, -3.0, 3.0)) * np.exp(-np.abs(score))
 
 
-def test_a_score_mod_that_uses_numpy_is_prepared() -> None:
+def test_a_score_mod_that_uses_numpy_is_prepared(watched) -> None:
     """The module has attributes that arrays have too."""
     query = normal(1, 2, 24, 8)
     first = qkv.attention(query, query, query, qkv.ScoreMod(_curve), backend="cpu")
     for _ in range(2):
         again = qkv.attention(query, query, query, qkv.ScoreMod(_curve), backend="cpu")
-    assert CALLS.count("forward", any_length=False) == 1
+    assert watched.prepared("forward", any_length=False) == 1
     assert again.tobytes() == first.tobytes()
     expected = qkv.attention(query, query, query, qkv.ScoreMod(_curve), backend="reference")
     np.testing.assert_allclose(first, expected, atol=2e-6)
@@ -341,7 +343,7 @@ def test_a_score_mod_that_uses_numpy_is_prepared() -> None:
 @pytest.mark.parametrize(
     "name", ["causal", "sinks", "rotated", "rotated, sinks", "mask", "relative", "mod"]
 )
-def test_inspection_is_prepared(name) -> None:
+def test_inspection_is_prepared(watched, name) -> None:
     """What is inspected again has the bits of the first time, and the statistics of the truth."""
     draw = np.random.default_rng(5)
     table = draw.normal(size=(32, 2)).astype(np.float32)
@@ -356,7 +358,7 @@ def test_inspection_is_prepared(name) -> None:
     }[name]
     query = normal(1, 2, 24, 8)
     records = [qkv.inspect(query, query, query, *variants, backend="cpu") for _ in range(3)]
-    assert CALLS.count("statistics") == 1
+    assert watched.prepared("statistics") == 1
     first, *others = records
     for other in others:
         for field in ("output", "lse", "entropy", "max_weight"):

@@ -51,7 +51,7 @@ def near(found, given, keywords, dtype="float32") -> None:
     ),
     one_in=15,
 )
-def test_a_cache_that_grows(name, q_len, kind) -> None:
+def test_a_cache_that_grows(watched, name, q_len, kind) -> None:
     """In a buffer, whose strides stay, and anew each time; what it holds changes too."""
     dtype, layout = kind
     variants, keywords = VARIANTS[name]
@@ -75,7 +75,7 @@ def test_a_cache_that_grows(name, q_len, kind) -> None:
     spec = check(query, *rows, ()).spec
     is_step = is_decode(spec, host().shape_of(spec.compute_dtype))
     assert is_step or q_len > 1
-    assert CALLS.count("forward", any_length=True) == (2 if is_step else 0)
+    assert watched.prepared("forward", any_length=True) == (2 if is_step else 0)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -95,7 +95,7 @@ def test_a_step_gives_what_a_first_call_gives(name) -> None:
     assert known
 
 
-def test_offsets_that_grow() -> None:
+def test_offsets_that_grow(watched) -> None:
     """As a model says where it is, whether all keys are there or a window of them."""
     cache = normal(1, 2, 200, 16)
     query = normal(1, 2, 1, 16, seed=1)
@@ -109,7 +109,8 @@ def test_offsets_that_grow() -> None:
                     {"q_offset": place, "kv_offset": 0}, {"q_offset": place, "kv_offset": -9},
                 ):  # fmt: skip
                     near(qkv.attention(*given, return_lse=True, **keywords), given, keywords)
-    assert CALLS.count("forward", any_length=True) == 4
+    # Each is prepared again after the place beyond those that steps are prepared for.
+    assert watched.prepared("forward", any_length=True) == 8
     for place in (2**31, -(2**31), 10**30):
         with pytest.raises(ArgumentError):
             qkv.attention(*given, q_offset=place)
@@ -125,7 +126,7 @@ def test_keys_of_each_batch_row_stand_somewhere_else() -> None:
         near(qkv.attention(*given, return_lse=True, **keywords), given, keywords)
 
 
-def test_what_is_no_step_like_the_last_is_seen() -> None:
+def test_what_is_no_step_like_the_last_is_seen(watched) -> None:
     cache = normal(1, 2, 40, 16)
     query = normal(1, 4, 2, 16)
     key = cache[:, :, :30]
@@ -139,7 +140,7 @@ def test_what_is_no_step_like_the_last_is_seen() -> None:
         with pytest.raises(qkv.errors.DTypeError):
             qkv.attention(query, key, key.astype("float64"), *variants)
         assert not qkv.attention(query, key[:, :, :0], key[:, :, :0], *variants).any()
-    assert CALLS.count("forward", any_length=True) == 2
+    assert watched.prepared("forward", any_length=True) == 2
     for length in (2, 2, 2, 30, 31, 2, 33):
         row = cache[:, :, :length]
         if length == 2:
@@ -155,7 +156,7 @@ def test_what_is_no_step_like_the_last_is_seen() -> None:
         near(qkv.attention(*given, return_lse=True), given, {})
 
 
-def test_few_queries_with_masks_that_change() -> None:
+def test_few_queries_with_masks_that_change(watched) -> None:
     random = np.random.default_rng(0)
     query, key = normal(2, 4, 3, 16), normal(2, 2, 50, 16, seed=1)
     for _ in range(5):
@@ -165,7 +166,7 @@ def test_few_queries_with_masks_that_change() -> None:
         for variant in (qkv.Mask(mask), qkv.Bias(bias), qkv.Mask(mask[:1]), mask[:, :, :1]):
             given = query, key, key, variant
             near(qkv.attention(*given, return_lse=True), given, {})
-    assert CALLS.count("forward") == 4
+    assert watched.prepared("forward") == 4
 
 
 def test_a_machine_that_changes_is_seen(monkeypatch) -> None:
@@ -187,7 +188,7 @@ def test_a_machine_that_changes_is_seen(monkeypatch) -> None:
         near(*step(length), {})
 
 
-def test_slopes_are_compared() -> None:
+def test_slopes_are_compared(watched) -> None:
     """They may be others in the same array."""
     cache = normal(1, 2, 60, 16)
     query = normal(1, 2, 1, 16)
@@ -197,7 +198,7 @@ def test_slopes_are_compared() -> None:
         given = query, cache[:, :, :length], cache[:, :, :length], qkv.ALiBi(held)
         found = qkv.attention(*given, q_offset="end", return_lse=True)
         near(found, given, {"q_offset": "end"})
-    assert CALLS.count("forward", any_length=True) == 2
+    assert watched.prepared("forward", any_length=True) == 2
 
 
 VARIANTS_OF_RAGGED_STEPS = {
@@ -215,7 +216,7 @@ VARIANTS_OF_RAGGED_STEPS = {
     list(product(VARIANTS_OF_RAGGED_STEPS, ["end", "start", 31], [1, 2])),
     one_in=6,
 )
-def test_key_lengths_of_each_step(name, q_offset, batch) -> None:
+def test_key_lengths_of_each_step(watched, name, q_offset, batch) -> None:
     """Sequences of different lengths in one cache: the lengths are read anew in every step."""
     query, cache = normal(batch, 4, 1, 16), normal(batch, 2, 60, 16, seed=1)
     for step in range(5):
@@ -230,7 +231,7 @@ def test_key_lengths_of_each_step(name, q_offset, batch) -> None:
             {"q_offset": q_offset},
         )
     expected = 0 if name == "rotated" and batch == 2 and q_offset == "end" else 1
-    assert CALLS.count("forward", any_length=True) == expected
+    assert watched.prepared("forward", any_length=True) == expected
     with pytest.raises(ShapeError, match="61"):
         qkv.attention(query, cache, cache, qkv.KeyLengths(lens * 0 + 61), q_offset=q_offset)
 
@@ -272,20 +273,22 @@ PER_STEP = {
 
 @pytest.mark.parametrize("name", PER_STEP)
 @pytest.mark.one_in(2)
-def test_arrays_that_each_step_has_its_own_of(name) -> None:
+def test_arrays_that_each_step_has_its_own_of(watched, name) -> None:
     """Segment ids and block masks have other values in each step, also at a length seen before."""
     draw = np.random.default_rng(0)
     for n in (17, 18, 18, 23, 24, 25, 640, 3, 1100):
         query, cache = normal(2, 4, 1, 24, seed=n), normal(2, 2, n, 24, seed=n + 1)
         given = query, cache, cache, PER_STEP[name](draw, n)
         near(qkv.attention(*given, return_lse=True, q_offset="end"), given, {"q_offset": "end"})
-    assert CALLS.count("forward", any_length=True) == 1
-    assert CALLS.count("forward", any_length=False) == 0
+    assert watched.prepared("forward", any_length=True) == 1
+    assert watched.prepared("forward", any_length=False) == 0
 
 
 @pytest.mark.parametrize("arrays", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_steps_whose_blocks_are_drawn_from_as_many_share_what_is_prepared(arrays, causal) -> None:
+def test_steps_whose_blocks_are_drawn_from_as_many_share_what_is_prepared(
+    watched, arrays, causal
+) -> None:
     """Blocks are drawn anew where a block of keys is added."""
     blocks = qkv.SlidingWindow(2, 0) | qkv.RandomBlocks(4, 2, 5, causal)
     for n in (17, 18, 19, 20, 21, 22, 23, 18, 24, 20, 21):
@@ -293,17 +296,17 @@ def test_steps_whose_blocks_are_drawn_from_as_many_share_what_is_prepared(arrays
         given = query, cache, cache, blocks
         found = qkv.attention(*map(arrays, given[:3]), blocks, return_lse=True, q_offset="end")
         near(tuple(map(np.asarray, found)), given, {"q_offset": "end"})
-    assert CALLS.count("forward", any_length=True) == 2  # Of 5 blocks, and of 6.
-    assert CALLS.count("forward", any_length=False) == 0
+    assert watched.prepared("forward", any_length=True) == 2  # Of 5 blocks, and of 6.
+    assert watched.prepared("forward", any_length=False) == 0
 
 
-def test_steps_of_a_length_that_was_given_are_all_alike() -> None:
+def test_steps_of_a_length_that_was_given_are_all_alike(watched) -> None:
     blocks = qkv.RandomBlocks(4, 2, 5, causal=True, length=48)
     for n in (17, 18, 24, 25, 40, 18):
         query, cache = normal(2, 4, 1, 24, seed=n), normal(2, 2, n, 24, seed=n + 1)
         given = query, cache, cache, blocks
         near(qkv.attention(*given, return_lse=True, q_offset="end"), given, {"q_offset": "end"})
-    assert CALLS.count("forward", any_length=True) == 1
+    assert watched.prepared("forward", any_length=True) == 1
 
 
 class ReadsOn(qkv.Variant):

@@ -112,12 +112,12 @@ VARIANTS = {
     list(product(VARIANTS, [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])),
     one_in=11,
 )
-def test_recalled_gradients_have_the_same_bits(name, dtype) -> None:
+def test_recalled_gradients_have_the_same_bits(watched, name, dtype) -> None:
     for seed in range(5):
         check(operands(seed, dtype), VARIANTS[name](seed), q_offset="end")
     # Gradients of rotated rows of 16 bits are rounded after they were turned back, unprepared.
     prepared = name != "rotation" or dtype in (np.float32, np.float64)
-    assert CALLS.count("gradients") == int(prepared)
+    assert watched.prepared("gradients") == int(prepared)
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,10 @@ def test_recalled_gradients_have_the_same_bits(name, dtype) -> None:
         {"q_len": 13, "kv_len": 5},
     ],
 )
-def test_of_other_shapes(sizes) -> None:
+def test_of_other_shapes(watched, sizes) -> None:
     for seed in range(4):
         check(operands(seed, **sizes))
-    assert CALLS.count("gradients") == 1
+    assert watched.prepared("gradients") == 1
 
 
 def test_against_the_definition() -> None:
@@ -148,15 +148,15 @@ def test_against_the_definition() -> None:
             np.testing.assert_allclose(getattr(found, name), tensor.grad, rtol=0, atol=1e-13)
 
 
-def test_heads_behind_rows() -> None:
+def test_heads_behind_rows(watched) -> None:
     for seed in range(4):
         arrays = operands(seed)
         turned = [np.ascontiguousarray(a.swapaxes(-3, -2)) for a in arrays[:4]]
         check([*turned, arrays[4]], layout="blhd")
-    assert CALLS.count("gradients") == 1
+    assert watched.prepared("gradients") == 1
 
 
-def test_other_strides_are_other_calls() -> None:
+def test_other_strides_are_other_calls(watched) -> None:
     def apart(array):
         """The same numbers, each row with a gap behind it."""
         wide = np.zeros((*array.shape[:-1], array.shape[-1] + 3), array.dtype)
@@ -168,10 +168,10 @@ def test_other_strides_are_other_calls() -> None:
             arrays = operands(seed)
             changed = [apart(a) if p else a for a, p in zip(arrays[:4], places, strict=True)]
             check([*changed, arrays[4]])
-    assert CALLS.count("gradients") == 16
+    assert watched.prepared("gradients") == 16
 
 
-def test_lse_of_any_order() -> None:
+def test_lse_of_any_order(watched) -> None:
     """Kernels read dense rows, whatever comes."""
     for seed in range(4):
         arrays = operands(seed)
@@ -183,10 +183,10 @@ def test_lse_of_any_order() -> None:
         right = pullback(grad_out, grad_lse)
         for name in ("query", "key", "value"):
             assert getattr(found, name).tobytes() == getattr(right, name).tobytes()
-    assert CALLS.count("gradients") == 1
+    assert watched.prepared("gradients") == 1
 
 
-def test_lse_of_another_type() -> None:
+def test_lse_of_another_type(watched) -> None:
     for seed in range(4):
         q, k, v, grad_out, grad_lse = arrays = operands(seed)
         left, pullback = left_by(arrays)
@@ -194,15 +194,15 @@ def test_lse_of_another_type() -> None:
         found = pull_back(q, k, v, (), KEYWORDS, wide, grad_out, grad_lse.astype(np.float64))
         right = pullback(grad_out, grad_lse)
         np.testing.assert_allclose(found.query, right.query, rtol=0, atol=2e-6)
-    assert not CALLS.count("gradients")
+    assert not watched.prepared("gradients")
 
 
-def test_without_a_cotangent_of_lse() -> None:
+def test_without_a_cotangent_of_lse(watched) -> None:
     for seed in range(4):
         check([*operands(seed)[:4], None])
     for seed in range(4):
         check(operands(seed))
-    assert CALLS.count("gradients") == 2
+    assert watched.prepared("gradients") == 2
 
 
 def test_rows_that_see_nothing_are_looked_at_each_time() -> None:
@@ -215,7 +215,7 @@ def test_rows_that_see_nothing_are_looked_at_each_time() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_whole_blocks_of_queries_without_a_key(dtype) -> None:
+def test_whole_blocks_of_queries_without_a_key(watched, dtype) -> None:
     """No kernel visits them, and yet their gradients are 0, whatever was in the memory before."""
     shape = {"q_len": 300, "heads": (1, 1), "lead": (1,), "dims": (32, 32)}
     for seed in range(6):
@@ -225,7 +225,7 @@ def test_whole_blocks_of_queries_without_a_key(dtype) -> None:
         found = check(arrays, (qkv.Causal(),), q_offset=-260)
         assert not found.query[..., :260, :].any()
         assert found.query[..., 260:, :].any()
-    assert CALLS.count("gradients") == 1
+    assert watched.prepared("gradients") == 1
 
 
 def test_a_missing_lse_rest_is_computed_again() -> None:
@@ -239,16 +239,16 @@ def test_a_missing_lse_rest_is_computed_again() -> None:
         assert found.query.tobytes() == right.query.tobytes()
 
 
-def test_operands_that_are_broadcast_are_summed() -> None:
+def test_operands_that_are_broadcast_are_summed(watched) -> None:
     for seed in range(4):
         q, _, _, grad_out, grad_lse = operands(seed)
         _, k, v, *_ = operands(seed + 10, lead=(1,))
         found = check([q, k, v, grad_out, grad_lse])
         assert found.key.shape == k.shape
-    assert not CALLS.count("gradients")
+    assert not watched.prepared("gradients")
 
 
-def test_gradients_of_variants_are_not_recalled() -> None:
+def test_gradients_of_variants_are_not_recalled(watched) -> None:
     for seed in range(4):
         q, k, v, grad_out, grad_lse = arrays = operands(seed)
         (bias,) = VARIANTS["bias"](seed)
@@ -258,7 +258,7 @@ def test_gradients_of_variants_are_not_recalled() -> None:
             pullback(grad_out, grad_lse, [bias]).of(bias).tobytes()
         )
         check(arrays, (bias,))
-    assert CALLS.count("gradients") == 1
+    assert watched.prepared("gradients") == 1
 
 
 def test_another_instruction_set(monkeypatch) -> None:

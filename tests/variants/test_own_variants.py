@@ -6,7 +6,6 @@ import torch
 from own_variants import Decay, Near, Undeclared, attention, near
 
 import qkv
-from qkv.call.cache import CALLS
 
 pytestmark = pytest.mark.usefixtures("no_prepared_calls")
 
@@ -49,7 +48,7 @@ def expected(words, arrays):
 
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
 @pytest.mark.sampled("name", list(VARIANTS), one_in=4)
-def test_calls(name, layout) -> None:
+def test_calls(watched, name, layout) -> None:
     make, words, declared = VARIANTS[name]
     for seed in range(4):
         arrays = operands(seed)
@@ -57,23 +56,23 @@ def test_calls(name, layout) -> None:
         found = qkv.attention(*given, make(), q_offset="end", layout=layout)
         found = found if layout == "bhld" else found.swapaxes(1, 2)
         np.testing.assert_allclose(found, expected(words, arrays), atol=2e-6)
-    assert CALLS.count("forward", any_length=False) == declared
+    assert watched.prepared("forward", any_length=False) == declared
 
 
 @pytest.mark.sampled("name", list(VARIANTS), one_in=4)
-def test_decoding_steps_at_new_lengths(name) -> None:
+def test_decoding_steps_at_new_lengths(watched, name) -> None:
     make, words, declared = VARIANTS[name]
     for length in (17, 18, 19, 40, 18):
         arrays = operands(length, 1, length)
         found = qkv.attention(*arrays, make(), q_offset="end")
         np.testing.assert_allclose(found, expected(words, arrays), atol=2e-6)
-    assert CALLS.count("forward", any_length=True) == declared
-    assert not CALLS.count("forward", any_length=False)
+    assert watched.prepared("forward", any_length=True) == declared
+    assert not watched.prepared("forward", any_length=False)
 
 
 @pytest.mark.sampled("name", list(VARIANTS), one_in=4)
 @pytest.mark.one_in(2)
-def test_gradients(name) -> None:
+def test_gradients(watched, name) -> None:
     """Against differences of the definition in one direction."""
     make, words, declared = VARIANTS[name]
     for seed in range(4):
@@ -90,13 +89,13 @@ def test_gradients(name) -> None:
             for h in (1e-5, -1e-5)
         )
         np.testing.assert_allclose(ours, (above - below) / 2e-5, rtol=1e-6, atol=1e-6)
-    assert CALLS.count("gradients") == declared
-    assert CALLS.count("residuals") == declared
+    assert watched.prepared("gradients") == declared
+    assert watched.prepared("residuals") == declared
 
 
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
 @pytest.mark.sampled("name", list(VARIANTS), one_in=4)
-def test_tensors(name, layout) -> None:
+def test_tensors(watched, name, layout) -> None:
     make, words, declared = VARIANTS[name]
     for seed in range(4):
         arrays = operands(seed)
@@ -106,7 +105,7 @@ def test_tensors(name, layout) -> None:
         found = qkv.attention(*given, make(), q_offset="end", layout=layout)
         found = found if layout == "bhld" else found.transpose(1, 2)
         np.testing.assert_allclose(found.numpy(), expected(words, arrays), atol=2e-6)
-    assert CALLS.count("forward", any_length=False) == declared
+    assert watched.prepared("forward", any_length=False) == declared
 
 
 def test_other_values_are_other_calls() -> None:

@@ -19,7 +19,6 @@ from several_devices import run_on_devices
 
 import qkv
 from qkv.bridges import jax_operations, jax_rules
-from qkv.call.cache import CALLS
 from qkv.testing import truth
 
 
@@ -187,7 +186,7 @@ def test_values_that_jit_knows_are_constants() -> None:
     near(found, truth(q, k, v, call_variants, q_offset=2).out)
 
 
-def test_a_compiled_score_mod_is_prepared() -> None:
+def test_a_compiled_score_mod_is_prepared(watched) -> None:
     """It keeps the constants that it was compiled with, as everything does under jit."""
     slope = 0.1
 
@@ -198,12 +197,12 @@ def test_a_compiled_score_mod_is_prepared() -> None:
     variants = [qkv.ScoreMod(mod)]
     expected = truth(q, k, v, variants).out
     compiled = jax.jit(lambda q: qkv.attention(q, k, v, *variants))
-    before = CALLS.count("forward", any_length=False)
+    before = watched.prepared("forward", any_length=False)
     near(compiled(q), expected)
     slope = 5.0
     for _ in range(3):
         near(compiled(q), expected)
-    assert CALLS.count("forward", any_length=False) == before + 1
+    assert watched.prepared("forward", any_length=False) == before + 1
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -7,8 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import qkv  # noqa: E402
-from qkv.bridges import torch_eager, torch_prepared  # noqa: E402
 from qkv.errors import QkvError  # noqa: E402
+from watched import python_calls  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_prepared_calls")
 
@@ -47,17 +47,23 @@ LENGTHS = [(1, 1), (1, 100), (2, 3000), (16, 16), (64, 64)]
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("variants", [(), (qkv.Causal("end"),)])
-def test_a_repeated_call_is_the_first_one_tried(monkeypatch, lengths, variants) -> None:
+def test_a_repeated_call_is_the_first_one_tried(watched, lengths, variants) -> None:
     for seed in range(5):
         near(operands(*lengths, seed=seed), *variants)
-
-    def fail(*arguments):
-        raise AssertionError("the call was looked up")
-
-    monkeypatch.setattr(torch_prepared, "_look_up", fail)
-    monkeypatch.setattr(torch_eager, "_attend", fail)
+    computed = watched.computed
     for seed in range(5, 9):
         near(operands(*lengths, seed=seed), *variants)
+    assert watched.computed == computed
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_a_repeated_call_looks_nothing_up(lengths) -> None:
+    """A call after one of another type is looked up, which takes some 24 functions more."""
+    one, other = operands(*lengths), operands(*lengths, dtype=torch.float64)
+    for tensors in (one, other) * 4:
+        qkv.attention(*tensors)
+    looked_up, *repeated = (python_calls(lambda: qkv.attention(*one)) for _ in range(4))
+    assert max(repeated) + 15 < looked_up
 
 
 def turned(tensor):
@@ -72,12 +78,12 @@ def turned(tensor):
 
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("length", [16, 64, 300])
-def test_rotation_and_sinks(monkeypatch, length, with_sinks) -> None:
+def test_rotation_and_sinks(watched, length, with_sinks) -> None:
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     variants = (qkv.Causal(), qkv.RoPE(), *([qkv.Sinks(sinks)] if with_sinks else []))
     for seed in range(8):
         if seed == 5:
-            monkeypatch.setattr(torch_eager, "_attend", None)
+            computed = watched.computed
         query, key, value = operands(length, length, seed=seed)
         out, lse = qkv.attention(query, key, value, *variants, return_lse=True)
         scores = turned(query) @ turned(key).mT / query.shape[-1] ** 0.5
@@ -89,6 +95,7 @@ def test_rotation_and_sinks(monkeypatch, length, with_sinks) -> None:
         expected = scores.softmax(-1)[..., :length] @ value.double()
         torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=0)
         torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=3e-6, rtol=0)
+    assert watched.computed == computed
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -199,13 +206,13 @@ def test_many_threads_take_the_same_steps() -> None:
         list(pool.map(call, range(6)))
 
 
-def test_steps_and_other_calls_of_one_structure_take_turns(monkeypatch) -> None:
+def test_steps_and_other_calls_of_one_structure_take_turns(watched) -> None:
     """A guard of steps takes any sizes, also those of calls that are no steps."""
     shapes = [(1, 1), (1, 9), (16, 16), (1, 30), (2, 9)]
     for seed in range(3):
         for lengths in shapes:
             near(operands(*lengths, seed=seed))
-    monkeypatch.setattr(torch_eager, "_attend", None)
+    computed = watched.computed
     for seed in range(3, 6):
         for lengths in shapes:
             near(operands(*lengths, seed=seed))
@@ -213,3 +220,4 @@ def test_steps_and_other_calls_of_one_structure_take_turns(monkeypatch) -> None:
         near(operands(1, 9, seed=seed % 3))
     for lengths in shapes:
         near(operands(*lengths))
+    assert watched.computed == computed

@@ -40,12 +40,12 @@ def operands(seed=0, dtype=torch.float32):
     return [normal(2, 4, 16, 8, seed=3 * seed + i, dtype=dtype) for i in range(3)]
 
 
-def remembered(function=qkv.attention, *more, **keywords):
+def remembered(watched, function=qkv.attention, *more, **keywords):
     """Operands of a call that the next one will be taken to be like."""
     known = operands()
     for _ in range(3):
         function(*known, *more, **keywords)
-    assert CALLS.count("forward", any_length=False)
+    assert watched.prepared("forward", any_length=False)
     return known
 
 
@@ -66,7 +66,7 @@ def test_this_torch_has_guards(request) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_a_remembered_call_reads_its_own_tensors(dtype) -> None:
+def test_a_remembered_call_reads_its_own_tensors(watched, dtype) -> None:
     atol = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(dtype, 2e-6)
     for seed in range(6):
         tensors = operands(seed, dtype)
@@ -84,15 +84,15 @@ def test_a_remembered_call_reads_its_own_tensors(dtype) -> None:
                 assert again.equal(found)
                 assert again.is_contiguous()
     # Nothing and `Causal()`, and `Causal("start")`, which the drop-in says.
-    assert CALLS.count("forward", any_length=False) == 3
+    assert watched.prepared("forward", any_length=False) == 3
 
 
-def test_tensors_may_be_one_object() -> None:
+def test_tensors_may_be_one_object(watched) -> None:
     for seed in range(6):
         x, y, z = operands(seed)
         for tensors in ((x, x, x), (x, y, y), (x, x, y), (x, y, x), (x, y, z)):
             close(qkv.attention(*tensors), sdpa(*tensors))
-    assert CALLS.count("forward") == 1
+    assert watched.prepared("forward") == 1
 
 
 def test_strides_are_part_of_it() -> None:
@@ -120,9 +120,9 @@ def test_values_of_another_width() -> None:
         close(qkv.attention(q, k, v), sdpa(q, k, v))
 
 
-def test_constants_of_another_type_are_not_taken_for_them() -> None:
-    tensors = remembered(scale=1.0)
-    remembered()
+def test_constants_of_another_type_are_not_taken_for_them(watched) -> None:
+    tensors = remembered(watched, scale=1.0)
+    remembered(watched)
     for keywords in ({"kv_offset": 0.0}, {"kv_offset": False}):
         with pytest.raises(QkvError):
             qkv.attention(*(t.numpy() for t in tensors), **keywords)
@@ -130,8 +130,8 @@ def test_constants_of_another_type_are_not_taken_for_them() -> None:
             qkv.attention(*tensors, **keywords)
 
 
-def test_tensors_elsewhere_are_not_taken_for_them() -> None:
-    remembered()
+def test_tensors_elsewhere_are_not_taken_for_them(watched) -> None:
+    remembered(watched)
     for _ in range(2):
         meta = [t.to("meta") for t in operands()]
         assert qkv.attention(*meta).device.type == "meta"
@@ -140,8 +140,8 @@ def test_tensors_elsewhere_are_not_taken_for_them() -> None:
             qkv.attention(sparse, sparse, sparse)
 
 
-def test_the_default_device_is_not_where_the_output_lies() -> None:
-    tensors = remembered()
+def test_the_default_device_is_not_where_the_output_lies(watched) -> None:
+    tensors = remembered(watched)
     v = normal(2, 4, 16, 24)
     for _ in range(3):
         qkv.attention(tensors[0], tensors[1], v)
@@ -151,14 +151,14 @@ def test_the_default_device_is_not_where_the_output_lies() -> None:
 
 
 @pytest.mark.parametrize("function", [qkv.attention, drop_in])
-def test_gradients_are_not_lost(function) -> None:
+def test_gradients_are_not_lost(watched, function) -> None:
     tensors = [t.requires_grad_() for t in operands()]
     with torch.no_grad():
         for _ in range(3):
             assert not function(*tensors).requires_grad
-    assert CALLS.count("forward", any_length=False)
+    assert watched.prepared("forward", any_length=False)
     assert function(*tensors).requires_grad
-    remembered(function)
+    remembered(watched, function)
     for n in range(3):
         leaves = [t.detach().requires_grad_(i == n) for i, t in enumerate(tensors)]
         for f in (function, sdpa):
@@ -170,8 +170,8 @@ def test_gradients_are_not_lost(function) -> None:
 
 
 @pytest.mark.parametrize("function", [qkv.attention, drop_in])
-def test_transformations_are_seen(function) -> None:
-    tensors = remembered(function)
+def test_transformations_are_seen(watched, function) -> None:
+    tensors = remembered(watched, function)
     for transform in (torch.func.grad, torch.func.jacrev):
         found, expected = (
             transform(lambda q, k, v, f=f: f(q, k, v).square().sum())(*tensors)
@@ -186,12 +186,12 @@ def test_transformations_are_seen(function) -> None:
 
 
 @pytest.mark.parametrize("function", [qkv.attention, drop_in])
-def test_modes_see_the_operation(function) -> None:
+def test_modes_see_the_operation(watched, function) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    tensors, seen = remembered(function), []
+    tensors, seen = remembered(watched, function), []
 
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
@@ -214,19 +214,19 @@ def test_modes_see_the_operation(function) -> None:
     close(traced(*fresh), sdpa(*fresh))
 
 
-def test_subclasses_are_seen() -> None:
+def test_subclasses_are_seen(watched) -> None:
     class Marked(torch.Tensor):
         pass
 
-    tensors = remembered()
+    tensors = remembered(watched)
     found = qkv.attention(*(t.as_subclass(Marked) for t in tensors))
     torch.testing.assert_close(found.as_subclass(torch.Tensor), sdpa(*tensors))
     parameter = torch.nn.Parameter(tensors[0])
     assert qkv.attention(parameter, *tensors[1:]).requires_grad
 
 
-def test_in_inference_mode_and_out_of_it() -> None:
-    tensors = remembered()
+def test_in_inference_mode_and_out_of_it(watched) -> None:
+    tensors = remembered(watched)
     for _ in range(4):
         close(qkv.attention(*tensors), sdpa(*tensors))
         with torch.inference_mode():
@@ -247,8 +247,8 @@ def test_heads_of_the_drop_in() -> None:
         close(drop_in(q[:, :1], k, v), sdpa(q[:, :1], k, v))
 
 
-def test_the_drop_in_distinguishes_its_arguments() -> None:
-    tensors = remembered(drop_in)
+def test_the_drop_in_distinguishes_its_arguments(watched) -> None:
+    tensors = remembered(watched, drop_in)
     mask = torch.ones(16, 16).tril().bool()
     for _ in range(4):
         for keywords in (
@@ -268,20 +268,20 @@ def masks(seed=0):
 
 
 @pytest.mark.parametrize("function", [qkv.attention, drop_in])
-def test_masks_may_have_other_values(function) -> None:
+def test_masks_may_have_other_values(watched, function) -> None:
     for seed in range(6):
         tensors = operands(seed)
         for mask in masks(seed):
             found = function(*tensors, mask)
             close(found, sdpa(*tensors, mask).nan_to_num(0.0))
             assert function(*tensors, mask.contiguous()).equal(found)
-    assert CALLS.count("forward", any_length=False) == 2
+    assert watched.prepared("forward", any_length=False) == 2
 
 
 @pytest.mark.parametrize("function", [qkv.attention, drop_in])
-def test_other_masks_are_other_calls(function) -> None:
+def test_other_masks_are_other_calls(watched, function) -> None:
     """By what they are of, how they lie in memory and where."""
-    tensors = remembered(function, masks()[0])
+    tensors = remembered(watched, function, masks()[0])
     allowed, bias = masks(1)
     for _ in range(3):
         for mask in (
@@ -297,9 +297,9 @@ def test_other_masks_are_other_calls(function) -> None:
 
 
 @pytest.mark.parametrize("function", [qkv.attention, drop_in])
-def test_gradients_of_biases_are_not_lost(function) -> None:
+def test_gradients_of_biases_are_not_lost(watched, function) -> None:
     bias = normal(4, 16, 16)
-    tensors = remembered(function, bias)
+    tensors = remembered(watched, function, bias)
     bias.requires_grad_()
     with torch.no_grad():
         assert not function(*tensors, bias).requires_grad
@@ -312,8 +312,8 @@ def test_gradients_of_biases_are_not_lost(function) -> None:
     close(batched, torch.stack([sdpa(*tensors, b) for b in rows]))
 
 
-def test_another_machine_is_seen(monkeypatch) -> None:
-    tensors = remembered(backend="cpu")
+def test_another_machine_is_seen(watched, monkeypatch) -> None:
+    tensors = remembered(watched, backend="cpu")
     monkeypatch.setenv("QKV_ISA", "no such thing")
     with pytest.raises(QkvError, match="no such thing"):
         qkv.attention(*tensors, backend="cpu")
@@ -322,7 +322,7 @@ def test_another_machine_is_seen(monkeypatch) -> None:
         close(qkv.attention(*tensors, backend="cpu"), sdpa(*tensors))
 
 
-def test_a_registered_backend_is_seen() -> None:
+def test_a_registered_backend_is_seen(watched) -> None:
     from qkv.backends import register, unregister
     from qkv.backends.reference import ReferenceBackend
 
@@ -335,7 +335,7 @@ def test_a_registered_backend_is_seen() -> None:
             Loud.calls += 1
             return super().run(problem)
 
-    tensors = remembered()
+    tensors = remembered(watched)
     register(Loud())
     try:
         close(qkv.attention(*tensors), sdpa(*tensors))
@@ -363,14 +363,14 @@ def test_many_threads() -> None:
                 close(found, right)
 
 
-def test_the_cache_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_calls_is_bounded(watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CALLS, "capacity", 40)
     key = normal(1, 1, 2 * CALLS.capacity + 20, 2)
     for length in range(16, 2 * CALLS.capacity):
         part = key[:, :, :length]
         for _ in range(2):
             qkv.attention(part, part, part, scale=float(length))
-    assert CALLS.count("forward", any_length=False) > 1
+    assert watched.prepared("forward", any_length=False) > 1
     assert len(CALLS) == CALLS.capacity
 
 

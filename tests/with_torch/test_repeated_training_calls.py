@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import qkv  # noqa: E402
-from qkv.bridges import torch_eager, torch_operators, torch_prepared  # noqa: E402
 from qkv.call.cache import CALLS  # noqa: E402
+from watched import python_calls  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("no_prepared_calls"),
@@ -70,20 +70,11 @@ def check(given, allowed, *variants, sinks=None, **keywords):
 
 
 @pytest.fixture
-def only_prepared(monkeypatch):
+def only_prepared(watched):
     """From its call on, nothing but what was prepared may compute."""
-
-    def fail(*arguments, **keywords):
-        raise AssertionError("the call was not the latest one")
-
-    def close():
-        for module, name in (
-            (torch_prepared, "_look_up"), (torch_eager, "_attend"),
-            (torch_operators, "compute_attention"), (torch_operators, "compute_gradients"),
-        ):  # fmt: skip
-            monkeypatch.setattr(module, name, fail)
-
-    return close
+    at_call = []
+    yield lambda: at_call.append(watched.computed)
+    assert at_call == [watched.computed]
 
 
 LENGTHS = torch.tensor([23, 40])
@@ -111,6 +102,21 @@ def test_both_passes_are_the_first_ones_tried(only_prepared, name, dtype) -> Non
     only_prepared()
     for seed in range(5, 8):
         check(operands(seed=seed, dtype=dtype), allowed, *variants)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_repeated_training_call_looks_nothing_up(name) -> None:
+    """A call after one of another type is looked up, which takes some 24 functions more."""
+
+    def train(dtype) -> None:
+        query, key, value, *_ = operands(dtype=dtype)
+        out = qkv.attention(query, key, value, *VARIANTS[name][0])
+        out.backward(torch.ones_like(out))
+
+    for dtype in (torch.float32, torch.float64) * 5:
+        train(dtype)
+    looked_up, *repeated = (python_calls(lambda: train(torch.float32)) for _ in range(4))
+    assert max(repeated) + 15 < looked_up
 
 
 def test_an_array_of_numpy_compared_by_value(only_prepared) -> None:

@@ -6,8 +6,6 @@ vmap, scan) becomes an operation of compiled code.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -22,6 +20,7 @@ from qkv.bridges.jax_rules import varying
 from qkv.bridges.learnable import with_scale
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, bind
+from qkv.call.checked import views_of
 from qkv.call.options import OptionValues
 from qkv.call.structure_text import hold
 from qkv.errors import DTypeError, UnsupportedError
@@ -61,16 +60,9 @@ def attention(
     if not structure.is_plain:
         attended = attend(bound)
         return (attended.out, attended.lse) if return_lse else attended.out
-    views = [_view(leaf, role) for leaf, role in zip(leaves, _roles(leaves), strict=True)]
+    _, views = views_of(bound)
     out, lse, *_ = attend(BoundCall(structure, views), rows=return_lse)
     return (_like(query, out), _like(query, lse)) if return_lse else _like(query, out)
-
-
-def _roles(leaves: Sequence[Any]) -> list[str]:
-    return ["query", "key", "value", *["an array of a variant"] * (len(leaves) - 3)]
-
-
-_view = partial(view_beside, JaxArrays())
 
 
 def _like(query: Any, array: Any) -> Any:
@@ -90,7 +82,7 @@ def _operand(array: Any, role: str) -> Any:
         )
     if isinstance(array, jax.Array):
         return array
-    seen = _view(array, role)
+    seen = view_beside(JaxArrays(), array, role)
     made = jnp.asarray(seen)
     if made.dtype != seen.dtype:
         raise DTypeError(

@@ -53,15 +53,16 @@ DTYPES: dict[int, np.dtype[Any]] = {
 """XLA_FFI_DataType."""
 
 
+_HEAD = (("struct_size", _SIZE), ("extension_start", _POINTER))
+"""How most structures begin."""
+
+
 class Extension(ctypes.Structure):
     _fields_ = (("struct_size", _SIZE), ("type", _INT), ("next", _POINTER))
 
 
 class ApiVersion(ctypes.Structure):
-    _fields_ = (
-        ("struct_size", _SIZE), ("extension_start", _POINTER),
-        ("major_version", _INT), ("minor_version", _INT),
-    )  # fmt: skip
+    _fields_ = (*_HEAD, ("major_version", _INT), ("minor_version", _INT))
 
 
 class Metadata(ctypes.Structure):
@@ -76,26 +77,20 @@ class MetadataExtension(ctypes.Structure):
 
 
 class ErrorCreateArgs(ctypes.Structure):
-    _fields_ = (
-        ("struct_size", _SIZE), ("extension_start", _POINTER), ("message", ctypes.c_char_p),
-        ("errc", _INT),
-    )  # fmt: skip
+    _fields_ = (*_HEAD, ("message", ctypes.c_char_p), ("errc", _INT))
 
 
 class Api(ctypes.Structure):
     """The beginning of it: as far as it is used."""
 
     _fields_ = (
-        ("struct_size", _SIZE), ("extension_start", _POINTER), ("api_version", ApiVersion),
-        ("internal_api", _POINTER), ("XLA_FFI_Error_Create", _POINTER),
+        *_HEAD, ("api_version", ApiVersion), ("internal_api", _POINTER),
+        ("XLA_FFI_Error_Create", _POINTER),
     )  # fmt: skip
 
 
 class Buffer(ctypes.Structure):
-    _fields_ = (
-        ("struct_size", _SIZE), ("extension_start", _POINTER), ("dtype", _INT),
-        ("data", _POINTER), ("rank", _INT64), ("dims", _POINTER),
-    )  # fmt: skip
+    _fields_ = (*_HEAD, ("dtype", _INT), ("data", _POINTER), ("rank", _INT64), ("dims", _POINTER))
 
 
 class ByteSpan(ctypes.Structure):
@@ -103,31 +98,23 @@ class ByteSpan(ctypes.Structure):
 
 
 class Args(ctypes.Structure):
-    _fields_ = (
-        ("struct_size", _SIZE), ("extension_start", _POINTER), ("size", _INT64),
-        ("types", _POINTER), ("args", _POINTER),
-    )  # fmt: skip
+    _fields_ = (*_HEAD, ("size", _INT64), ("types", _POINTER), ("args", _POINTER))
 
 
 class Rets(ctypes.Structure):
-    _fields_ = (
-        ("struct_size", _SIZE), ("extension_start", _POINTER), ("size", _INT64),
-        ("types", _POINTER), ("rets", _POINTER),
-    )  # fmt: skip
+    _fields_ = (*_HEAD, ("size", _INT64), ("types", _POINTER), ("rets", _POINTER))
 
 
 class Attrs(ctypes.Structure):
     _fields_ = (
-        ("struct_size", _SIZE), ("extension_start", _POINTER), ("size", _INT64),
-        ("types", _POINTER), ("names", _POINTER), ("attrs", _POINTER),
+        *_HEAD, ("size", _INT64), ("types", _POINTER), ("names", _POINTER), ("attrs", _POINTER),
     )  # fmt: skip
 
 
 class CallFrame(ctypes.Structure):
     _fields_ = (
-        ("struct_size", _SIZE), ("extension_start", _POINTER), ("api", ctypes.POINTER(Api)),
-        ("ctx", _POINTER), ("stage", _INT), ("args", Args), ("rets", Rets), ("attrs", Attrs),
-        ("future", _POINTER),
+        *_HEAD, ("api", ctypes.POINTER(Api)), ("ctx", _POINTER), ("stage", _INT), ("args", Args),
+        ("rets", Rets), ("attrs", Attrs), ("future", _POINTER),
     )  # fmt: skip
 
 

@@ -140,14 +140,6 @@ def varying(arrays: Sequence[Any]) -> tuple[Any, ...]:
 
     def cast(array: Any) -> Any:
         more = tuple(sorted(axes - _varying_axes(array)))
-        if not more:
-            return array
-        lax: Any = jax.lax
-        # Before JAX 0.8, `pcast` to varying was called `pvary`.
-        return (
-            lax.pcast(array, more, to="varying")
-            if hasattr(lax, "pcast")
-            else lax.pvary(array, more)
-        )
+        return jax.lax.pcast(array, more, to="varying") if more else array
 
     return tuple(map(cast, arrays))

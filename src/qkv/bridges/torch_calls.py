@@ -49,7 +49,7 @@ def at_once(
         results = run_prepared(bound, return_lse)
         if results is not None:
             return results
-        return torch_eager.attention(bound, (query, key, value), variants, options, return_lse)
+        return torch_eager.attention(bound, variants, return_lse)
     except QkvError as error:
         raise error.with_action(LIBRARY.in_words(error.action)) from None
 

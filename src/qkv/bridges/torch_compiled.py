@@ -81,7 +81,8 @@ def _with_functions(variant: Any) -> Any:
     return None if whole else variant
 
 
-def _is_in_onnx_export() -> bool:
+@constant_result
+def _is_for_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
@@ -90,10 +91,10 @@ def _wants_gradient(array: Any) -> bool:
 
 
 constant_result(declared_fields)
-_is_for_onnx = constant_result(_is_in_onnx_export)
 
 
-def _keep_if_whole(variant: Any) -> int:
+@constant_result
+def _kept_number(variant: Any) -> int:
     """A number for a variant; none of one that Dynamo has no fields of, or that reads tensors."""
     if not vars(variant):
         return -1
@@ -107,14 +108,11 @@ def _keep_if_whole(variant: Any) -> int:
     return keep_for_good(variant)
 
 
-_kept_number = constant_result(_keep_if_whole)
-
-
 def _keep(variant: Any) -> int:
     """Compiled code, and what it names, may live as long as the process. It takes score mods that
     were made outside it, and their arrays, as constants.
     """
-    number: int = _kept_number(variant)
+    number = _kept_number(variant)
     if number < 0:
         raise ArgumentError(
             "a mask is made of a variant that is made inside of a function that torch compiles.",
@@ -131,18 +129,14 @@ def _stays_whole(variant: Any) -> bool:
     return hasattr(kind, "lower") and getattr(kind, "roles", None) is None
 
 
-def _is_device_backend(name: str) -> bool:
+@constant_result
+def _is_of_a_device(name: str) -> bool:
     return name != "auto" and device_backend(name) is not None
 
 
-_is_of_a_device = constant_result(_is_device_backend)
-
-
-def _text_of_tuple(structure: tuple[Any, ...]) -> str:
+@constant_result
+def _text(structure: tuple[Any, ...]) -> str:
     return Structure(*structure).text
-
-
-_text = constant_result(_text_of_tuple)
 
 
 def _node(

@@ -33,7 +33,6 @@ from qkv.bridges.torch_operators import contiguous
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, Structure, bind
 from qkv.call.device_call import check_device_call, is_device_call
-from qkv.call.options import OptionValues
 from qkv.call.structure_text import hold, names_objects
 from qkv.errors import UnsupportedError
 from qkv.problem.stored_rows import Paged, Quantized
@@ -41,18 +40,14 @@ from qkv.problem.stored_rows import Paged, Quantized
 __all__ = ["attend_on_device", "attention", "refuse_export"]
 
 
-def attention(
-    bound: BoundCall,
-    operands: tuple[Any, Any, Any],
-    variants: tuple[Any, ...],
-    options: OptionValues,
-    return_lse: bool,
-) -> Any:
-    """`qkv.attention` of a bound call that was not prepared."""
+def attention(bound: BoundCall, variants: tuple[Any, ...], return_lse: bool) -> Any:
+    """`qkv.attention` of a bound call that was not prepared; `variants` as they were given."""
     with on_torch_threads():
         refuse_constants(variants, is_tracked, ".detach()")
         if torch.onnx.is_in_onnx_export():
-            bound = bind(*operands, *as_torch_operations(*operands, variants, options))
+            query, key, value, _, options, _ = bound.unflatten()
+            written = as_torch_operations(query, key, value, variants, options)
+            bound = bind(query, key, value, *written)
         return _attend(bound, return_lse)
 
 

@@ -23,7 +23,7 @@ text of it while torch compiles, which takes constants as text, else the structu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -126,12 +126,7 @@ class _Attention(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, structure: Any, *inputs: Tensor) -> Any:
-        def function(*one: Tensor) -> Any:
-            return _AttentionBothWays.apply(structure, *one)
-
-        return batched(
-            info, in_dims[1:], inputs, function, _uses_batch_index(structure), inputs=0, along=0
-        )
+        return _batched(_AttentionBothWays, info, in_dims, inputs, (structure,), first=0, along=0)
 
 
 class _AttentionBothWays(_Attention):
@@ -228,21 +223,9 @@ class _Backward(Function):
         return tuple(a + b for a, b in zip((query, key, value, *own), linear, strict=True))
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: Any, structure: Any, wanted: tuple[int, ...], *tensors: Tensor
-    ) -> Any:
-        def function(*one: Tensor) -> Any:
-            return _Backward.apply(structure, wanted, *one)
-
-        return batched(
-            info,
-            in_dims[2:],
-            tensors,
-            function,
-            _uses_batch_index(structure),
-            inputs=RESULTS + 2,
-            along=len(wanted),
-        )
+    def vmap(info: Any, in_dims: Any, structure: Any, wanted: Any, *tensors: Tensor) -> Any:
+        fixed, first = (structure, wanted), RESULTS + 2
+        return _batched(_Backward, info, in_dims, tensors, fixed, first=first, along=len(wanted))
 
 
 class _Tangent(Function):
@@ -274,19 +257,9 @@ class _Tangent(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, structure: Any, directions: Any, *tensors: Tensor) -> Any:
-        def function(*one: Tensor) -> Any:
-            return _Tangent.apply(structure, directions, *one)
-
-        first = RESULTS + 3 + len(directions)
-        return batched(
-            info,
-            in_dims[2:],
-            tensors,
-            function,
-            _uses_batch_index(structure),
-            inputs=first,
-            along=len(directions),
-        )
+        fixed, along = (structure, directions), len(directions)
+        first = RESULTS + 3 + along
+        return _batched(_Tangent, info, in_dims, tensors, fixed, first=first, along=along)
 
 
 class _Second(Function):
@@ -326,13 +299,27 @@ class _Second(Function):
     def vmap(
         info: Any, in_dims: Any, structure: Any, directions: Any, wanted: Any, *t: Tensor
     ) -> Any:
-        def function(*one: Tensor) -> Any:
-            return _Second.apply(structure, directions, wanted, *one)
+        fixed, first = (structure, directions, wanted), 5 + len(directions)
+        along = len(directions) + len(wanted)
+        return _batched(_Second, info, in_dims, t, fixed, first=first, along=along)
 
-        own, first = len(directions) + len(wanted), 5 + len(directions)
-        return batched(
-            info, in_dims[3:], t, function, _uses_batch_index(structure), inputs=first, along=own
-        )
+
+def _batched(
+    function: type[Function],
+    info: Any,
+    in_dims: Any,
+    tensors: Sequence[Tensor],
+    fixed: tuple[Any, ...],
+    *,
+    first: int,
+    along: int,
+) -> Any:
+    """The rule of `torch.vmap`: `fixed` comes before all tensors, `first` before the inputs."""
+    whole = fixed[0]
+    whole = Structure.from_text(whole) if isinstance(whole, str) else whole.structure
+    one, in_dims = partial(function.apply, *fixed), in_dims[len(fixed) :]
+    uses_index = whole.uses_batch_index
+    return batched(info, in_dims, tensors, one, uses_index, inputs=first, along=along)
 
 
 def _backward(
@@ -375,8 +362,3 @@ class _Whole:
 def _text(structure: _Whole | str) -> str:
     """The text that operators take."""
     return structure if isinstance(structure, str) else structure.text
-
-
-def _uses_batch_index(structure: _Whole | str) -> bool:
-    whole = Structure.from_text(structure) if isinstance(structure, str) else structure.structure
-    return whole.uses_batch_index

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.arrays.torch_arrays import TorchArrays
+from qkv.bridges.torch_operands import PLAIN, view_of
 from qkv.call.bound import BoundCall
 from qkv.call.forms import MAX_VALUE_BYTES
 
@@ -22,37 +22,28 @@ __all__ = [
     "leaf_values",
 ]
 
-_view = TorchArrays().view
-
 
 def leaf_values(bound: BoundCall) -> tuple[bytes, ...] | None:
     """The bytes of the arrays that are compared by value, None if these are too many."""
     if not bound.structure.by_value:
         return ()
-    of_leaves = []
-    for n in bound.structure.by_value:
-        values = array_bytes(bound.leaves[n])
-        if values is None:
-            return None
-        of_leaves.append(values)
-    return tuple(of_leaves)
+    values = [array_bytes(bound.leaves[n]) for n in bound.structure.by_value]
+    few = tuple([each for each in values if each is not None])
+    return few if len(few) == len(values) else None
 
 
 def array_bytes(array: Any) -> bytes | None:
     """The bytes of an array that is compared by value; None if these are too many, or a gradient
     is wanted."""
     if isinstance(array, Tensor):
-        if not array.is_cpu or array.nbytes > MAX_VALUE_BYTES or type(array) not in _PLAIN:
+        if not array.is_cpu or array.nbytes > MAX_VALUE_BYTES or type(array) not in PLAIN:
             return None
         if array.requires_grad and torch.is_grad_enabled():
             return None
-        array = _view(array, "an array of a variant")
+        array = view_of(array)
     if type(array) is not np.ndarray or array.nbytes > MAX_VALUE_BYTES:
         return None
     return array.tobytes()
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def gradients_wanted(tensors: Sequence[Tensor]) -> tuple[bool, ...]:

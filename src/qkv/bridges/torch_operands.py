@@ -23,12 +23,18 @@ __all__ = [
     "is_tracked",
     "kept_tensor",
     "operand",
+    "view_of",
 ]
 
 LIBRARY = TorchArrays()
 
 PLAIN = (Tensor, torch.nn.Parameter)
 ARRAY_TYPES.update(PLAIN)
+
+
+def view_of(tensor: Tensor) -> Any:
+    """The memory of a tensor as a NumPy array."""
+    return LIBRARY.view(tensor, "a tensor")
 
 
 def is_tracked(array: Any) -> bool:

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.arrays.torch_arrays import TorchArrays
 from qkv.bridges.torch_openmp import on_torch_threads
+from qkv.bridges.torch_operands import LIBRARY, view_of
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, Structure
 from qkv.call.derivatives.jvp import Tangents, jvp_of, second_vjp
@@ -97,19 +97,13 @@ def attention(
 
 @attention.register_fake
 def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    arrays: Sequence[Tensor] | None,
-    structure: str,
-    backward: bool,
+    query: Tensor, key: Tensor, value: Tensor, _: Any, structure: str, backward: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layout = Structure.from_text(structure).layout
     _check_shapes(query, key, value, layout)
-    lse, rest = (_empty_lse(query, key, value, layout) for _ in range(2))
-    out = _empty_output(query, key, value, layout)
+    out, lse = _empty_results(query, key, value, layout)
     dim = out.shape[-1] if backward and is_rounded(query) else 0
-    return out, lse, rest, lse.new_empty(*out.shape[:-1], dim)
+    return out, lse, torch.empty_like(lse), lse.new_empty(*out.shape[:-1], dim)
 
 
 def compute_gradients(
@@ -120,9 +114,9 @@ def compute_gradients(
     wanted: Sequence[int],
 ) -> list[Tensor]:
     """Gradients of query, key, value and the wanted arrays; see the groups in `torch_functions`."""
-    bound = BoundCall(structure, tuple(map(_view, inputs)))
-    residuals, leaves = Residuals(*map(_view, results)), [3 + n for n in wanted]
-    grad_out, grad_lse = map(_view, cotangents)
+    bound = BoundCall(structure, tuple(map(view_of, inputs)))
+    residuals, leaves = Residuals(*map(view_of, results)), [3 + n for n in wanted]
+    grad_out, grad_lse = map(view_of, cotangents)
     with on_torch_threads():
         gradients = pull_back(bound, residuals, grad_out, grad_lse, leaves)
     return _gradient_tensors(gradients, inputs[3:], wanted)
@@ -149,19 +143,8 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    arrays: Sequence[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    lse_rest: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    structure: str,
-    wanted: Sequence[int],
-) -> list[Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, arrays: Any, *given: Any) -> list[Tensor]:
+    *_, wanted = given
     return [_empty_dense(t) for t in (query, key, value, *(arrays[n] for n in wanted))]
 
 
@@ -183,17 +166,9 @@ def attention_tangent(
 
 
 @attention_tangent.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    arrays: Sequence[Tensor],
-    tangents: Sequence[Tensor],
-    structure: str,
-    directions: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    layout = Structure.from_text(structure).layout
-    return _empty_output(query, key, value, layout), _empty_lse(query, key, value, layout)
+def _(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    *_, structure, _ = given
+    return _empty_results(query, key, value, Structure.from_text(structure).layout)
 
 
 @torch.library.custom_op("qkv::attention_second", mutates_args=(), device_types="cpu")
@@ -213,8 +188,8 @@ def attention_second(
     with on_torch_threads():
         second = second_vjp(
             _bound_call(query, key, value, arrays, Structure.from_text(structure)),
-            grad_out=_view(grad_out),
-            grad_lse=_view(grad_lse),
+            grad_out=view_of(grad_out),
+            grad_lse=view_of(grad_lse),
             tangents=_tangents(tangents, directions),
             wrt=[3 + n for n in wanted],
         )
@@ -223,28 +198,14 @@ def attention_second(
 
 
 @attention_second.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    arrays: Sequence[Tensor],
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    tangents: Sequence[Tensor],
-    structure: str,
-    directions: Sequence[int],
-    wanted: Sequence[int],
-) -> list[Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, arrays: Any, *given: Any) -> list[Tensor]:
+    grad_out, grad_lse, *_, wanted = given
     more = (arrays[n] for n in wanted)
     return [_empty_dense(t) for t in (query, key, value, grad_out, grad_lse, *more)]
 
 
-def _view(tensor: Tensor) -> Any:
-    return _LIBRARY.view(tensor, "a tensor")
-
-
 def _tensor(array: Any) -> Tensor:
-    return contiguous(_LIBRARY.restore(np.ascontiguousarray(array) if array.ndim else array))
+    return contiguous(LIBRARY.restore(np.ascontiguousarray(array) if array.ndim else array))
 
 
 def contiguous(tensor: Tensor) -> Tensor:
@@ -261,13 +222,10 @@ def distinct_objects(tensors: Sequence[Tensor]) -> list[Tensor]:
     return results
 
 
-_LIBRARY = TorchArrays()
-
-
 def _bound_call(
     query: Tensor, key: Tensor, value: Tensor, arrays: Sequence[Tensor], structure: Structure
 ) -> BoundCall:
-    return BoundCall(structure, tuple([_view(t) for t in (query, key, value, *arrays)]))
+    return BoundCall(structure, tuple([view_of(t) for t in (query, key, value, *arrays)]))
 
 
 def _gradient_tensors(
@@ -278,7 +236,7 @@ def _gradient_tensors(
 
 
 def _tangents(tangents: Sequence[Tensor], directions: Sequence[int]) -> Tangents:
-    query, key, value, *own = map(_view, tangents)
+    query, key, value, *own = map(view_of, tangents)
     of_variants = [(3 + n, None, tangent) for n, tangent in zip(directions, own, strict=True)]
     return Tangents(query, key, value, of_variants)
 
@@ -291,7 +249,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Non
     """Raise for shapes as the real operator does; sizes that are not known yet become guards."""
     tensors = query, key, value
     if all(type(n) is int for t in tensors for n in t.shape):
-        arrays = _LIBRARY.described(query), _LIBRARY.described(key), _LIBRARY.described(value)
+        arrays = LIBRARY.described(query), LIBRARY.described(key), LIBRARY.described(value)
         # The layout in the text is "bhld" or "blhd", although its type is any string.
         check(*arrays, (), layout=layout)  # type: ignore[arg-type]
         return
@@ -310,31 +268,15 @@ def _fact_with_shapes(fact: str, tensors: Sequence[Tensor]) -> str:
     return f"{fact}: {', '.join(str(tuple(t.shape)) for t in tensors)}."
 
 
-def _output_sizes(
-    query: Tensor, key: Tensor, value: Tensor, layout: str
-) -> tuple[list[Any], Any, Any, Any]:
-    """Leading dimensions, heads, q_len and v_head_dim; no heads where all are matrices."""
+def _empty_results(query: Tensor, key: Tensor, value: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """Output and lse of a call, which have no heads where all operands are matrices."""
     heads, length = (-2, -3) if layout == "blhd" else (-3, -2)
-    ndim = max(query.ndim, key.ndim, value.ndim)
-    if ndim == 2:
-        return [], None, query.shape[0], value.shape[1]
     tensors = [t if t.ndim > 2 else t[None] for t in (query, key, value)]
     lead = torch.broadcast_shapes(*(t.shape[:-3] for t in tensors))
-    if query.ndim == 2:
-        return list(lead), 1, query.shape[0], value.shape[-1]
-    return list(lead), query.shape[heads], query.shape[length], value.shape[-1]
-
-
-def _empty_output(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Tensor:
-    lead, heads, length, dim = _output_sizes(query, key, value, layout)
-    if heads is None:
-        return query.new_empty(length, dim)
-    rows = (length, heads) if layout == "blhd" else (heads, length)
-    return query.new_empty(*lead, *rows, dim)
-
-
-def _empty_lse(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Tensor:
-    lead, heads, length, _ = _output_sizes(query, key, value, layout)
+    sizes = (1, query.shape[0]) if query.ndim == 2 else (query.shape[heads], query.shape[length])
+    rows = [*lead, *sizes]
+    out_rows = [*lead, *sizes[::-1]] if layout == "blhd" else rows
+    if query.ndim == key.ndim == value.ndim == 2:
+        rows = out_rows = [query.shape[0]]
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
-    shape = [length] if heads is None else [*lead, heads, length]
-    return query.new_empty(shape, dtype=dtype)
+    return query.new_empty(*out_rows, value.shape[-1]), query.new_empty(rows, dtype=dtype)

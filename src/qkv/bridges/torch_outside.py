@@ -5,20 +5,13 @@ Importing this imports the compiler; only what the compiler reads does so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 __all__ = ["call_outside"]
 
 
-def _call(at_once: Callable[..., Any], *given: Any) -> Any:
-    return at_once(*given)
-
-
 call_outside = torch.compiler.disable(
-    _call,
+    lambda at_once, *given: at_once(*given),
     reason="this call of qkv.attention has a function of scores or positions that calls NumPy's "
     "functions, and reads tensors or is made inside of the compiled function. Write it with those "
     "of torch, as torch.where; or compile without fullgraph=True, or export with strict=False",

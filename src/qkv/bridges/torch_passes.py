@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from qkv.arrays.torch_arrays import TorchArrays
 from qkv.backends import Prepared, conditions
 from qkv.bridges.torch_guards import Guard, gradient_guard
 from qkv.bridges.torch_openmp import on_torch_threads
+from qkv.bridges.torch_operands import LIBRARY, view_of
 from qkv.call.bound import BoundCall, Structure
 from qkv.call.cache import PreparedCall
 from qkv.call.derivatives.pull_back import Residuals, prepared_gradients
@@ -55,7 +55,7 @@ class PreparedPasses:
             rest = np.full_like(lse, np.nan)
         result = self._tensor(out)
         kept = result if unrounded is None else self._tensor(unrounded)
-        return result, _tensor(lse), _tensor(rest), kept
+        return result, LIBRARY.restore(lse), LIBRARY.restore(rest), kept
 
     def gradients(
         self, results: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]
@@ -71,8 +71,8 @@ class PreparedPasses:
         if not known[0](*self._read(results, cotangents, inputs)):
             return None
         query, key, value = map(self._view, inputs[:3])
-        out, lse, rest = self._view(results[0]), _view(results[1]), _view(results[2])
-        grad_out, grad_lse = self._view(cotangents[0]), _view(cotangents[1])
+        out, lse, rest = self._view(results[0]), view_of(results[1]), view_of(results[2])
+        grad_out, grad_lse = self._view(cotangents[0]), view_of(cotangents[1])
         arrays = self._arrays(inputs)
         with on_torch_threads():
             computed = known[1].prepared.call(
@@ -92,8 +92,9 @@ class PreparedPasses:
         if self._attempts == _MOST_ATTEMPTS or len(set(map(id, read))) < len(read):
             return
         self._attempts += 1
-        bound = BoundCall(structure, tuple(map(_view, inputs)))
-        ready = prepared_gradients(bound, Residuals(*map(_view, results)), *map(_view, cotangents))
+        bound = BoundCall(structure, tuple(map(view_of, inputs)))
+        kept, given = map(view_of, results), map(view_of, cotangents)
+        ready = prepared_gradients(bound, Residuals(*kept), *given)
         if ready is not None:
             self._backward = gradient_guard(*read), ready
 
@@ -103,25 +104,15 @@ class PreparedPasses:
         return [*results, *cotangents, *inputs[:3], *[inputs[n] for n in self._in_place]]
 
     def _arrays(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-        return tuple([_view(inputs[n]) for n in self._in_place])
+        return tuple([view_of(inputs[n]) for n in self._in_place])
 
     def _view(self, tensor: Tensor) -> Any:
         """An array with heads before rows."""
-        array = _view(tensor)
+        array = view_of(tensor)
         return array.swapaxes(-3, -2) if self._rows_first else array
 
     def _tensor(self, array: Any) -> Tensor:
         """The tensor of an array with heads before rows."""
-        return _tensor(np.ascontiguousarray(array.swapaxes(-3, -2)) if self._rows_first else array)
-
-
-def _view(tensor: Tensor) -> Any:
-    return _LIBRARY.view(tensor, "a tensor")
-
-
-def _tensor(array: Any) -> Tensor:
-    tensor: Tensor = _LIBRARY.restore(array)
-    return tensor
-
-
-_LIBRARY = TorchArrays()
+        own = np.ascontiguousarray(array.swapaxes(-3, -2)) if self._rows_first else array
+        tensor: Tensor = LIBRARY.restore(own)
+        return tensor

@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from qkv.arrays.torch_arrays import TorchArrays
-from qkv.backends import Passes
 from qkv.bridges.torch_layouts import are_dense, gradients_wanted, leaf_values
 from qkv.bridges.torch_observers import looks_on
 from qkv.bridges.torch_openmp import on_torch_threads
+from qkv.bridges.torch_operands import view_of
 from qkv.bridges.torch_runs import Run, Step, run_of
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS, Entry, PreparedCall
-from qkv.call.forms import fixed_form, form_of, heads_first, step_form
+from qkv.call.forms import Views, form_of, has_form, heads_first
 from qkv.errors import QkvError
 
 __all__ = ["run_alike", "run_prepared", "step_of"]
@@ -60,11 +59,7 @@ def run_alike(prepared: PreparedCall, bound: BoundCall, rows: bool) -> Any:
     run = prepared.of_tensors.get(_alike(read, wanted))
     if run is None or not _fits(run, bound, read):
         seen = _seen(bound)
-        views = None if seen is None else heads_first(seen)
-        if seen is None or views is None:
-            return None
-        make = step_form if prepared.form.any_length else fixed_form
-        if make(seen, views, prepared.form.passes) != prepared.form:
+        if seen is None or not has_form(*seen, prepared.form):
             return None
         run = _run_of(prepared, bound, read, wanted)
     return None if run is None else run.compute(bound, read, rows)
@@ -96,12 +91,15 @@ def _fits(run: Run, bound: BoundCall, read: Sequence[Any]) -> bool:
 def _look_up(entry: Entry, bound: BoundCall) -> Run | None:
     """The run of calls with the form of this one, made if this is the first of tensors."""
     read = bound.read_in_place
-    if not are_dense(*read):
+    seen = _seen(bound) if are_dense(*read) else None
+    if seen is None:
         return None
     wanted = gradients_wanted(read)
-    prepared = _known_call(entry, bound, "residuals" if wanted else "forward")
+    form = form_of(*seen, "residuals" if wanted else "forward", entry)
+    prepared = None if form is None else entry.calls.get(form)
     if prepared is None:
         return None
+    prepared.used = CALLS.clock
     return _run_of(prepared, bound, read, wanted)
 
 
@@ -123,28 +121,17 @@ def _run_of(
     return run
 
 
-def _known_call(entry: Entry, bound: BoundCall, passes: Passes) -> PreparedCall | None:
-    """The prepared call with the form of NumPy views of dense tensors."""
-    seen = _seen(bound)
-    views = None if seen is None else heads_first(seen)
-    form = None
-    if seen is not None and views is not None:
-        form = form_of(seen, views, passes, entry)
-    prepared = None if form is None else entry.calls.get(form)
-    if prepared is not None:
-        prepared.used = CALLS.clock
-    return prepared
+def _seen(bound: BoundCall) -> tuple[BoundCall, Views] | None:
+    """The call of NumPy views, and its operands with heads before rows.
 
-
-def _seen(bound: BoundCall) -> BoundCall | None:
-    """The call of NumPy views; None if some array has none, or is not compared by value."""
+    None if some array has no view, or is not compared by value.
+    """
     if leaf_values(bound) is None:
         return None
     try:
-        leaves = [leaf if type(leaf) is np.ndarray else _view(leaf, "") for leaf in bound.leaves]
+        leaves = [leaf if type(leaf) is np.ndarray else view_of(leaf) for leaf in bound.leaves]
     except QkvError:  # The checked call raises it again, with the name of the array.
         return None
-    return bound._replace(leaves=leaves)
-
-
-_view = TorchArrays().view
+    seen = bound._replace(leaves=leaves)
+    views = heads_first(seen)
+    return None if views is None else (seen, views)

@@ -211,21 +211,14 @@ def run_of(
 def _step(
     prepared: PreparedCall, bound: BoundCall, read: Sequence[Tensor], values: tuple[bytes, ...]
 ) -> Step | None:
-    steps = _steps_of_tensors(prepared, bound)
-    if steps is None:
-        return None
-    common = Common(prepared, form_guard(*read), values, None)
-    return Step(common, steps, read[0].shape[-2], *_makers(read))
-
-
-def _steps_of_tensors(prepared: PreparedCall, bound: BoundCall) -> PreparedSteps | None:
-    """The steps of a prepared call, if they are told addresses, sizes and strides alone."""
-    form, structure = prepared.step, bound.structure
-    if form is None or not form.every_length or form.lengths:
+    """The step, if it is told addresses, sizes and strides alone."""
+    form, structure, steps = prepared.step, bound.structure, prepared.prepared.steps
+    if form is None or not form.every_length or form.lengths or steps is None:
         return None
     if structure.per_step or structure.layout != "bhld":
         return None
-    return prepared.prepared.steps
+    common = Common(prepared, form_guard(*read), values, None)
+    return Step(common, steps, read[0].shape[-2], *_makers(read))
 
 
 def _makers(operands: Sequence[Tensor]) -> tuple[Empty, Empty]:

@@ -19,15 +19,7 @@ from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS, Entry, PreparedCall
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.decoding import run_step
-from qkv.call.forms import (
-    Views,
-    fixed_form,
-    form_of,
-    heads_first,
-    in_place,
-    step_form,
-    values_of,
-)
+from qkv.call.forms import Views, form_of, has_form, heads_first, in_place, values_of
 from qkv.call.preparing import prepare
 from qkv.partial import Partial
 
@@ -113,10 +105,7 @@ def run_alike(prepared: PreparedCall, bound: BoundCall, rows: bool) -> Attended 
         if repeated is not None:
             return repeated
     views = heads_first(bound)
-    if views is None:
-        return None
-    make = step_form if form.any_length else fixed_form
-    if make(bound, views, form.passes) != form:
+    if views is None or not has_form(bound, views, form):
         return None
     results = _run(prepared, bound, views, rows)
     return None if results is None else _restored(results, bound)

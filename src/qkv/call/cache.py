@@ -133,15 +133,6 @@ class CallCache:
     def __len__(self) -> int:
         return sum([len(entry.calls) for entry in list(self._entries.values())])
 
-    def count(self, *passes: Passes, any_length: bool | None = None) -> int:
-        """How many calls of these passes are prepared, of any number of keys or of one."""
-        with self._exclusive.lock:
-            return sum(
-                call is not None and form.passes in passes and any_length in (None, form.any_length)
-                for entry in self._entries.values()
-                for form, call in entry.calls.items()
-            )
-
     def entry(self, structure: Structure) -> Entry | None:
         """The entry of a structure, if anything is prepared for it."""
         if self._conditions != conditions():

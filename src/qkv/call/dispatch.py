@@ -7,10 +7,10 @@ from typing import Any
 
 from qkv.call.bound import bind
 from qkv.call.checked import CheckedCall, check_call
-from qkv.call.device_call import DeviceCall, check_device_call, is_device_call
+from qkv.call.device_call import check_device_call, is_device_call
 from qkv.call.options import DEFAULTS, OptionValues
 
-__all__ = ["checked", "checked_on_host"]
+__all__ = ["checked"]
 
 
 def checked(
@@ -25,15 +25,3 @@ def checked(
     if is_device_call(bound):
         return check_device_call(bound, variants)
     return check_call(bound, variants)
-
-
-def checked_on_host(
-    query: Any,
-    key: Any,
-    value: Any,
-    variants: Sequence[Any],
-    options: OptionValues = DEFAULTS,
-) -> CheckedCall:
-    """Bind and check a call whose values will be read; tensors on a device are copied."""
-    call = checked(query, key, value, variants, options)
-    return call.on_host() if isinstance(call, DeviceCall) else call

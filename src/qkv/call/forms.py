@@ -14,8 +14,8 @@ from qkv.call.cache import Entry, Form
 from qkv.call.flatten import add_length_keys
 from qkv.problem.builder import INDEX_LIMIT
 
-__all__ = ["MAX_DECODE_QUERIES", "MAX_VALUE_BYTES", "Views", "fixed_form", "form_of", "heads_first",
-           "in_place", "step_form", "values_of"]  # fmt: skip
+__all__ = ["MAX_DECODE_QUERIES", "MAX_VALUE_BYTES", "Views", "fixed_form", "form_of", "has_form",
+           "heads_first", "in_place", "step_form", "values_of"]  # fmt: skip
 
 Array = NDArray[Any]
 Views = tuple[Array, Array, Array]
@@ -52,6 +52,12 @@ def form_of(bound: BoundCall, views: Views, passes: Passes, entry: Entry | None)
     if form is None or (entry is not None and entry.calls.get(form, form) is None):
         return fixed_form(bound, views, passes)
     return form
+
+
+def has_form(bound: BoundCall, views: Views, form: Form) -> bool:
+    """Whether a call of the same structure has this form."""
+    make = step_form if form.any_length else fixed_form
+    return make(bound, views, form.passes) == form
 
 
 def fixed_form(bound: BoundCall, views: Views, passes: Passes, *more: Hashable) -> Form | None:

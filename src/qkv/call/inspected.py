@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = ["Inspected", "attend_for_inspection"]
 Array = NDArray[Any]
 
 
+@dataclass(eq=False)
 class Inspected:
     """The results of a run for inspection.
 
@@ -38,28 +39,21 @@ class Inspected:
         With the shape of `row_lse`, sinks included; None if the backend tells nothing.
     backend : str
         The backend that ran.
+    check : callable
+        Gives the checked call.
     """
 
-    def __init__(
-        self,
-        output: Any,
-        lse: Any,
-        row_lse: Array,
-        rows: RowStatistics | None,
-        backend: str,
-        check: Callable[[], CheckedCall],
-    ) -> None:
-        self.output = output
-        self.lse = lse
-        self.row_lse = row_lse
-        self.rows = rows
-        self.backend = backend
-        self._check = check
+    output: Any
+    lse: Any
+    row_lse: Array
+    rows: RowStatistics | None
+    backend: str
+    check: Callable[[], CheckedCall]
 
     @cached_property
     def call(self) -> CheckedCall:
         """The checked call, in main memory; checked now, if the run was prepared."""
-        return self._check()
+        return self.check()
 
     def copy_tables(self) -> None:
         """Copy the arrays that variants without declared fields hold, which are no leaves."""

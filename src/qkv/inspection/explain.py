@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from qkv._dynamo import ends_graph
 from qkv.arrays.views import view
 from qkv.call.checked import CheckedCall
-from qkv.call.dispatch import checked_on_host
+from qkv.call.device_call import DeviceCall
+from qkv.call.dispatch import checked
 from qkv.call.options import Options, option_values, with_options
 from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
@@ -125,7 +126,9 @@ def explain(
     """
     if cotangent is not None and not grad:
         raise ArgumentError("a cotangent was given, but grad is False.", action="Pass grad=True.")
-    call = checked_on_host(query, key, value, variants, option_values("explain", options))
+    call = checked(query, key, value, variants, option_values("explain", options))
+    if isinstance(call, DeviceCall):  # The values will be read.
+        call = call.on_host()
     problem, spec = call.problem, call.problem.spec
     batches = selected_indices(batch, spec.batch_size, "batch", "batch_size").tolist()
     heads = selected_indices(head, spec.num_heads, "head", "num_heads").tolist()

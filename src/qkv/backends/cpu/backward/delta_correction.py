@@ -38,13 +38,14 @@ from qkv.backends.cpu.backward.kernel import (
 )
 from qkv.backends.cpu.backward.query_block import QueryBlockPass, block_functions
 from qkv.backends.cpu.emit.emitter import POINTER, Value
+from qkv.backends.cpu.forward.frame import STATS_SUMS, StatsRow
 from qkv.backends.cpu.forward.softmax import RowSums
 
 ROW_SUMS = ("row_max", "row_sum", "residual")
 """The arrays of m, l and r, in the order in which the kernel writes them."""
 
-_RESCALE, _LOST, _RESIDUAL = 2, 3, 5
-"""Rows of the statistics of `RowSums`. r takes the place of T, the sum for the entropy."""
+_RESIDUAL = StatsRow.T_SUM
+"""r takes the place of T, the sum for the entropy, in the statistics of `RowSums`."""
 
 
 def emit_delta_correction(key: BackwardKey) -> str:
@@ -102,7 +103,7 @@ def _residual_function(frame: BackwardFrame) -> Value:
         found = sum_over_keys(
             e, at.count, lambda k: e.load_vector(e.at(at.score_grads, e.mul(k, at.width)))
         )
-        rescale = e.load_vector(e.at(at.lse, e.mul(at.width, _RESCALE)))
+        rescale = e.load_vector(e.at(at.lse, e.mul(at.width, StatsRow.RESCALE)))
         place = e.at(at.lse, e.mul(at.width, _RESIDUAL))
         e.store_vector(e.fma(e.load_vector(place), rescale, found), place)
     return function
@@ -128,7 +129,8 @@ class _RowSumsPass(QueryBlockPass):
 
         def clear_sums(offset: Value, _: Value) -> None:
             (sums,) = self.areas("lse")
-            for row, start in ((0, -math.inf), (1, 0.0), (_LOST, 0.0), (_RESIDUAL, 0.0)):
+            for row in (StatsRow.ROW_MAX, *STATS_SUMS):
+                start = -math.inf if row == StatsRow.ROW_MAX else 0.0
                 e.store_vector(e.const(start), e.at(sums, offset, e.mul(self.width, row)))
 
         self.for_each_vector(clear_sums)
@@ -146,7 +148,7 @@ class _RowSumsPass(QueryBlockPass):
         first_row = e.mul(e.add(self.head_row, self.first_row), e.real_bytes)
 
         def write_sums(offset: Value, first: Value) -> None:
-            for n, row in enumerate((0, 1, _RESIDUAL)):
+            for n, row in enumerate((StatsRow.ROW_MAX, StatsRow.ROW_SUM, _RESIDUAL)):
                 sums = e.at(self.area["lse"], offset, e.mul(self.width, row))
                 out = e.at(split, e.mul(size, n), first_row)
                 where = out, first, e.sub(self.rows, 1), e.index(1)

@@ -71,16 +71,31 @@ def scratch_areas(shape: TileShape, head_dim: int, v_head_dim: int, item: int) -
     """Bytes that each area takes."""
     block_q = shape.lanes * shape.vectors
     query, value = (padded_dim(dim, shape.lanes) * block_q for dim in (head_dim, v_head_dim))
-    # "lse" has room for the rows of `RowSums`, from which the delta correction computes lse.
-    rows, block = (STATS * block_q, block_q, 3 * block_q), BLOCK_KV * block_q
-    copies = [BLOCK_KV * padded_dim(dim, shape.lanes) for dim in (head_dim, v_head_dim)]
-    sizes = (query, value, max(query, value), query, value, *rows, *[block] * 4, *copies)
-    areas = dict(zip(AREAS, sizes, strict=True))
-    if shape.product == "pairs":
+    block = BLOCK_KV * block_q
+    sizes = {
+        "query": query,
+        "grad_out": value,
+        "query_sums": max(query, value),
+        "query_rows": query,
+        "grad_rows": value,
+        # Room for the rows of `RowSums`, from which the delta correction computes lse.
+        "lse": STATS * block_q,
+        "lse_rest": block_q,
+        "delta": 3 * block_q,
+        "weights": block,
+        "score_grads": block,
+        "products": block,
+        "factors": block,
+        "key_copy": BLOCK_KV * padded_dim(head_dim, shape.lanes),
+        "value_copy": BLOCK_KV * padded_dim(v_head_dim, shape.lanes),
         # Rows of pairs are padded to whole chunks, which are two vectors each.
-        pairs = [BLOCK_KV * round_to_chunks(dim) // 2 for dim in (head_dim, v_head_dim)]
-        areas |= zip(PAIR_AREAS, (query, value, *pairs), strict=True)
-    return {name: size * item for name, size in areas.items()}
+        "query_pairs": query,
+        "grad_pairs": value,
+        "key_pairs": BLOCK_KV * round_to_chunks(head_dim) // 2,
+        "value_pairs": BLOCK_KV * round_to_chunks(v_head_dim) // 2,
+    }
+    names = (*AREAS, *PAIR_AREAS) if shape.product == "pairs" else AREAS
+    return {name: sizes[name] * item for name in names}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Writing LLVM IR: instructions, dtypes, elementary functions, expressions, argument blocks.
 
 emitter         the Emitter: functions, loops, addresses, memory, vectors of lanes
+argument_block  the argument block of a kernel, as a call fills it
 frame           what every kernel has: argument block, operands, tables, the loop over tasks
 expressions     score mods and masks as vector code
 mask_bounds     what a mask can be over a block of keys, by interval arithmetic

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
@@ -28,11 +29,26 @@ FIELDS = (
 Problems that share a kernel differ in `q_blocks_per_task`. `not_finite` becomes 1 if any output may
 not be finite; it is not written where no sum can overflow."""
 
-STATS = 6
-"""Number of rows of statistics: row maximum, row sum, rescaling factor, rounding error of the row
-sum, maximum of the current block, and T, of which entropy is computed (see `kernel`)."""
-BLOCK_MAX = 4
-"""Number of the row with the maximum of the current block."""
+
+class StatsRow(IntEnum):
+    """The rows of statistics of a block of queries in scratch memory, in this order."""
+
+    ROW_MAX = 0
+    ROW_SUM = 1
+    RESCALE = 2
+    """The factor by which the output is to be rescaled."""
+    SUM_ERROR = 3
+    """The rounding error of the row sum."""
+    BLOCK_MAX = 4
+    """The maximum of the current block of keys."""
+    T_SUM = 5
+    """T, of which entropy is computed (see `kernel`)."""
+
+
+STATS = len(StatsRow)
+"""Number of rows of statistics."""
+STATS_SUMS = StatsRow.ROW_SUM, StatsRow.SUM_ERROR, StatsRow.T_SUM
+"""The rows that are 0 before the first key."""
 
 TASK = ("batch", "head", "first_row", "first_run", "last_run")
 RUN = ("start", "stop", "partial")

@@ -34,6 +34,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BIT, POINTER, Value
+from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.emit.packing import all_finite_function, copy_rows_function
 from qkv.backends.cpu.emit.transpose import transposed_bytes
 from qkv.backends.cpu.forward.boundary_blocks import (
@@ -41,7 +42,17 @@ from qkv.backends.cpu.forward.boundary_blocks import (
     BoundaryBlocks,
     skips_keys_within_blocks,
 )
-from qkv.backends.cpu.forward.frame import BLOCK_KV, RUN, STATS, TASK, ForwardFrame, ForwardKey
+from qkv.backends.cpu.forward.frame import (
+    BLOCK_KV,
+    RUN,
+    STATS,
+    STATS_SUMS,
+    TASK,
+    ForwardFrame,
+    ForwardKey,
+    ScoreVector,
+    StatsRow,
+)
 from qkv.backends.cpu.forward.products import (
     scores_function,
     selected_values_function,
@@ -110,6 +121,32 @@ ONLINE_SOFTMAX = ForwardKernel(emit_forward, scratch_bytes, BLOCK_KV)
 """The kernel for every dtype and machine."""
 
 
+class _Areas(NamedTuple):
+    """Addresses in a worker's scratch memory, in this order, for one block of queries."""
+
+    packed: Value
+    total: Value
+    """The output, before it is divided by the row sums."""
+    weights: Value
+    stats: Value
+    key_copy: Value
+    value_copy: Value
+    transposed: Value
+    """Tables of one block of keys."""
+
+
+def _areas_of(frame: ForwardFrame, scratch: Value, head_dim: Value, v_head_dim: Value) -> _Areas:
+    e = frame.e
+    row = frame.shape.vectors * e.vector_bytes
+    total = e.at(scratch, e.mul(head_dim, row))
+    weights = e.at(total, e.mul(v_head_dim, row))
+    stats = e.at(weights, BLOCK_KV * row)
+    key_copy = e.at(stats, STATS * row)
+    value_copy = e.at(key_copy, e.mul(head_dim, BLOCK_KV * e.real_bytes))
+    transposed = e.at(value_copy, e.mul(v_head_dim, BLOCK_KV * e.real_bytes))
+    return _Areas(scratch, total, weights, stats, key_copy, value_copy, transposed)
+
+
 def attend_function(
     frame: ForwardFrame, vectors: int, functions: dict[str, Value], boundary: BoundaryBlocks | None
 ) -> Value:
@@ -131,16 +168,11 @@ def attend_function(
         value = frame.operand(arguments, "value", batch, kv_head)
         query = frame.operand(arguments, "query", batch, head)
 
-        row = frame.shape.vectors * e.vector_bytes
         width = vectors * e.vector_bytes
-        packed = scratch
-        total = e.at(packed, e.mul(head_dim, row))
-        weights = e.at(total, e.mul(v_head_dim, row))
-        stats = e.at(weights, BLOCK_KV * row)
-        rescale, block_max = e.at(stats, 2 * width), e.at(stats, 4 * width)
-        key_copy = e.at(stats, STATS * row)
-        value_copy = e.at(key_copy, e.mul(head_dim, BLOCK_KV * e.real_bytes))
-        transposed = e.at(value_copy, e.mul(v_head_dim, BLOCK_KV * e.real_bytes))
+        area = _areas_of(frame, scratch, head_dim, v_head_dim)
+        rescale, block_max = (
+            e.at(area.stats, row * width) for row in (StatsRow.RESCALE, StatsRow.BLOCK_MAX)
+        )
 
         def for_each_vector(body: Callable[[int, Value, Value], None]) -> None:
             """`body(offset, first, left)`; a vector beyond the last row repeats that row."""
@@ -149,47 +181,55 @@ def attend_function(
                 body(j * e.vector_bytes, first, e.sub(count, first))
 
         def begin_vector(offset: int, first: Value, left: Value) -> None:
-            to, row = e.at(packed, offset), e.add(first_row, first)
+            to, row = e.at(area.packed, offset), e.add(first_row, first)
             b.call(functions["pack"], [arguments, query.pointer, to, row, e.index(width)])
-            e.store_vector(e.const(-math.inf), e.at(stats, offset))
-            for i in (1, 3, 5):
-                e.store_vector(e.const(0.0), e.at(stats, offset + i * width))
+            e.store_vector(e.const(-math.inf), e.at(area.stats, offset))
+            for row_of_sums in STATS_SUMS:
+                e.store_vector(e.const(0.0), e.at(area.stats, offset + row_of_sums * width))
 
         for_each_vector(begin_vector)
         e.loop(
             0, e.mul(v_head_dim, width), e.vector_bytes, [],
-            lambda i, _: e.store_vector(e.const(0.0), e.at(total, i)),
+            lambda i, _: e.store_vector(e.const(0.0), e.at(area.total, i)),
         )  # fmt: skip
 
         def key_and_value_rows(kv_start: Value, keys: Value) -> tuple[Value, ...]:
-            held = kv_start, keys
+            def rows_of(name: str, rows: RowView, dim: Value, copy: Value) -> tuple[Value, Value]:
+                return rows_of_block(
+                    frame, arguments, name, rows, kv_start, keys, dim, copy, functions
+                )
+
             return (
-                *rows_of_block(frame, arguments, "key", key, *held, head_dim, key_copy, functions),
-                *rows_of_block(
-                    frame, arguments, "value", value, *held, v_head_dim, value_copy, functions
-                ),
+                *rows_of("key", key, head_dim, area.key_copy),
+                *rows_of("value", value, v_head_dim, area.value_copy),
             )
 
         def call_softmax(
             name: str, j: int, place: Value, kv_start: Value, keys: Value, marked: Value
         ) -> None:
             offset, first = j * e.vector_bytes, e.add(first_row, j * e.lanes)
-            at = (arguments, place, e.at(stats, offset), transposed, e.index(width))
-            b.call(functions[name], [*at, keys, batch, head, first, kv_start, marked])
+            b.call(
+                functions[name],
+                ScoreVector(
+                    arguments, place, stats=e.at(area.stats, offset), transposed=area.transposed,
+                    width=e.index(width), count=keys, batch=batch, head=head, first_row=first,
+                    kv_start=kv_start, marked=marked,
+                ),
+            )  # fmt: skip
 
         def attend_together(name: str, kv_start: Value, keys: Value) -> None:
             """Attend to the same keys with all vectors of queries."""
             k, key_row, v, value_row = key_and_value_rows(kv_start, keys)
             sizes = (key_row, head_dim, keys, value_row, v_head_dim)
-            b.call(scores, [k, packed, weights, block_max, v, *sizes])
+            b.call(scores, [k, area.packed, area.weights, block_max, v, *sizes])
 
             def compute_weights(marked: Value) -> None:
                 for j in range(vectors):
-                    place = e.at(weights, j * e.vector_bytes)
+                    place = e.at(area.weights, j * e.vector_bytes)
                     call_softmax(name, j, place, kv_start, keys, marked)
 
             def add_values(which: Value) -> None:
-                b.call(which, [v, weights, rescale, total, value_row, v_head_dim, keys])
+                b.call(which, [v, area.weights, rescale, area.total, value_row, v_head_dim, keys])
 
             if name == "full" and frame.plain:
                 compute_weights(ir.Constant(BIT, 0))
@@ -205,13 +245,15 @@ def attend_function(
                 return
 
             def add_selected(v: Value, value_row: Value, count: Value) -> None:
-                held = v, weights, rescale, total, value_row, v_head_dim, count
-                b.call(selected, held)
+                sizes = value_row, v_head_dim, count
+                b.call(selected, [v, area.weights, rescale, area.total, *sizes])
 
             boundary_block = BoundaryBlock(
-                vectors, arguments, batch, head, first_row, packed, weights, rescale, total,
-                head_dim, v_head_dim, key_and_value_rows, partial(call_softmax, "partial"),
-                add_selected, partial(attend_together, "partial"),
+                vectors=vectors, arguments=arguments, batch=batch, head=head, first_row=first_row,
+                packed=area.packed, weights=area.weights, rescale=rescale, total=area.total,
+                head_dim=head_dim, v_head_dim=v_head_dim, key_and_value_rows=key_and_value_rows,
+                call_softmax=partial(call_softmax, "partial"), add_selected=add_selected,
+                attend_together=partial(attend_together, "partial"),
             )  # fmt: skip
             boundary.attend(boundary_block, functions["all_finite"], kv_start, keys)
 
@@ -238,7 +280,7 @@ def attend_function(
         place = e.add(e.mul(e.add(e.mul(batch, num_heads), head), q_len), first_row)
 
         def end_vector(offset: int, first: Value, left: Value) -> None:
-            held = e.at(total, offset), e.at(stats, offset), e.add(place, first)
+            held = e.at(area.total, offset), e.at(area.stats, offset), e.add(place, first)
             b.call(functions["unpack"], [arguments, *held, v_head_dim, e.index(width), left])
 
         for_each_vector(end_vector)

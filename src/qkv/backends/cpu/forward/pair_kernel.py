@@ -13,7 +13,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import WORD
-from qkv.backends.cpu.forward.frame import BLOCK_MAX, STATS, TASK, ForwardFrame
+from qkv.backends.cpu.forward.frame import STATS, STATS_SUMS, TASK, ForwardFrame, StatsRow
 from qkv.backends.cpu.forward.rows import unpack_function
 from qkv.backends.cpu.forward.score_blocks import (
     BLOCK_RUN,
@@ -84,7 +84,7 @@ def finish_function(frame: ForwardFrame, name: str, *, masked: bool) -> Value:
         places = frame.places_at(at)
         scale = e.splat(frame.real_field(at.arguments, "scale"))
         largest = finish_scores(frame, at, places, scale, masked)
-        e.store_vector(largest, e.at(at.stats, e.mul(at.width, BLOCK_MAX)))
+        e.store_vector(largest, e.at(at.stats, e.mul(at.width, StatsRow.BLOCK_MAX)))
     return function
 
 
@@ -93,7 +93,7 @@ def weights_function(operands: PairOperands, name: str, *, finished: bool) -> Va
     frame, e = operands.frame, operands.e
     with frame.vector_function(name) as (function, at):
         places = frame.places_at(at)
-        largest = e.load_vector(e.at(at.stats, e.mul(at.width, BLOCK_MAX)))
+        largest = e.load_vector(e.at(at.stats, e.mul(at.width, StatsRow.BLOCK_MAX)))
         scores_to_weights(frame, at, places, largest, operands.store_weights, finished=finished)
     return function
 
@@ -193,8 +193,8 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
                 if operands.stats_rows > STATS:
                     e.store(packing, e.at(stats, offset + STATS * width), WORD)
                 e.store_vector(e.const(-math.inf), e.at(stats, offset))
-                for i in (1, 3, 5):
-                    e.store_vector(e.const(0.0), e.at(stats, offset + i * width))
+                for row_of_sums in STATS_SUMS:
+                    e.store_vector(e.const(0.0), e.at(stats, offset + row_of_sums * width))
 
             for_each_vector(block.row, begin_vector)
             zeros = [e.const(0.0)] * vectors
@@ -205,8 +205,9 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
 
         for_each_block(begin_block)
         blocks = QueryBlocks(
-            functions, arguments, batch, head, query, key, value, head_dim, v_head_dim, count,
-            block_at, at, transposed,
+            functions, arguments, batch=batch, head=head, query=query, key=key, value=value,
+            head_dim=head_dim, v_head_dim=v_head_dim, count=count, block=block_at, at=at,
+            transposed=transposed,
         )  # fmt: skip
         score_blocks = operands.score_blocks(blocks)
 

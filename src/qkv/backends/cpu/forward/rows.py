@@ -9,7 +9,7 @@ from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import Frame, RowView
 from qkv.backends.cpu.emit.packing import pack_rows, unpack_rows
 from qkv.backends.cpu.emit.storage import ITEM_BYTES, real_dtype
-from qkv.backends.cpu.forward.frame import STATS, ForwardFrame
+from qkv.backends.cpu.forward.frame import ForwardFrame, StatsRow
 
 
 def pack_function(frame: ForwardFrame) -> Value:
@@ -52,7 +52,7 @@ def unpack_function(frame: ForwardFrame) -> Value:
         arguments_, total, stats, first, v_head_dim, width, count = args
         b = e.builder
         row_max, row_sum, _, sum_error, _, t_sum = (
-            e.load_vector(e.at(stats, e.mul(width, i))) for i in range(STATS)
+            e.load_vector(e.at(stats, e.mul(width, row))) for row in StatsRow
         )
         empty = b.fcmp_ordered("==", row_sum, e.const(0.0))
         divisor = b.select(empty, e.const(1.0), row_sum)

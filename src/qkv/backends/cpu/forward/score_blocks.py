@@ -23,7 +23,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BIT, Emitter, Value
 from qkv.backends.cpu.emit.frame import RowView
-from qkv.backends.cpu.forward.frame import BLOCK_MAX, RUN, STATS, ForwardFrame
+from qkv.backends.cpu.forward.frame import RUN, STATS, ForwardFrame, ScoreVector, StatsRow
 from qkv.backends.cpu.forward.softmax import WeightOfKey
 from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
 from qkv.problem.expressions import TRUE
@@ -311,7 +311,7 @@ class ScoreBlocks:
     def add_values_arguments(self, at: ScoreBlock) -> list[Value]:
         """The arguments of `add_values`."""
         block, task = self.task.block(at.block), self.task
-        rescale = self.e.at(block.stats, 2 * self.operands.width)
+        rescale = self.e.at(block.stats, StatsRow.RESCALE * self.operands.width)
         values = self.operands.values_from(task.at.values, at.start)
         return [values, self.weights, rescale, block.total, task.v_head_dim, at.count]
 
@@ -326,7 +326,8 @@ class ScoreBlocks:
             b.call(self.functions["add_non_finite"], [rows, row, weights, *rest])
 
     def _find_block_max(self, at: ScoreBlock) -> None:
-        largest = self.e.at(self.task.block(at.block).stats, BLOCK_MAX * self.operands.width)
+        stats = self.task.block(at.block).stats
+        largest = self.e.at(stats, StatsRow.BLOCK_MAX * self.operands.width)
         self.e.builder.call(self.functions["block_max"], [self.scores, largest, at.count])
 
     def _call_for_each_vector(self, at: ScoreBlock, name: str, marked: Value | None = None) -> None:
@@ -336,8 +337,12 @@ class ScoreBlocks:
             marked = ir.Constant(BIT, 0)
         for j in range(self.operands.vectors):
             offset = j * e.vector_bytes
-            places = (e.at(self.scores, offset), e.at(block.stats, offset), task.transposed)
-            row = e.add(block.row, j * e.lanes)
-            where = (at.count, task.batch, task.head, row, at.first, marked)
-            width = e.index(self.operands.width)
-            e.builder.call(self.functions[name], [task.arguments, *places, width, *where])
+            e.builder.call(
+                self.functions[name],
+                ScoreVector(
+                    task.arguments, e.at(self.scores, offset), e.at(block.stats, offset),
+                    task.transposed, width=e.index(self.operands.width), count=at.count,
+                    batch=task.batch, head=task.head, first_row=e.add(block.row, j * e.lanes),
+                    kv_start=at.first, marked=marked,
+                ),
+            )  # fmt: skip

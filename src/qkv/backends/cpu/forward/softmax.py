@@ -12,7 +12,7 @@ from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import Emitter, Value
 from qkv.backends.cpu.emit.expressions import Expressions
 from qkv.backends.cpu.emit.transpose import transpose_tables, transposed_loads, transposed_values
-from qkv.backends.cpu.forward.frame import BLOCK_MAX, STATS, ForwardFrame, ScoreVector
+from qkv.backends.cpu.forward.frame import ForwardFrame, ScoreVector, StatsRow
 from qkv.problem.expressions import walk
 
 _SUM = 16
@@ -35,8 +35,8 @@ class RowSums:
     ) -> None:
         b = e.builder
         self._e, self._statistics = e, statistics
-        self._at = [e.at(stats, e.mul(width, i)) for i in range(STATS)]
-        self._old_max = e.load_vector(self._at[0])
+        self._at = [e.at(stats, e.mul(width, row)) for row in StatsRow]
+        self._old_max = e.load_vector(self._at[StatsRow.ROW_MAX])
         self._new_max = e.greatest(self._old_max, largest)
         # A row that has seen no key has maximum -inf; shifted by it, -inf would become NaN.
         unseen = b.fcmp_ordered("==", self._new_max, e.const(-math.inf))
@@ -99,7 +99,7 @@ def softmax_function(frame: ForwardFrame, name: str, masked: bool) -> Value:
         if finished:
             largest = finish_scores(frame, at, places, scale, masked)
         else:
-            largest = e.load_vector(e.at(at.stats, e.mul(at.width, BLOCK_MAX)))
+            largest = e.load_vector(e.at(at.stats, e.mul(at.width, StatsRow.BLOCK_MAX)))
         scores_to_weights(frame, at, places, largest, store_weights, finished=finished)
     return function
 

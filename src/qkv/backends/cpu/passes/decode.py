@@ -21,11 +21,11 @@ from qkv.backends.cpu.decode.kernel import (
 )
 from qkv.backends.cpu.decode.rows import FIELDS, page_fields
 from qkv.backends.cpu.decode.tasks import shared_bytes
+from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.passes.arguments import Arguments, rotated_operands, word_index
 from qkv.backends.cpu.passes.scratch import (
-    ArgumentBlock,
     BriefJob,
     return_scratch,
     take_scratch,

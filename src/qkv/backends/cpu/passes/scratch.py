@@ -1,22 +1,19 @@
-"""Memory and argument blocks that one call at a time uses, kept for later calls."""
+"""Memory that one call at a time uses, kept for later calls."""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends.cpu.machine.addresses import address_of, page_aligned
-from qkv.backends.cpu.passes.arguments import word_index
 from qkv.partial import Partial
 
 Array = NDArray[Any]
 Thing = TypeVar("Thing")
 
-_LIMIT = word_index("limit")
 NO_RESULTS = Partial(np.empty(0), np.empty(0))
 """In the place of results whose addresses each call brings."""
 _MOST_FREE = 4
@@ -24,18 +21,18 @@ _MOST_FREE = 4
 
 
 class Pool(Generic[Thing]):
-    """Things that one call at a time uses, kept for later calls."""
+    """Things that one call at a time uses, kept for later calls: one for each thread at once."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, make: Callable[[], Thing], most: int = 64) -> None:
+        self._make, self._most = make, most
         self._free: list[Thing] = []
-        self._most = most
 
-    def take(self) -> Thing | None:
-        """One that is free, None if there is none."""
+    def take(self) -> Thing:
+        """One that is free, or made if there is none."""
         try:
             return self._free.pop()
         except IndexError:
-            return None
+            return self._make()
 
     def give_back(self, thing: Thing) -> None:
         if len(self._free) < self._most:
@@ -49,20 +46,6 @@ class Scratch:
         self.array = page_aligned(size)
         self.size = size
         self.address = address_of(self.array)
-
-
-class ArgumentBlock:
-    """Argument words that one call at a time fills in; keeps alive what they point to meanwhile."""
-
-    def __init__(self, words: Array) -> None:
-        self.words = memoryview(words.data)
-        self.address = address_of(words)
-        self.pointer = ctypes.c_void_p(self.address)
-        self.keep_alive: tuple[Any, ...] = ()
-
-    def allow_tasks(self, start: int, stop: int) -> None:
-        self.words[0] = start
-        self.words[_LIMIT] = stop
 
 
 class BriefJob(NamedTuple):
@@ -104,5 +87,5 @@ def scratch_of_brief_jobs(size: int) -> Scratch:
 _of_brief_jobs: Scratch | None = None
 
 
-_scratch: Pool[Scratch] = Pool(_MOST_FREE)
+_scratch: Pool[Scratch | None] = Pool(lambda: None, _MOST_FREE)
 return_scratch = _scratch.give_back

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends.cpu.backward.frame import fields_with
+from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.passes.arguments import word_index
@@ -28,7 +29,7 @@ from qkv.backends.cpu.passes.backward_arguments import (
 )
 from qkv.backends.cpu.passes.delta_correction import RowArrays
 from qkv.backends.cpu.passes.gradient import is_faint, needs_delta_correction
-from qkv.backends.cpu.passes.scratch import ArgumentBlock, Pool, return_scratch, take_scratch
+from qkv.backends.cpu.passes.scratch import Pool, return_scratch, take_scratch
 from qkv.backends.cpu.prepared.placeholders import placeholder, without_values
 from qkv.backends.cpu.prepared.stages import Rotate, RotateGradients, rotated_form
 from qkv.problem.backward import BackwardInputs
@@ -39,8 +40,6 @@ Array = NDArray[Any]
 _READ = ("query", "key", "value", "out", "grad_out", "lse", "lse_rest", "grad_lse")
 _WRITTEN = ("d_query", "query_partials", "d_key", "key_sums", "d_value", "value_sums")
 _SHARED = ("scratch", "finished")
-_MOST_BLOCKS = 64
-"""How many argument blocks are kept, one for each thread that has run the pass at once."""
 
 
 class PreparedBackward:
@@ -73,7 +72,7 @@ class PreparedBackward:
         self._read = [list(map(self._template.word_of_table, tables)) for tables in read]
         self._scratch_bytes = scratch_of(spec, self._pass.shape)
         self._finished_bytes = spec.batch_size * spec.num_kv_heads * WORD
-        self._blocks: Pool[ArgumentBlock] = Pool(_MOST_BLOCKS)
+        self._blocks = Pool(lambda: ArgumentBlock(self._template.copy()))
 
     def __call__(
         self,
@@ -113,7 +112,7 @@ class PreparedBackward:
         finished = scratch.address + size
         ctypes.memset(finished, 0, self._finished_bytes)
         held = query, key, value, out, grad_out, finite, rest, along_lse, *written
-        block = self._blocks.take() or ArgumentBlock(self._template.copy())
+        block = self._blocks.take()
         words = block.words
         addresses = [*map(quick_address_of, held), scratch.address, finished]
         for word, address in zip(self._words, addresses, strict=True):

@@ -10,7 +10,6 @@ The kernel alone makes most calls; a short one is run by the code that fills its
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends import Passes, Prepared
+from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.passes.scratch import (
-    ArgumentBlock,
     BriefJob,
     Pool,
     Scratch,
@@ -29,7 +28,6 @@ from qkv.backends.cpu.passes.scratch import (
 from qkv.backends.cpu.prepared.stages import Rotate, ShareWithSinks
 from qkv.backends.cpu.python_calls.filled_block import FilledBlock, Operand, operand_of
 from qkv.backends.cpu.python_calls.function import has_gil
-from qkv.errors import KernelBuildError
 from qkv.partial import RowStatistics, share_with_sinks
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import plain
@@ -40,8 +38,6 @@ ArrayForm: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]
 
 __all__ = ["Attend", "Kernel", "PreparedCall", "expected_of"]
 
-_MOST_BLOCKS = 64
-"""How many argument blocks a prepared call keeps, one for each thread that has run it at once."""
 _ASKED = 1, 2, 3, 4, 5
 """Words of a block that serves to ask for addresses: of query, key, value, out and lse."""
 _ASKED_WORDS = {"out": _ASKED[3], "lse": _ASKED[4]}
@@ -84,7 +80,7 @@ class Attend:
         self._kernel, self._out, self._lse = kernel, out, lse
         written = [kernel.words["out"], kernel.words["lse"], *kernel.more]
         self._expected = [*kernel.operands, *map(Operand, written)]
-        self._pool: Pool[FilledBlock] = Pool(_MOST_BLOCKS)
+        self._pool = Pool(self._new_filled_block)
         self._brief = self._brief_block() if kernel.job is not None and has_gil() else None
         self.is_brief = self._brief is not None
         self.brief_keys = 0 if kernel.job is None or not self.is_brief else kernel.job.most_keys
@@ -94,7 +90,7 @@ class Attend:
         """Compute at these addresses."""
         if self._brief is not None:
             return self._brief.write(*addresses) < 0
-        own = self._pool.take() or self._new_filled_block()
+        own = self._pool.take()
         if own is None:
             return False
         done = own.write(*addresses) > 0 and self._kernel.run(own.block, 0, keep_alive)
@@ -119,7 +115,7 @@ class Attend:
             done = brief.read(*arrays)
             if done <= 0:  # A step over many keys is not brief.
                 return (out, lse, None, None) if done else None
-        own = self._pool.take() or self._new_filled_block()
+        own = self._pool.take()
         if own is None or own.read is None:
             return None
         kv_len = own.read(*arrays)
@@ -135,7 +131,7 @@ class Attend:
             brief: Any = self._brief
             is_done: bool = brief.step(*arguments) < 0
             return is_done
-        own = self._pool.take() or self._new_filled_block()
+        own = self._pool.take()
         if own is None:
             return False
         done = own.step(*arguments) > 0 and run(own.block)
@@ -143,11 +139,8 @@ class Attend:
         return bool(done)
 
     def _new_filled_block(self) -> FilledBlock | None:
-        """None if the process gave up making code since the first call."""
         kernel = self._kernel
-        with suppress(KernelBuildError):
-            return FilledBlock.of(kernel.new_block(), self._expected, kernel.words)
-        return None
+        return FilledBlock.later(kernel.new_block(), self._expected, kernel.words)
 
     def _brief_block(self) -> FilledBlock:
         """A block whose functions run the job. One is enough, because the job holds the GIL."""
@@ -205,7 +198,7 @@ class PreparedCall:
         self._expected = expected_of(problem, _ASKED[:3])
         self._sinks_at = 0 if self._rotate is None else self._rotate.bytes
         self._bytes = self._sinks_at + (0 if self._sinks is None else self._sinks.bytes)
-        self._pool: Pool[_Memory] = Pool(_MOST_BLOCKS)
+        self._pool = Pool(self._new_memory)
 
     def prepared(self, *, brings_arrays: bool) -> Prepared:
         """The ways to run it."""
@@ -246,7 +239,7 @@ class PreparedCall:
         """See `qkv.backends.Prepared`; lse is followed by lse_rest, unrounded or statistics."""
         if self._is_alone:
             return self._attend(addresses, keep_alive)
-        own = self._pool.take() or self._new_memory()
+        own = self._pool.take()
         done = self._run_passes(own, addresses, keep_alive)
         self._give_back(own)
         return done
@@ -274,9 +267,8 @@ class PreparedCall:
             self._pool.give_back(own)
 
     def _new_memory(self) -> _Memory:
-        block, asking = ArgumentBlock(np.zeros(_ASKED[-1] + 1, np.int64)), None
-        with suppress(KernelBuildError):
-            asking = FilledBlock.of(block, self._expected, _ASKED_WORDS)
+        block = ArgumentBlock(np.zeros(_ASKED[-1] + 1, np.int64))
+        asking = FilledBlock.later(block, self._expected, _ASKED_WORDS)
         return _Memory(Scratch(self._bytes), block.words[_ASKED[0] :], asking and asking.read)
 
     def if_alike(
@@ -286,7 +278,7 @@ class PreparedCall:
         out = np.empty(*self._out)
         lse = np.empty(*self._lse) if rows else None
         arrays = (query, key, value, out) if lse is None else (query, key, value, out, lse)
-        own = self._pool.take() or self._new_memory()
+        own = self._pool.take()
         if own.asks is None or not own.asks(*arrays):
             return None
         done = self._run_passes(own, own.addresses.tolist(), arrays)

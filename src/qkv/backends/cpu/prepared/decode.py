@@ -9,11 +9,12 @@ from typing import Any
 from numpy.typing import NDArray
 
 from qkv.backends.cpu.decode.rows import FIELDS
+from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.emit.frame import operand_fields
 from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.passes.arguments import batch_offsets, word_index
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass, batch_stride
-from qkv.backends.cpu.passes.scratch import NO_RESULTS, ArgumentBlock
+from qkv.backends.cpu.passes.scratch import NO_RESULTS
 from qkv.backends.cpu.prepared.call import Kernel, expected_of
 from qkv.backends.cpu.prepared.placeholders import without_values
 from qkv.partial import Partial, RowStatistics

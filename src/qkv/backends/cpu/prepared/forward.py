@@ -8,12 +8,12 @@ from typing import Any
 from numpy.typing import NDArray
 
 from qkv.backends import Passes
+from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.passes.arguments import word_index
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.passes.forward_arguments import ForwardArguments
 from qkv.backends.cpu.passes.scratch import (
     NO_RESULTS,
-    ArgumentBlock,
     BriefJob,
     return_scratch,
     take_scratch,

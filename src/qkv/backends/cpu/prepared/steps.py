@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from qkv.backends import Prepared, PreparedSteps
 from qkv.backends.cpu.decode.rows import FIELDS
+from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.passes.arguments import word_index
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass
 from qkv.backends.cpu.passes.scratch import (
     NO_RESULTS,
-    ArgumentBlock,
     Pool,
     return_scratch,
     take_scratch,
@@ -40,8 +40,6 @@ Array = NDArray[Any]
 _KV_LEN, _Q_SHIFT = (word_index(name, FIELDS) for name in ("kv_len", "q_shift"))
 STEP_WORDS = {"kv_len": _KV_LEN, "q_shift": _Q_SHIFT, "longest": LONGEST}
 """What compiled code is told of steps."""
-_MOST_BLOCKS = 64
-"""How many argument blocks are kept, one for each thread that takes a step at once."""
 
 
 class StepsOfAnyLength:
@@ -72,7 +70,7 @@ class StepsOfAnyLength:
         self._lse = shape[:-1], spec.compute_dtype
         self._ndim = problem.operands.query.ndim
         self._shifts = [template.word_of_table(name) for name in shifts]
-        self._blocks: Pool[ArgumentBlock] = Pool(_MOST_BLOCKS)
+        self._blocks = Pool(self._new_block)
 
     def prepared(self) -> Prepared:
         """The ways to run them; arrays of more than four dimensions are told with strides alone."""
@@ -107,12 +105,10 @@ class StepsOfAnyLength:
             query, key = self._rotate.arrays(query, key, q_shift)
         at, out = quick_address_of, np.empty(*self._out)
         lse, kv_len = np.empty(*self._lse) if rows else None, key.shape[-2]
-        block = self._blocks.take() or self._new_block()
+        block = self._blocks.take()
         words = block.words
         strides = query.strides, key.strides, value.strides
         tables = self._fill_words(words, kv_len, q_shift, strides, arrays)
-        if tables is None:
-            return None
         words[QUERY.address], words[KEY.address], words[VALUE.address] = map(
             at, (query, key, value)
         )
@@ -122,7 +118,8 @@ class StepsOfAnyLength:
             words[OUT], words[LSE] = keys_out, keys_lse
             return self._run(block, kv_len, held)
 
-        done = self._with_sinks(attend, at(out), 0 if lse is None else at(lse), held)
+        at_lse = 0 if lse is None else at(lse)
+        done = tables is not None and self._with_sinks(attend, at(out), at_lse, held)
         self._blocks.give_back(block)
         return (out, lse, None, None) if done else None
 

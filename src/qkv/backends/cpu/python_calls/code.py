@@ -176,12 +176,7 @@ class _Calls:
             require(b.icmp_signed("!=", keys, call["q_len"]))
             require(b.and_(e.below(0, keys), e.below(keys, e.add(call["longest"], 1))))
             shift = e.add(call["shift"], e.mul(call["at_end"], e.sub(keys, call["q_len"])))
-            e.store(keys, e.at(block, call["kv_len"]), WORD)
-            e.store(shift, e.at(block, call["q_shift"]), WORD)
-            with b.if_then(b.icmp_signed("<=", keys, call["job_keys"])):
-                self.give(expected, b.call(run_job, [expected, block]))
-            self.give(expected, keys)
-            checks.end()
+            self._finish_step(checks, run_job, {"kv_len": keys, "q_shift": shift})
 
     def _emit_step(self, run_job: Value) -> None:
         e = self.e
@@ -239,11 +234,8 @@ class _Calls:
                         repeats = b.and_(is_one, b.icmp_signed("==", stride, e.index(0)))
                         fits = b.or_(fits, b.and_(repeats, b.not_(has_keys)))
                         return [b.and_(is_alike, fits), found]
-                    along_keys = b.icmp_signed("==", size, e.index(_ANY))
-                    is_first = b.icmp_signed("==", found, e.index(_ANY))
-                    wanted = b.select(along_keys, b.select(is_first, own_size, found), size)
-                    fits = b.icmp_signed("==", own_size, wanted)
-                    return [b.and_(is_alike, fits), b.select(along_keys, own_size, found)]
+                    wanted, keys_so_far = self._wanted_size(size, own_size, found)
+                    return [b.and_(is_alike, b.icmp_signed("==", own_size, wanted)), keys_so_far]
 
                 return e.loop(0, axes, 1, [is_there, keys], read_axis)
 
@@ -266,12 +258,25 @@ class _Calls:
             require(b.icmp_signed("<=", shift, longest))
             require(b.icmp_signed(">=", shift, e.sub(0, longest)))
             words = {"out": argument(0), "lse": argument(1), "kv_len": keys, "q_shift": shift}
-            for name, word in words.items():
-                e.store(word, e.at(block, call[name]), WORD)
-            with b.if_then(b.icmp_signed("<=", keys, call["job_keys"])):
-                self.give(expected, b.call(run_job, [expected, block]))
-            self.give(expected, keys)
-            checks.end()
+            self._finish_step(checks, run_job, words)
+
+    def _finish_step(self, checks: _Checks, run_job: Value, words: dict[str, Value]) -> None:
+        """Write these words, and run the job if it takes so many keys; nothing may follow."""
+        e, b, call = self.e, self.e.builder, checks.call
+        for name, word in words.items():
+            e.store(word, e.at(checks.block, call[name]), WORD)
+        with b.if_then(b.icmp_signed("<=", words["kv_len"], call["job_keys"])):
+            self.give(checks.expected, b.call(run_job, [checks.expected, checks.block]))
+        self.give(checks.expected, words["kv_len"])
+        checks.end()
+
+    def _wanted_size(self, size: Value, own: Value, keys: Value) -> tuple[Value, Value]:
+        """The size that an axis should have, and the number of keys: `_ANY` in `keys` until now."""
+        e, b = self.e, self.e.builder
+        along_keys = b.icmp_signed("==", size, e.index(_ANY))
+        is_first = b.icmp_signed("==", keys, e.index(_ANY))
+        wanted = b.select(along_keys, b.select(is_first, own, keys), size)
+        return wanted, b.select(along_keys, own, keys)
 
     def _axes_function(self) -> Value:
         """A function `(array, axes, ndim, keys, block)` that compares shape and strides.
@@ -294,14 +299,12 @@ class _Calls:
                 has_place = b.icmp_signed("!=", place, e.index(0))
                 with b.if_then(has_place):
                     e.store(own_stride, e.at(block, place), WORD)
-                along_keys = b.icmp_signed("==", size, e.index(_ANY))
-                is_first = b.icmp_signed("==", found, e.index(_ANY))
-                wanted = b.select(along_keys, b.select(is_first, own_size, found), size)
+                wanted, keys_so_far = self._wanted_size(size, own_size, found)
                 fits = b.and_(
                     b.icmp_signed("==", own_size, wanted),
                     b.or_(has_place, b.icmp_signed("==", own_stride, stride)),
                 )
-                return [b.and_(is_alike, fits), b.select(along_keys, own_size, found)]
+                return [b.and_(is_alike, fits), keys_so_far]
 
             is_alike, found = e.loop(0, ndim, 1, [ir.Constant(BIT, 1), keys], read_axis)
             b.ret(b.select(is_alike, found, e.index(_UNLIKE)))

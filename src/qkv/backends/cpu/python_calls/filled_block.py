@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends.cpu.compiler.compile import Code, build
+from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.machine.addresses import address_of
 from qkv.backends.cpu.machine.host import host
@@ -56,35 +57,27 @@ def operand_of(place: int, array: Array) -> Operand:
     return Operand(place, array.dtype, list(map(Axis, array.shape, array.strides)))
 
 
-class Block(Protocol):
-    """An argument block."""
-
-    @property
-    def words(self) -> memoryview: ...
-
-    @property
-    def address(self) -> int: ...
-
-
 class FilledBlock(NamedTuple):
     """An argument block and the compiled functions that fill it; see `emit_calls`.
 
     Attributes
     ----------
-    block : Block
+    block : ArgumentBlock
     read : callable
         Takes arrays; None where NumPy's array objects cannot be read.
     write, step : callable
         Take addresses.
     """
 
-    block: Any
+    block: ArgumentBlock
     read: Fill | None
     write: Fill
     step: Fill
 
     @classmethod
-    def of(cls, block: Block, operands: Sequence[Operand], call: Mapping[str, int]) -> FilledBlock:
+    def of(
+        cls, block: ArgumentBlock, operands: Sequence[Operand], call: Mapping[str, int]
+    ) -> FilledBlock:
         """For query, key, value and the arrays of variants, if there are any.
 
         `call` is of `CALL_WORDS`, but counts words, not bytes.
@@ -94,7 +87,7 @@ class FilledBlock(NamedTuple):
 
     @classmethod
     def later(
-        cls, block: Block, operands: Sequence[Operand], call: Mapping[str, int]
+        cls, block: ArgumentBlock, operands: Sequence[Operand], call: Mapping[str, int]
     ) -> FilledBlock | None:
         """The same after the first call; None if the process gave up making code meanwhile."""
         with suppress(KernelBuildError):
@@ -103,7 +96,7 @@ class FilledBlock(NamedTuple):
 
     @classmethod
     def _untried(
-        cls, block: Block, operands: Sequence[Operand], call: Mapping[str, int]
+        cls, block: ArgumentBlock, operands: Sequence[Operand], call: Mapping[str, int]
     ) -> FilledBlock:
         filled = {
             **dict.fromkeys(CALL_WORDS, 0),
@@ -141,19 +134,11 @@ class _Words(np.ndarray[Any, Any]):
     keep_alive: Any
 
 
-class _TriedBlock:
-    """Five words."""
-
-    def __init__(self) -> None:
-        array = np.zeros(5, np.int64)
-        self.words, self.address = memoryview(array.data), address_of(array)
-
-
 @lru_cache(maxsize=1)
 def _can_read() -> bool:
     """Whether NumPy's arrays are what the compiled code takes them for."""
     array = np.empty((3, 1, 2, 5), np.float32)[::2, :, :, ::2]
-    block = _TriedBlock()
+    block = ArgumentBlock(np.zeros(5, np.int64))
     operands = [operand_of(n, array) for n in range(3)]
     read = FilledBlock._untried(block, operands, {"out": 3, "lse": 4}).read
     assert read is not None

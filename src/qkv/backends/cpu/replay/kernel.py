@@ -30,7 +30,7 @@ from llvmlite import ir
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import INT64, Value
 from qkv.backends.cpu.emit.frame import WORD
-from qkv.backends.cpu.forward.frame import STATS, ForwardFrame
+from qkv.backends.cpu.forward.frame import STATS, ForwardFrame, StatsRow
 from qkv.backends.cpu.forward.softmax import finish_scores, softmax_function
 from qkv.backends.cpu.products.query_lanes import vectors_at
 from qkv.backends.cpu.replay.reduction import (
@@ -66,13 +66,16 @@ class SumsReduction(Reduction):
     def begin(self, block: QueryBlock) -> None:
         e, width = self.e, block.vectors * self.e.vector_bytes
         for j in range(block.vectors):
-            for i in range(STATS):
-                first = e.const(0.0 if i else -math.inf)
-                e.store_vector(first, e.at(self.state(block, j), i * width))
+            for row in StatsRow:
+                first = e.const(-math.inf if row == StatsRow.ROW_MAX else 0.0)
+                e.store_vector(first, e.at(self.state(block, j), row * width))
 
     def write_rows(self, arguments: Value, state: Value, width: Value, rows: list[Value]) -> None:
         e = self.e
-        row_max, row_sum = (e.load_vector(e.at(state, e.mul(width, i))) for i in (0, 1))
+        row_max, row_sum = (
+            e.load_vector(e.at(state, e.mul(width, row)))
+            for row in (StatsRow.ROW_MAX, StatsRow.ROW_SUM)
+        )
         for name, found in (("row_max", row_max), ("log_sum", vector_math.log(e, row_sum))):
             start = self.frame.pointer_field(arguments, name)
             for i, row in enumerate(rows):

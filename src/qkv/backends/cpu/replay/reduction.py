@@ -16,7 +16,15 @@ from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import COMMON_FIELDS, operand_fields
 from qkv.backends.cpu.emit.packing import copy_rows_function
 from qkv.backends.cpu.emit.transpose import transposed_bytes
-from qkv.backends.cpu.forward.frame import BLOCK_KV, RUN, STATS, TASK, ForwardFrame, ForwardKey
+from qkv.backends.cpu.forward.frame import (
+    BLOCK_KV,
+    RUN,
+    STATS,
+    TASK,
+    ForwardFrame,
+    ForwardKey,
+    ScoreVector,
+)
 from qkv.backends.cpu.forward.rows import pack_function, rows_of_block
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors
@@ -226,9 +234,14 @@ def query_block_function(reduction: Reduction, vectors: int, functions: dict[str
             for j in range(vectors):
                 scores_at = e.at(areas.scores, j * e.vector_bytes)
                 first = e.add(first_row, j * e.lanes)
-                at = (arguments, scores_at, reduction.state(block, j), areas.transposed, width)
-                where = (keys, batch, head, first, kv_start, ir.Constant(BIT, 0))
-                b.call(functions[name], [*at, *where])
+                b.call(
+                    functions[name],
+                    ScoreVector(
+                        arguments, scores_at, reduction.state(block, j), areas.transposed, width,
+                        count=keys, batch=batch, head=head, first_row=first, kv_start=kv_start,
+                        marked=ir.Constant(BIT, 0),
+                    ),
+                )  # fmt: skip
 
         def reduce_key_block(kv_start: Value, keys: Value, partial: Value) -> None:
             k, key_row = rows_of_block(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,12 @@ from numpy.typing import NDArray
 
 from qkv._threads import get_num_threads
 from qkv.backends.cpu.compiler.compile import Kernel
+from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD
-from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.python_calls.filled_block import FilledBlock, Operand
 from qkv.backends.cpu.python_calls.function import has_gil
 from qkv.backends.cpu.threads import jobs
-from qkv.errors import KernelBuildError
 
 Array = NDArray[np.int64]
 
@@ -61,21 +59,6 @@ def word_indices(fields: Sequence[str], *names: str) -> tuple[int, ...]:
     return tuple([_LIMIT + fields.index(name) for name in names])
 
 
-class ArgumentBlock:
-    """Argument words of one run; keeps alive what they point to."""
-
-    def __init__(self, words: Array, keep_alive: Any) -> None:
-        own = words.copy()
-        self._keep_alive = own, keep_alive
-        self.words = memoryview(own.data)
-        self.address = quick_address_of(own)
-
-    def allow_tasks(self, start: int, stop: int) -> None:
-        """Let the next run take the heads from `start` to `stop`."""
-        self.words[0] = start
-        self.words[_LIMIT] = stop
-
-
 class RowPass:
     """A kernel of `emit_head_job`, its argument words, and how its heads are shared out.
 
@@ -106,13 +89,10 @@ class RowPass:
             self._brief.write(*numbers)
             return
         if self.is_brief and self._has_run:
-            # A process may have given up making code since the first run.
-            with suppress(KernelBuildError):
-                block = ArgumentBlock(self._words, ())
-                operands, job = list(map(Operand, self._places)), {"job": self._kernel.address}
-                self._brief = FilledBlock.of(block, operands, job)
+            operands, job = list(map(Operand, self._places)), {"job": self._kernel.address}
+            self._brief = FilledBlock.later(ArgumentBlock(self._words.copy()), operands, job)
         self._has_run = True
-        block = ArgumentBlock(self._words, keep_alive)
+        block = ArgumentBlock(self._words.copy(), keep_alive)
         for place, number in zip(self._places, numbers, strict=True):
             block.words[place] = number
         workers = 1 if self._most_workers == 1 else min(get_num_threads(), self._most_workers)

@@ -42,10 +42,10 @@ from qkv.backends.cpu.products.bfloat16 import CHUNK, emit_round_to_chunks
 from qkv.backends.cpu.split_bf16 import non_finite
 from qkv.backends.cpu.split_bf16.backward_block import (
     AREAS,
-    BLOCK_AREAS,
-    BLOCK_PAIR_AREAS,
     QUERY_ROWS,
+    BlockPair,
     SplitBlock,
+    Stage,
 )
 from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES
 from qkv.problem.expressions import TRUE
@@ -95,8 +95,15 @@ class _QueryBlocks(QueryBlockPass):
         self.wide = {name: emit_round_to_chunks(e, dim) for name, dim in self.dims.items()}
         half = split.terms * split.width // 2
         query, grad = (e.mul(self.wide[name], half) for name in ("query", "grad_out"))
-        sums, rows = e.mul(self.wide["query"], split.width), e.index(len(QUERY_ROWS) * split.width)
-        self.strides = dict(zip(BLOCK_AREAS, (query, query, grad, grad, sums, rows), strict=True))
+        self.strides = {
+            "query_packed": query,
+            "query_transposed": query,
+            "grad_packed": grad,
+            "grad_transposed": grad,
+            "query_sums": e.mul(self.wide["query"], split.width),
+            "rows": e.index(len(QUERY_ROWS) * split.width),
+        }
+        """Bytes from the area of one block of queries to that of the next."""
 
     def block_at(self, i: Value, buffer: Value) -> _QueryBlocks:
         """Block `i` of these blocks, with one of two buffers for S and dP."""
@@ -131,10 +138,14 @@ class _QueryBlocks(QueryBlockPass):
     def _products(self) -> tuple[_Product, ...]:
         scores = "weights" if self.frame.plain else "products"
         return (
-            _Product("key", "query", "key_rows", "query_packed", scores,
-                     "non_finite_keys", "query_non_finite"),
-            _Product("value", "grad_out", "value_rows", "grad_packed", "score_grads",
-                     "non_finite_values", "grad_non_finite"),
+            _Product(
+                "key", "query", rows="key_rows", packed="query_packed", out=scores,
+                non_finite_rows="non_finite_keys", lanes="query_non_finite",
+            ),
+            _Product(
+                "value", "grad_out", rows="value_rows", packed="grad_packed", out="score_grads",
+                non_finite_rows="non_finite_values", lanes="grad_non_finite",
+            ),
         )  # fmt: skip
 
     def _multiply_arguments(self, product: _Product, count: Value) -> list[Value]:
@@ -198,14 +209,9 @@ class _QueryBlocks(QueryBlockPass):
         held = self.areas("key_rows", "non_finite_keys")
         self.call("split_rows", start, row, self.rows, self.dims["out"], *held)
         product = _Product(
-            "out",
-            "grad_out",
-            "key_rows",
-            "grad_packed",
-            "weights",
-            "non_finite_keys",
-            "grad_non_finite",
-        )
+            "out", "grad_out", rows="key_rows", packed="grad_packed", out="weights",
+            non_finite_rows="non_finite_keys", lanes="grad_non_finite",
+        )  # fmt: skip
         self.call("scores", *self._multiply_arguments(product, self.rows))
         if code.has_left_out:
             # A block of queries is at most half of what "copy" has room for.
@@ -321,13 +327,13 @@ class _QueryBlocks(QueryBlockPass):
         """Compute P and dX of this block while tiles multiply S and dP of the following one."""
         start: Value = self.e.index(0)
         self._call_first_stages("full", kv_start, count)
-        held = self.arguments, *self.areas(*BLOCK_PAIR_AREAS)
+        pair = self._block_pair()
         for product in following._products():
             start = self.call(
-                "beside", *held, start, *following._multiply_arguments(product, count)
+                "beside", *pair, start, *following._multiply_arguments(product, count)
             )
             following._recompute(product, kv_start, count)
-        self.call("all", *held, start, count)
+        self.call(Stage.ALL.function, *pair, start, count)
 
     def compute(self, kv_start: Value, count: Value, partial: Value) -> None:
         """Compute P and dX from S and dP, and split them into terms."""
@@ -350,15 +356,18 @@ class _QueryBlocks(QueryBlockPass):
         if frame.spec.dropout:
             self._call_by_vector("dropout", kv_start, count)
         if frame.plain and kind == "partial":
-            self._call_stage("weights", count)
+            self._call_stage(Stage.WEIGHTS, count)
         if not frame.plain or kind == "partial":
             self._call_by_vector(kind, kv_start, count)
         if frame.applies_chain_rule:
-            self._call_stage("gradients", count)
+            self._call_stage(Stage.GRADIENTS, count)
             self._call_by_vector("chain_rule", kv_start, count)
 
-    def _call_stage(self, name: str, count: Value) -> None:
-        self.call(name, self.arguments, *self.areas(*BLOCK_PAIR_AREAS), self.e.index(0), count)
+    def _call_stage(self, stage: Stage, count: Value) -> None:
+        self.call(stage.function, *self._block_pair(), self.e.index(0), count)
+
+    def _block_pair(self) -> BlockPair:
+        return BlockPair(self.arguments, *self.areas(*BlockPair._fields[1:]))
 
     def add_gradients(self, count: Value, key: tuple[Value, Value], has_non_finite: Value) -> None:
         """Add this block of queries with a block of keys to dQ, dV and dK."""

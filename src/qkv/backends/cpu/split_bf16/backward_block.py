@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Flag, auto
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,13 +32,8 @@ from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES, TermSplitter
 from qkv.problem.expressions import TRUE
 
 BLOCK_AREAS = (
-    "query_packed",
-    "query_transposed",
-    "grad_packed",
-    "grad_transposed",
-    "query_sums",
-    "rows",
-)
+    "query_packed", "query_transposed", "grad_packed", "grad_transposed", "query_sums", "rows",
+)  # fmt: skip
 """The areas that each block of queries has."""
 QUERY_ROWS = ("lse", "lse_rest", "delta", "grad_lse", "query_non_finite", "grad_non_finite")
 """The rows of the area "rows", each one number or mark for each query."""
@@ -55,43 +51,39 @@ _KEYS_BESIDE = 8
 """Number of keys whose weights are computed during one step of a product."""
 
 
-class _BlockPair(NamedTuple):
-    """Addresses and values for one block of queries and one block of keys."""
+class BlockPair(NamedTuple):
+    """Addresses for one block of queries and one block of keys: of arguments, and of areas."""
 
     arguments: Value
     rows: Value
     weights: Value
-    grads: Value
+    score_grads: Value
     factors: Value
     weight_rows: Value
     grad_rows: Value
     grad_pairs: Value
 
 
-BLOCK_PAIR_AREAS = (
-    "rows", "weights", "score_grads", "factors", "weight_rows", "grad_rows", "grad_pairs",
-)  # fmt: skip
-"""The areas whose addresses are in `_BlockPair`."""
+_BLOCK_PAIR = [POINTER] * len(BlockPair._fields)
 _ComputePair = Callable[[Value, int], tuple[Value, Value]]
 """Emits P and dX of a key and a vector of queries."""
 
 
-class _Stage(NamedTuple):
-    """One stage of computing a pair: P from S, dS from P and dP, or splitting both."""
+class Stage(Flag):
+    """What one function computes of a pair."""
 
-    weights: bool
-    gradients: bool
-    """dS is multiplied by scale if no mod is between; P becomes P times its dropout factor."""
-    split: bool
+    WEIGHTS = auto()
+    """P from S."""
+    GRADIENTS = auto()
+    """dS from P and dP, times scale if no mod is between; P becomes P times its dropout factor."""
+    SPLIT = auto()
+    """P and dX as terms."""
+    ALL = WEIGHTS | GRADIENTS | SPLIT
 
-
-_STAGES = {
-    "weights": _Stage(weights=True, gradients=False, split=False),
-    "gradients": _Stage(weights=False, gradients=True, split=False),
-    "split": _Stage(weights=False, gradients=False, split=True),
-    "gradients, split": _Stage(weights=False, gradients=True, split=True),
-    "all": _Stage(weights=True, gradients=True, split=True),
-}
+    @property
+    def function(self) -> str:
+        """The name of its function."""
+        return f"stage_{self.value}"
 
 
 def split_areas(
@@ -105,19 +97,31 @@ def split_areas(
     key_sums, value_sums = (FLOAT_BYTES * BLOCK_KV * d for d in (dim, v_dim))
     query, grad = (q_blocks_per_task * terms * width // 2 * d for d in (dim, v_dim))
     non_finite_rows = non_finite.NON_FINITE_BYTES
-    shared = (
-        *[non_finite_rows] * 2, *[2 * scores] * 2, *[scores] * 2, *[pairs] * 3, keys, keys, values,
-        max(key_sums, value_sums), key_sums, value_sums,
-    )  # fmt: skip
-    own = (
-        query,
-        query,
-        grad,
-        grad,
-        q_blocks_per_task * width * dim,
-        q_blocks_per_task * width * len(QUERY_ROWS),
-    )
-    return dict(zip(AREAS, (*shared, *own), strict=True))
+    sizes = {
+        "non_finite_keys": non_finite_rows,
+        "non_finite_values": non_finite_rows,
+        # Two buffers each: one is read while the other is written.
+        "weights": 2 * scores,
+        "score_grads": 2 * scores,
+        "products": scores,
+        "factors": scores,
+        "weight_rows": pairs,
+        "grad_rows": pairs,
+        "grad_pairs": pairs,
+        "key_rows": keys,
+        "key_columns": keys,
+        "value_rows": values,
+        "copy": max(key_sums, value_sums),
+        "key_sums": key_sums,
+        "value_sums": value_sums,
+        "query_packed": query,
+        "query_transposed": query,
+        "grad_packed": grad,
+        "grad_transposed": grad,
+        "query_sums": q_blocks_per_task * width * dim,
+        "rows": q_blocks_per_task * width * len(QUERY_ROWS),
+    }
+    return {name: sizes[name] for name in AREAS}
 
 
 class SplitBlock:
@@ -177,15 +181,15 @@ class SplitBlock:
 
     # P, dS and dX
 
-    def stage_function(self, name: str) -> Value:
-        """A function `(*_BlockPair, start, count)`: a stage for keys from `start` on.
+    def stage_function(self, stage: Stage) -> Value:
+        """A function `(*BlockPair, start, count)`: a stage for keys from `start` on.
 
         Keys are counted through all chunks of queries: key k of chunk c is number c * count + k.
         """
         e = self.e
-        with e.function(name, [*[POINTER] * 8, INT64, INT64]) as (function, args):
-            block, start, count = _BlockPair(*args[:8]), *args[8:]
-            stage = _STAGES[name]
+        with e.function(stage.function, [*_BLOCK_PAIR, INT64, INT64]) as (function, args):
+            *places, start, count = args
+            block = BlockPair(*places)
 
             def compute_chunk(c: Value, _: list[Value]) -> None:
                 begin = e.least(e.larger_of(e.sub(start, e.mul(c, count)), 0), count)
@@ -194,16 +198,17 @@ class SplitBlock:
                 def store_key(k: Value, _: list[Value]) -> None:
                     for j in range(_PANEL):
                         place = self.place_of_pair(k, c, j)
-                        for of, x in zip((block.weights, block.grads), compute(k, j), strict=True):
-                            e.store_vector(x, e.at(of, place))
+                        weight, grad = compute(k, j)
+                        e.store_vector(weight, e.at(block.weights, place))
+                        e.store_vector(grad, e.at(block.score_grads, place))
 
-                if stage.split:
+                if Stage.SPLIT in stage:
                     e.loop(begin, count, 2, [], lambda k, _: self.store_terms(block, compute, k, c))
                 else:
                     e.loop(begin, count, 1, [], store_key)
 
             e.loop(0, self.chunks, 1, [], compute_chunk)
-            if stage.split:
+            if Stage.SPLIT in stage:
                 pairs, end = (
                     e.builder.ashr(x, e.index(1)) for x in (count, emit_round_to_chunks(e, count))
                 )
@@ -214,22 +219,23 @@ class SplitBlock:
                 self.split.clear_pairs(block.grad_pairs, pairs, end)
         return function
 
-    def last_stage(self, kind: str) -> str:
+    def last_stage(self, kind: str) -> Stage:
         """The stage in which P and dX of a full or partial block are split."""
         if self.frame.plain and kind == "full":
-            return "all"
-        return "split" if self.frame.applies_chain_rule else "gradients, split"
+            return Stage.ALL
+        return Stage.SPLIT if self.frame.applies_chain_rule else Stage.GRADIENTS | Stage.SPLIT
 
     def overlapped_stage_function(self) -> Value:
-        """A function `(*_BlockPair, start, *product) -> start`: stage "all", from `start` on.
+        """A function `(*BlockPair, start, *product) -> start`: all stages, from `start` on.
 
         It computes as many keys as there is time for while tiles of other blocks are multiplied,
         and returns the first key that is left. `product` are arguments of `matrix_unit.multiply`.
         """
         e = self.e
-        arguments = [*[POINTER] * 8, INT64, *[POINTER] * 3, *[INT64] * 3]
+        arguments = [*_BLOCK_PAIR, INT64, *[POINTER] * 3, *[INT64] * 3]
         with e.function("beside", arguments, INT64) as (function, args):
-            block, start, product = _BlockPair(*args[:8]), args[8], args[9:]
+            *places, start = args[: len(_BLOCK_PAIR) + 1]
+            block, product = BlockPair(*places), args[len(places) + 1 :]
             count, pairs = product[4:]
             b, products = e.builder, self.split.products()
             # All keys of a step must belong to one chunk of queries.
@@ -244,7 +250,7 @@ class SplitBlock:
                 if group == 0:
                     first = e.add(start, e.mul(step, _KEYS_BESIDE))
                     chunk = b.sdiv(first, count)
-                    compute = self.pair_computation(block, chunk, _STAGES["all"])
+                    compute = self.pair_computation(block, chunk, Stage.ALL)
                     running[:] = [e.sub(first, e.mul(chunk, count)), chunk, compute]
                 first, chunk, compute = running
                 units, groups = _KEYS_BESIDE // 2, len(products)
@@ -263,7 +269,7 @@ class SplitBlock:
         e = self.e
         return e.add(e.mul(k, self.width), e.mul(chunk, self.panels.width), j * e.vector_bytes)
 
-    def pair_computation(self, of: _BlockPair, chunk: Value, stage: _Stage) -> _ComputePair:
+    def pair_computation(self, of: BlockPair, chunk: Value, stage: Stage) -> _ComputePair:
         """Emits P and dX of one key and one vector of a chunk of queries."""
         e, b = self.e, self.e.builder
         dropout = bool(self.frame.spec.dropout)
@@ -276,12 +282,12 @@ class SplitBlock:
 
         def compute_pair(k: Value, j: int) -> tuple[Value, Value]:
             place = self.place_of_pair(k, chunk, j)
-            weight, found = (e.load_vector(e.at(x, place)) for x in (of.weights, of.grads))
-            if stage.weights:
+            weight, found = (e.load_vector(e.at(x, place)) for x in (of.weights, of.score_grads))
+            if Stage.WEIGHTS in stage:
                 less_lse = b.fsub(b.fsub(b.fmul(weight, scale), lse[j]), rest[j])
                 weight = vector_math.exp_flushed(e, less_lse)
             forbidden = self.frame.is_forbidden(weight)
-            if stage.gradients:
+            if Stage.GRADIENTS in stage:
                 factor = e.load_vector(e.at(of.factors, place)) if dropout else None
                 if factor is not None:
                     found = b.fmul(found, factor)
@@ -293,7 +299,7 @@ class SplitBlock:
                     weight = b.fmul(weight, factor)
             else:
                 found = b.fadd(found, e.const(0.0))
-            if stage.split and self.frame.may_forbid and not stage.weights:
+            if Stage.SPLIT in stage and self.frame.may_forbid and Stage.WEIGHTS not in stage:
                 found = b.select(forbidden, e.const(-0.0), found)
             return weight, found
 
@@ -304,7 +310,7 @@ class SplitBlock:
         """Number of chunks of queries; a row of P or dX is a row of as many tiles."""
         return self.vectors // _PANEL
 
-    def store_terms(self, of: _BlockPair, compute: _ComputePair, k: Value, chunk: Value) -> None:
+    def store_terms(self, of: BlockPair, compute: _ComputePair, k: Value, chunk: Value) -> None:
         """Store P and dX of an even key and the next, with a chunk of queries, as terms."""
         e, split = self.e, self.split
         start, grads = self.place_in_rows(k, chunk), []
@@ -455,11 +461,11 @@ class SplitBlock:
         found |= vector_functions(self.frame, weights_function, chain_rule_function)
         stages = {self.last_stage("full")}
         if self.frame.mask != TRUE:
-            stages |= {self.last_stage("partial"), *(["weights"] if self.frame.plain else [])}
+            stages |= {self.last_stage("partial"), *([Stage.WEIGHTS] if self.frame.plain else [])}
         if self.frame.applies_chain_rule:
-            stages.add("gradients")
-        for name in sorted(stages):
-            found[name] = self.stage_function(name)
+            stages.add(Stage.GRADIENTS)
+        for stage in sorted(stages, key=lambda stage: stage.value):
+            found[stage.function] = self.stage_function(stage)
         if self.frame.plain:
             found["beside"] = self.overlapped_stage_function()
         return found

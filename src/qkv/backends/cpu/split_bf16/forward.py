@@ -18,7 +18,7 @@ from llvmlite import ir
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import rows_from
 from qkv.backends.cpu.emit.transpose import transposed_bytes
-from qkv.backends.cpu.forward.frame import BLOCK_MAX, STATS, ForwardFrame, ForwardKey, ScoreVector
+from qkv.backends.cpu.forward.frame import STATS, ForwardFrame, ForwardKey, ScoreVector, StatsRow
 from qkv.backends.cpu.forward.pair_kernel import emit_pair_kernel, rescale_output
 from qkv.backends.cpu.forward.score_blocks import (
     Buffers,
@@ -126,7 +126,7 @@ class SplitOperands(PairOperands):
             rows_of = []
             for offset in self.offsets:
                 here = e.at(stats, offset)
-                largest = b.fmul(e.load_vector(e.at(here, BLOCK_MAX * self.width)), scale)
+                largest = b.fmul(e.load_vector(e.at(here, StatsRow.BLOCK_MAX * self.width)), scale)
                 rows_of.append(RowSums(e, here, width, largest, statistics=self.frame.statistics))
 
             def weigh_key(j: int, k: Value, carried: list[Value]) -> tuple[Value, list[Value]]:
@@ -230,7 +230,7 @@ class SplitOperands(PairOperands):
             )  # fmt: skip
             finish_keys(e.mul(steps, _KEYS_BESIDE), following)
             for offset, place in zip(self.offsets, largest, strict=True):
-                block_max = e.at(stats, BLOCK_MAX * self.width + offset)
+                block_max = e.at(stats, StatsRow.BLOCK_MAX * self.width + offset)
                 e.store_vector(e.load_vector(place), block_max)
         return function
 
@@ -254,8 +254,9 @@ class SplitOperands(PairOperands):
                 found.append(partial(compare_key, here))
                 continue
             at = ScoreVector(
-                arguments, here, stats, own, e.index(self.width), count, batch, head,
-                e.add(row, j * e.lanes), kv_start, ir.Constant(BIT, 0),
+                arguments, here, stats, own, e.index(self.width), count=count, batch=batch,
+                head=head, first_row=e.add(row, j * e.lanes), kv_start=kv_start,
+                marked=ir.Constant(BIT, 0),
             )  # fmt: skip
             found.append(
                 finish_key_function(self.frame, at, self.frame.places_at(at), scale, masked)

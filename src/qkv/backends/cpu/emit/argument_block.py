@@ -1,0 +1,31 @@
+"""The argument block of a kernel: words that it reads, and that one call at a time fills in."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from numpy.typing import NDArray
+
+from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD
+from qkv.backends.cpu.machine.addresses import quick_address_of
+
+__all__ = ["ArgumentBlock"]
+
+_LIMIT = COUNTER_BYTES // WORD
+"""The word of `limit`, the same in every kernel because common fields come first."""
+
+
+class ArgumentBlock:
+    """Argument words, and whatever they point to, which is kept alive meanwhile."""
+
+    def __init__(self, words: NDArray[Any], keep_alive: Any = ()) -> None:
+        self.words = memoryview(words.data)
+        self.address = quick_address_of(words)
+        self.pointer = ctypes.c_void_p(self.address)
+        self.keep_alive = keep_alive
+
+    def allow_tasks(self, start: int, stop: int) -> None:
+        """Let the next run take the tasks from `start` to `stop`."""
+        self.words[0] = start
+        self.words[_LIMIT] = stop

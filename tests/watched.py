@@ -1,0 +1,89 @@
+"""The backend "cpu" that counts what it is asked, as a backend of one's own would see it."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import qkv
+from qkv.backends import Passes, Prepared
+from qkv.backends.cpu import CpuBackend
+
+
+class Watched(CpuBackend):
+    """`computed` counts passes over checked problems, `ran` the prepared functions by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed = 0
+        self.ran: Counter[str] = Counter()
+        self._made: list[tuple[Passes, bool]] = []
+
+    def prepared(self, *passes: Passes, any_length: bool | None = None) -> int:
+        """How many problems were made ready for these passes, for any number of keys or for one."""
+        return sum(p in passes and any_length in (None, free) for p, free in self._made)
+
+    def run(self, problem: Any) -> Any:
+        self.computed += 1
+        return super().run(problem)
+
+    def run_for_backward(self, problem: Any) -> Any:
+        self.computed += 1
+        return super().run_for_backward(problem)
+
+    def run_with_statistics(self, problem: Any) -> Any:
+        self.computed += 1
+        return super().run_with_statistics(problem)
+
+    def backward(self, problem: Any, inputs: Any) -> Any:
+        self.computed += 1
+        return super().backward(problem, inputs)
+
+    def prepare(self, problem: Any, passes: Passes, **given: Any) -> Prepared | None:
+        made = super().prepare(problem, passes, **given)
+        if made is not None:
+            self._made.append((passes, given.get("any_length", False)))
+        return self._watched(made)
+
+    def _watched(self, made: Prepared | None) -> Prepared | None:
+        if made is None:
+            return None
+        names = [name for name in ("call", "run", "brief", "if_alike") if getattr(made, name)]
+        watched = {name: self._counted(name, getattr(made, name)) for name in names}
+        steps = made.steps
+        if steps is not None:
+            of_length = steps.of_length
+            steps = steps._replace(
+                run=self._counted("step", steps.run),
+                of_length=lambda *given: self._watched(of_length(*given)),
+            )
+        return replace(made, **watched, steps=steps)
+
+    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any, **named: Any) -> Any:
+            self.ran[name] += 1
+            return function(*given, **named)
+
+        return run
+
+
+def python_calls(function: Callable[[], Any]) -> int:
+    """How many functions of qkv that are written in Python run on this thread."""
+    count = 0
+
+    def see(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(_SOURCE)
+
+    sys.setprofile(see)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+_SOURCE = str(Path(qkv.__file__).parent)
