@@ -147,7 +147,13 @@ class BigBird(ProjectedAttention):
         return self.pairs_of_heads(n)[0][0]
 
     def pairs_of_heads(self, n: int) -> tuple[tuple[int, int], ...]:
-        """Pairs of each head, whose random blocks differ; in time and memory that grow with `n`."""
+        """Pairs of each head, whose random blocks differ; in time and memory that grow with `n`.
+
+        Raises
+        ------
+        ArgumentError
+            The pattern has more than 2**28 entries, which would take gigabytes.
+        """
         n = int(n)
         blocks = -(-n // self.block)
         if blocks * (self.num_random + 5) > MOST_RANDOM:
