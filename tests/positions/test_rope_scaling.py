@@ -144,6 +144,15 @@ def test_a_base_beyond_float64_is_refused(factor: float) -> None:
         qkv.RoPE.ntk_aware(32, factor, base=1e12)
 
 
+@pytest.mark.parametrize("given", [[1, [2]], ["a"] * 4, [1j] * 4, [10**400] * 4])
+def test_frequencies_that_are_no_real_numbers_are_refused(given: list) -> None:
+    x = np.ones((4, 8), np.float32)
+    with pytest.raises(qkv.DTypeError, match="inv_freq"):
+        qkv.attention(x, x, x, qkv.RoPE(inv_freq=given))
+    with pytest.raises(qkv.DTypeError, match="inv_freq"):
+        qkv.RoPE(inv_freq=given).rotate(x, 0)
+
+
 def test_ntk_aware_is_dynamic_at_the_length_of_its_factor(monkeypatch) -> None:
     monkeypatch.setattr(modeling_rope_utils, "torch", WideTorch())
     config = config_of("dynamic")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv.declarations import checked
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, DTypeError
 from qkv.readable_checks import as_array
 
 Array = NDArray[np.float64]
@@ -68,6 +68,17 @@ def inverse_frequencies(rotary_dim: int, base: float) -> Array:
     pairs = checked_rotary_dim(rotary_dim) // 2
     steps = np.arange(pairs, dtype=np.float64)
     return np.asarray(positive("base", base) ** (-steps / max(pairs, 1)))
+
+
+def given_frequencies(inv_freq: ArrayLike) -> Array:
+    """Frequencies that a caller gives."""
+    given = as_array("inv_freq", inv_freq)
+    if given.dtype.kind in "OSUTcmM" or given.dtype.names:
+        raise DTypeError(
+            f"inv_freq has dtype {given.dtype}, not that of real numbers.",
+            action="Pass one frequency for each pair: (rotary_dim / 2,).",
+        )
+    return given.astype(np.float64)
 
 
 @checked

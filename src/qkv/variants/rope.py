@@ -317,8 +317,8 @@ class RoPE(Variant):
     def frequencies(self, head_dim: int) -> NDArray[np.float64]:
         """Radians per position of each pair."""
         if self.inv_freq is not None:
-            self._check_inv_freq(np.shape(self.inv_freq))
-            return np.asarray(self.inv_freq, np.float64)
+            self._check_inv_freq((given := scaling.given_frequencies(self.inv_freq)).shape)
+            return given
         dim = head_dim if self.rotary_dim is None else self.rotary_dim
         return scaling.inverse_frequencies(dim, self.base)
 
