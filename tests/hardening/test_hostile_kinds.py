@@ -204,6 +204,8 @@ def test_a_ring_needs_an_axis_of_devices() -> None:
     x = jnp.asarray(X, jnp.float32)
     with pytest.raises(qkv.ArgumentError, match="axis_name='rows' is no axis"):
         qkv.jax.ring_attention(x, x, x, axis_name="rows")
+    with pytest.raises(qkv.ArgumentError, match=r"axis_name=\[\] is no axis"):
+        qkv.jax.ring_attention(x, x, x, axis_name=[])
 
 
 def test_reductions_of_layers_name_what_torch_does_not_take() -> None:

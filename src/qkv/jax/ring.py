@@ -146,6 +146,8 @@ def _require_positions(variant: Any) -> None:
 def _devices_along(axis_name: str) -> int:
     """How many devices an axis has, an error if the call is not mapped over one of this name."""
     try:
+        if not isinstance(axis_name, str):
+            raise TypeError("not a name")
         size: int = jax.lax.axis_size(axis_name)
     except (NameError, TypeError, ValueError) as error:
         raise ArgumentError(
