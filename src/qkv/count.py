@@ -69,7 +69,7 @@ class Count(int):
         try:
             value = index(value)
         except TypeError:
-            symbol = None  # type: ignore[assignment]
+            symbol = None  # type: ignore[assignment]  # refused below, with the same message
         if not isinstance(symbol, str):
             raise ArgumentError(
                 f"Count({shown(value)}, {shown(symbol)}) is not an integer and its name.",

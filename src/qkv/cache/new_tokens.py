@@ -213,7 +213,5 @@ def _device(array: Any) -> str:
 def _shown(array: Any) -> str:
     if kind_of(array) is None:
         return type(array).__name__
-    if kind_of(array) == "torch" and array.is_nested:
-        return "a nested tensor"
     where = f" on {array.device}" if kind_of(array) == "torch" else ""
     return f"{array.dtype} {tuple(array.shape)}{where}"

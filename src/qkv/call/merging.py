@@ -34,7 +34,8 @@ def merge_parts(
     is_blhd = layout == "blhd" and len(np.shape(first)) > 2
     partials: list[Partial] = []
     for out, lse in parts:
-        array_shape("out", out), array_shape("lse", lse)
+        for name, given in (("out", out), ("lse", lse)):
+            array_shape(name, given)  # raises where there is none, as that of a nested tensor
         array, lse_array = (view(out, "out"), view(lse, "lse")) if xp is np else (out, lse)
         array = array.swapaxes(-3, -2) if is_blhd else array
         expected = partials[0].out.shape if partials else array.shape

@@ -80,13 +80,15 @@ class _BoundedReads(io.BytesIO):
 
 def _read(source: Source, archive: zipfile.ZipFile) -> Arrays:
     members: dict[str, zipfile.ZipInfo] = {}
+    places: set[int] = set()
     for info in archive.infolist():
         name = info.filename.removesuffix(".npy")
         if name in members:
             raise source.error(f"names {shown(name)} twice in its directory")
-        if any(info.header_offset == other.header_offset for other in members.values()):
+        if info.header_offset in places:
             raise source.error(f"has {shown(name)} and another array in one place")
         members[name] = info
+        places.add(info.header_offset)
     query, key, value = (
         _entry(source, archive, name, members[name]).array() for name in spelling(source, members)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -145,16 +146,14 @@ def _require_positions(variant: Any) -> None:
 
 def _devices_along(axis_name: str) -> int:
     """How many devices an axis has, an error if the call is not mapped over one of this name."""
-    try:
-        if not isinstance(axis_name, str):
-            raise TypeError("not a name")
-        size: int = jax.lax.axis_size(axis_name)
-    except (NameError, TypeError, ValueError) as error:
-        raise ArgumentError(
-            f"axis_name={shown(axis_name)} is no axis of devices here.",
-            action="Call it inside of jax.shard_map, with the name of an axis of its mesh.",
-        ) from error
-    return size
+    if isinstance(axis_name, str):
+        with suppress(NameError):
+            size: int = jax.lax.axis_size(axis_name)
+            return size
+    raise ArgumentError(
+        f"axis_name={shown(axis_name)} is no axis of devices here.",
+        action="Call it inside of jax.shard_map, with the name of an axis of its mesh.",
+    )
 
 
 def _varying(leaf: Any, axis_name: str) -> Any:

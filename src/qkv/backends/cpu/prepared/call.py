@@ -140,7 +140,7 @@ class Attend:
 
     def _new_filled_block(self) -> FilledBlock | None:
         kernel = self._kernel
-        return FilledBlock.later(kernel.new_block(), self._expected, kernel.words)
+        return FilledBlock.if_possible(kernel.new_block(), self._expected, kernel.words)
 
     def _brief_block(self) -> FilledBlock:
         """A block whose functions run the job. One is enough, because the job holds the GIL."""
@@ -268,7 +268,7 @@ class PreparedCall:
 
     def _new_memory(self) -> _Memory:
         block = ArgumentBlock(np.zeros(_ASKED[-1] + 1, np.int64))
-        asking = FilledBlock.later(block, self._expected, _ASKED_WORDS)
+        asking = FilledBlock.if_possible(block, self._expected, _ASKED_WORDS)
         return _Memory(Scratch(self._bytes), block.words[_ASKED[0] :], asking and asking.read)
 
     def if_alike(

@@ -86,10 +86,10 @@ class FilledBlock(NamedTuple):
         return made if _can_read() else made._replace(read=None)
 
     @classmethod
-    def later(
+    def if_possible(
         cls, block: ArgumentBlock, operands: Sequence[Operand], call: Mapping[str, int]
     ) -> FilledBlock | None:
-        """The same after the first call; None if the process gave up making code meanwhile."""
+        """As `of`, but None if the process has given up making code since the first call."""
         with suppress(KernelBuildError):
             return cls.of(block, operands, call)
         return None

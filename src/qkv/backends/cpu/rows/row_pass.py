@@ -90,7 +90,7 @@ class RowPass:
             return
         if self.is_brief and self._has_run:
             operands, job = list(map(Operand, self._places)), {"job": self._kernel.address}
-            self._brief = FilledBlock.later(ArgumentBlock(self._words.copy()), operands, job)
+            self._brief = FilledBlock.if_possible(ArgumentBlock(self._words.copy()), operands, job)
         self._has_run = True
         block = ArgumentBlock(self._words.copy(), keep_alive)
         for place, number in zip(self._places, numbers, strict=True):
