@@ -132,8 +132,10 @@ COFF = """
         register_stack_probe()
     sys.platform = system
 
-    # The sum of the squares below n, which lie in a frame of 40,000 bytes meanwhile.
-    there = load('''define i64 @job(i64 %n) {
+    # The sum of the squares below n, which lie in a frame of 40,000 bytes meanwhile. With nounwind
+    # there is no table for unwinding: libgcc 13 and later would read the table of Windows as one of
+    # Linux, and the process would end.
+    there = load('''define i64 @job(i64 %n) nounwind {
     entry:
         %squares = alloca [5000 x i64]
         br label %write
