@@ -25,13 +25,13 @@ def dense_weights(name: str) -> torch.Tensor:
     return torch.nan_to_num(weights, nan=0.0)
 
 
-def look(rank: int, ranks: int, name: str) -> dict[str, Any]:
+def look(rank: int, ranks: int, name: str, backend: str) -> dict[str, Any]:
     from qkv.distributed import Order, inspect
 
     order = Order.zigzag(LENGTH, ranks)
     case = CASES[name]
     shards = [order.shard(t, rank).float() for t in operands()[:3]]
-    record = inspect(*shards, *case.variants(*case.arrays), order=order)
+    record = inspect(*shards, *case.variants(*case.arrays), order=order, backend=backend)
     numbers, best = record.top(5)
     return {
         "entropy": record.entropy, "max_weight": record.max_weight, "received": record.received(),
@@ -39,13 +39,14 @@ def look(rank: int, ranks: int, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("backend", ["cpu", "blocked"])
 @pytest.mark.parametrize("name", ["causal", "sinks", "packed documents", "mask array", "softcap"])
-@pytest.mark.one_in(3)
-def test_statistics_over_ranks(group: Any, name: str) -> None:
+@pytest.mark.one_in(4)
+def test_statistics_over_ranks(group: Any, name: str, backend: str) -> None:
     from qkv.distributed import Order
 
     order = Order.zigzag(LENGTH, 3)
-    found = group(3)(look, name)
+    found = group(3)(look, name, backend)
     weights = dense_weights(name)
     joined = {
         key: order.unshard([of[key].double() for of in found], axis)
@@ -102,3 +103,39 @@ def test_a_decoding_step_over_tokens_on_three_ranks(group: Any, storage: str) ->
         torch.testing.assert_close(out.double(), right, rtol=3e-5, atol=3e-5)
         torch.testing.assert_close(its_lse.double(), lse, rtol=3e-5, atol=3e-5)
         assert torch.equal(out, found[0][0])
+
+
+def look_far_down(rank: int, ranks: int) -> tuple[torch.Tensor, ...]:
+    from qkv.distributed import Order, inspect
+
+    order = Order.zigzag(LENGTH, ranks)
+    shards = [order.shard(t, rank).float() for t in operands()[:3]]
+    record = inspect(*shards, qkv.Bias(FAR_DOWN), order=order, backend="cpu")
+    return record.received(), record.top(3)[1], record.top(300)[1]
+
+
+FAR_DOWN = torch.full((LENGTH, LENGTH), -3e4)
+
+
+def test_a_bias_far_below_zero_leaves_statistics_over_ranks_exact(group: Any) -> None:
+    """The lse of a row, near -30,000, has an error in float32 that would change each weight."""
+    from qkv.distributed import Order
+
+    found = group(3)(look_far_down)
+    query, key, *_ = (t.float().double() for t in operands())
+    scores = query @ key.repeat_interleave(HEADS // KV_HEADS, dim=1).mT / query.shape[-1] ** 0.5
+    weights = torch.softmax((scores - 3e4).float().double(), -1)
+    received, three, many = (
+        Order.zigzag(LENGTH, 3).unshard([of[n].double() for of in found], axis)
+        for n, axis in ((0, -1), (1, -2), (2, -2))
+    )
+    # A score near -30,000 is a multiple of 2**-9 in float32, whoever computes it.
+    close = {"rtol": 2.1 * 2**-9, "atol": 1e-6}
+    torch.testing.assert_close(received, weights.sum(-2), **close)
+    torch.testing.assert_close(three, weights.topk(3, dim=-1).values, **close)
+    torch.testing.assert_close(
+        many[..., :LENGTH], weights.sort(-1, descending=True).values, **close
+    )
+    torch.testing.assert_close(
+        received.sum(-1), torch.full(received.shape[:-1], float(LENGTH)).double(), rtol=1e-4, atol=0
+    )

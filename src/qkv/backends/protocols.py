@@ -120,7 +120,9 @@ class Inspectable(Protocol):
 
     before dropout, with the lse of the whole call, sinks included, `(*batch_shape, num_heads,
     q_len)`. Where |lse| is so large that its rounding would show (`qkv.partial.coarse`), a row's
-    sum is to be found again. `progress(done, total)` is called now and then.
+    sum is to be found again. `of_part` says that the problem has only some of the keys over which
+    lse goes, so that no sum can be found; lse then is float64. `progress(done, total)` is called
+    now and then.
     """
 
     def run_with_statistics(self, problem: Problem) -> tuple[Partial, RowStatistics]:
@@ -128,7 +130,13 @@ class Inspectable(Protocol):
         ...
 
     def top(
-        self, problem: Problem, lse: Array, k: int, progress: Progress | None = None
+        self,
+        problem: Problem,
+        lse: Array,
+        k: int,
+        progress: Progress | None = None,
+        *,
+        of_part: bool = False,
     ) -> tuple[Array, Array] | None:
         """Indices and weights `(*batch_shape, num_heads, q_len, k)` of the best keys, falling.
 
@@ -137,7 +145,14 @@ class Inspectable(Protocol):
         """
         ...
 
-    def received(self, problem: Problem, lse: Array, progress: Progress | None = None) -> Array:
+    def received(
+        self,
+        problem: Problem,
+        lse: Array,
+        progress: Progress | None = None,
+        *,
+        of_part: bool = False,
+    ) -> Array:
         """`sum_i w[i, j]`, `(*batch_shape, num_heads, kv_len)`."""
         ...
 

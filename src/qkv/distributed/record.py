@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from qkv.backends import Inspectable, choose
 from qkv.distributed.parts import ShardRows
 from qkv.distributed.sharded_call import ShardedCall
 from qkv.errors import ArgumentError, ShapeError
@@ -61,7 +62,8 @@ class DistributedRecord:
 
     Notes
     -----
-    `received`, `top` and `tile` take `2 head_dim` operations for each pair in NumPy, and hold no
+    `received` and `top(256)` are compiled passes over the scores with the backend "cpu". `tile`,
+    more keys, and other backends take `2 head_dim` operations for each pair in NumPy, and hold no
     more than a block of 512 x 512 weights of one head.
     """
 
@@ -89,9 +91,13 @@ class DistributedRecord:
         heads = self._lse.shape[:-1]
         sums = [np.zeros((*heads, ring.keys.rows(rank))) for rank in range(ring.links.ranks)]
         for seen in self._parts():
+            of_owner = sums[seen.owner][..., seen.kv_at]
+            backend = self._inspectable(seen)
+            if backend is not None:
+                of_owner += backend.received(seen.problem, self._lse_of(seen), of_part=True)
+                continue
             for index, head, _, columns, weights in self._blocks(seen):
-                at = slice(seen.kv_at.start + columns.start, seen.kv_at.start + columns.stop)
-                sums[seen.owner][(*index, head, at)] += weights.sum(axis=0)
+                of_owner[(*index, head, columns)] += weights.sum(axis=0)
         parts = {rank: torch.from_numpy(of) for rank, of in enumerate(sums)}
         mine = parts.pop(own)
         found = {rank: torch.empty_like(mine) for rank in parts}
@@ -113,16 +119,8 @@ class DistributedRecord:
         numbers = np.full((*self._lse.shape, k), -1, np.int64)
         best = np.zeros((*self._lse.shape, k))
         for seen in self._parts():
-            for index, head, rows, columns, weights in self._blocks(seen):
-                place = (*index, head, rows)
-                keys = _numbers(seen.part.kv_rows, columns)
-                named = np.broadcast_to(np.where(weights > 0, keys, -1), weights.shape)
-                both = np.concatenate([best[place], weights], axis=1)
-                names = np.concatenate([numbers[place], named], axis=1)
-                last = np.where(names < 0, np.iinfo(np.int64).max, names)
-                order = np.lexsort((last, -both), axis=-1)[:, :k]
-                best[place] = np.take_along_axis(both, order, axis=1)
-                numbers[place] = np.take_along_axis(names, order, axis=1)
+            for place, names, weights in self._best_of(seen, k):
+                _merge_best(numbers[place], best[place], names, weights)
         return torch.from_numpy(numbers), torch.from_numpy(best).to(self.lse.dtype)
 
     def tile(self, queries: slice, keys: slice) -> torch.Tensor:
@@ -174,6 +172,33 @@ class DistributedRecord:
                 problem = part.of(ring.parts.whole, query[..., q_at, :], key, value)
                 yield _Seen(owner, problem, part, q_at, kv_at)
 
+    def _inspectable(self, seen: _Seen) -> Inspectable | None:
+        """The backend that computes a part, if it computes statistics of weights."""
+        parts = self._call.ring.parts
+        backend = choose(seen.problem.spec, parts.backend).backend
+        return backend if isinstance(backend, Inspectable) else None
+
+    def _lse_of(self, seen: _Seen) -> Array:
+        return np.ascontiguousarray(self._lse[..., seen.q_at])
+
+    def _best_of(self, seen: _Seen, k: int) -> Iterator[tuple[Any, Array, Array]]:
+        """(rows of the shard, numbers of keys, their weights): the k best keys of a part, or all
+        keys of one block after the other."""
+        backend, found = self._inspectable(seen), None
+        if backend is not None:
+            found = backend.top(seen.problem, self._lse_of(seen), k, of_part=True)
+        if found is not None:
+            keys = _numbers(seen.part.kv_rows, slice(None))
+            for first in range(0, seen.problem.spec.q_len, _BLOCK):
+                rows = slice(first, min(first + _BLOCK, seen.problem.spec.q_len))
+                here = slice(seen.q_at.start + rows.start, seen.q_at.start + rows.stop)
+                indices, weights = (of[..., rows, :] for of in found)
+                yield (..., here, slice(None)), keys[indices], weights
+            return
+        for index, head, rows, columns, weights in self._blocks(seen):
+            keys = np.broadcast_to(_numbers(seen.part.kv_rows, columns), weights.shape)
+            yield (*index, head, rows), keys, weights
+
     def _blocks(self, seen: _Seen) -> Iterator[tuple[Any, int, slice, slice, Array]]:
         """(batch index, head, rows of the shard, columns of the part, weights) of every block."""
         problem, q_at = seen.problem, seen.q_at
@@ -191,6 +216,16 @@ class DistributedRecord:
                         with np.errstate(all="ignore"):
                             weights = np.where(np.isneginf(s), 0.0, np.exp(s - lse))
                         yield index, head, here, columns, weights
+
+
+def _merge_best(numbers: Array, best: Array, others: Array, weights: Array) -> None:
+    """Merge keys into the best of each row, in place; a weight of 0 names none."""
+    both = np.concatenate([best, weights], axis=-1)
+    names = np.concatenate([numbers, np.where(weights > 0, others, -1)], axis=-1)
+    last = np.where(names < 0, np.iinfo(np.int64).max, names)
+    order = np.lexsort((last, -both), axis=-1)[..., : best.shape[-1]]
+    best[...] = np.take_along_axis(both, order, axis=-1)
+    numbers[...] = np.take_along_axis(names, order, axis=-1)
 
 
 def _numbers(run: range, rows: slice) -> Array:

@@ -99,20 +99,33 @@ class CpuBackend:
         return self._run(problem, _is_decode(spec), statistics), statistics
 
     def top(
-        self, problem: Problem, lse: Array, k: int, progress: Progress | None = None
+        self,
+        problem: Problem,
+        lse: Array,
+        k: int,
+        progress: Progress | None = None,
+        *,
+        of_part: bool = False,
     ) -> tuple[Array, Array] | None:
         """The k best keys of each row, by one pass over the scores."""
         with importing():
             from qkv.backends.cpu.passes.replay import top
 
-        return top(problem.gathered(), lse, k, progress)
+        return top(problem.gathered(), lse, k, progress, of_part)
 
-    def received(self, problem: Problem, lse: Array, progress: Progress | None = None) -> Array:
+    def received(
+        self,
+        problem: Problem,
+        lse: Array,
+        progress: Progress | None = None,
+        *,
+        of_part: bool = False,
+    ) -> Array:
         """The weight that each key takes in all, by one pass over the scores."""
         with importing():
             from qkv.backends.cpu.passes.replay import received
 
-        return received(problem.gathered(), lse, progress)
+        return received(problem.gathered(), lse, progress, of_part)
 
     def weight_blocks(self, problem: Problem, lse: Array) -> WeightBlocks:
         """Reductions of blocks of weights, by passes over the scores that they need."""

@@ -41,7 +41,11 @@ _TASKS = 64
 
 
 def top(
-    problem: Problem, lse: Array, k: int, progress: Progress | None = None
+    problem: Problem,
+    lse: Array,
+    k: int,
+    progress: Progress | None = None,
+    of_part: bool = False,
 ) -> tuple[Array, Array] | None:
     """Indices and weights of the k best keys, `(*batch_shape, num_heads, q_len, k)`.
 
@@ -56,7 +60,7 @@ def top(
     if 0 in (*lse.shape, count):
         return indices, weights
     splits_operands = _splits_operands(problem)
-    a, b = weight_shift(problem, lse, splits_operands=splits_operands)
+    a, b = weight_shift(problem, lse, splits_operands=splits_operands, of_part=of_part)
     replay = ReplayPass(problem, "top", k=count, splits_operands=splits_operands)
     best = np.empty((*lse.shape, count), spec.compute_dtype)
     found = indices if count == k else np.empty(best.shape, np.int64)
@@ -68,13 +72,15 @@ def top(
     return indices, weights
 
 
-def received(problem: Problem, lse: Array, progress: Progress | None = None) -> Array:
+def received(
+    problem: Problem, lse: Array, progress: Progress | None = None, of_part: bool = False
+) -> Array:
     """The weight that each key takes in all, `(*batch_shape, num_heads, kv_len)`."""
     spec = problem.spec
     total = np.zeros((*lse.shape[:-1], spec.kv_len), spec.compute_dtype)
     if 0 in (*lse.shape, spec.kv_len):
         return total
-    padded = padded_shift(spec, *weight_shift(problem, lse))
+    padded = padded_shift(spec, *weight_shift(problem, lse, of_part=of_part))
     replay = ReplayPass(problem, "received")
     arrays = {"shift": padded, "received": total, "blocks": replay.plan.tasks}
     replay.run({"padded_rows": padded.shape[1] * padded.shape[3]}, arrays, progress)
@@ -87,13 +93,18 @@ def _splits_operands(problem: Problem) -> bool:
 
 
 def weight_shift(
-    problem: Problem, lse: Array, *, splits_operands: bool = False
+    problem: Problem, lse: Array, *, splits_operands: bool = False, of_part: bool = False
 ) -> tuple[Array, Array]:
     """a and b with `log w = (s - a) - b`: lse and 0, or the maximum of a row and log of its sum.
 
     Both are 0 for a row without keys, whose weights stay 0. Every row is summed again if the
-    forward pass multiplied bfloat16 and this replay multiplies elements: their scores differ.
+    forward pass multiplied bfloat16 and this replay multiplies elements: their scores differ. Rows
+    of a part cannot be summed; there b is what rounding took from lse.
     """
+    if of_part:
+        rounded = np.where(np.isneginf(lse), 0, lse).astype(problem.spec.compute_dtype)
+        with np.errstate(invalid="ignore"):
+            return rounded, np.where(np.isfinite(lse), lse - rounded, 0).astype(rounded.dtype)
     a = np.where(np.isneginf(lse), 0, lse)
     b = np.zeros_like(a)
     shape = shape_of(problem.spec, host(), split=split_bf16.may_split(problem))
