@@ -2,6 +2,7 @@
 
     python -m benchmarks.ranks speed         # two ranks of one thread beside one process of two
     python -m benchmarks.ranks prediction    # qkv.distributed.plan beside the clock, 1 to 4 ranks
+    python -m benchmarks.ranks memory        # what a rank holds beside its shards, 1 to 4 ranks
 
 Ranks are processes of this machine, joined by gloo over its own network. Every time is the least
 of several rounds; that of the clock is the slowest rank's, that of processors is of all ranks
@@ -12,6 +13,7 @@ compared with one process before anything is timed.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import multiprocessing
 import os
 import tempfile
@@ -77,6 +79,33 @@ def over_ranks(rank: int, ranks: int, length: int, strategy: str, backward: bool
         cotangent if backward else None,
     )
     return _now() - began, [x.numpy() for x in found]
+
+
+def memory_of_rank(
+    rank: int, ranks: int, length: int, strategy: str, backward: bool
+) -> tuple[int, int]:
+    """Bytes of this rank's shards, and the most that it holds beside them during a call."""
+    order = Order.zigzag(length, ranks)
+    *leaves, cotangent = (order.shard(x, rank).clone() for x in inputs(length))
+    for leaf in leaves:
+        leaf.requires_grad_(backward)
+    dist.barrier()
+    ctypes.CDLL(None).malloc_trim(0)  # What was freed goes back to the system, so that it counts.
+    Path("/proc/self/clear_refs").write_text("5")  # The peak begins anew.
+    before = _resident("VmRSS")
+    once(
+        lambda: attention(*leaves, qkv.Causal(), order=order, strategy=strategy),
+        tuple(leaves),
+        cotangent if backward else None,
+    )
+    held = [*leaves, cotangent] if backward else leaves
+    return sum(x.nbytes for x in held), _resident("VmHWM") - before
+
+
+def _resident(name: str) -> int:
+    """Bytes of memory that this process has (VmRSS), or had at most (VmHWM)."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def over_ranks_of_torch(rank: int, ranks: int, length: int, backward: bool) -> Any:
@@ -183,7 +212,7 @@ def started(count: int, threads: int) -> Iterator[Ranks]:
             ranks.close()
 
 
-# --- the two commands ----------------------------------------------------------------------------
+# --- the commands --------------------------------------------------------------------------------
 
 
 def speed(length: int, rounds: int) -> None:
@@ -291,13 +320,37 @@ def prediction(length: int, rounds: int) -> None:
                 )
 
 
+def memory(length: int, rounds: int) -> None:
+    """What a rank holds beside its shards, results included; the most of `rounds` calls."""
+    if not Path("/proc/self/clear_refs").exists():
+        raise SystemExit("Memory is measured by Linux's /proc/self/clear_refs; run it on Linux.")
+    print(
+        f"causal, {length:,} tokens, {HEADS} heads of {HEAD_DIM}, float32; MiB of a rank\n"
+        f"{'ranks':>5}  {'strategy':9}{'shards':>9}{'beside, forward':>18}{'beside, backward':>18}"
+    )
+    for count in (1, 2, 4):
+        with started(count, 1) as ranks:
+            for name in STRATEGIES if count > 1 else ("ring",):
+                found = {}
+                for backward in (False, True):
+                    call = partial(ranks, memory_of_rank, length, name, backward)
+                    call()  # The first call compiles.
+                    found[backward] = np.max([call() for _ in range(rounds)], axis=(0, 1)) / 2**20
+                print(
+                    f"{count:5}  {name:9}{found[False][0]:9.0f}{found[False][1]:18.0f}"
+                    f"{found[True][1]:18.0f}",
+                    flush=True,
+                )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=__doc__)
-    parser.add_argument("command", choices=("speed", "prediction"))
+    parser.add_argument("command", choices=("speed", "prediction", "memory"))
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    {"speed": speed, "prediction": prediction}[options.command](options.tokens, options.rounds)
+    commands = {"speed": speed, "prediction": prediction, "memory": memory}
+    commands[options.command](options.tokens, options.rounds)
 
 
 if __name__ == "__main__":

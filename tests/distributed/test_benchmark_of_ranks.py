@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -62,3 +63,16 @@ def test_predictions_beside_the_clock(capsys: pytest.CaptureFixture[str]) -> Non
     said = capsys.readouterr().out
     assert re.search(r"one thread: .* GFLOP/s .* one link: .* GB/s", said)
     assert len(re.findall(r"^ +[124]  (?:ring|gather|ulysses) .* s .* s ", said, re.MULTILINE)) == 7
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is measured by Linux's /proc")
+@pytest.mark.usefixtures("ranks_of_the_tests")
+def test_memory_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import ranks
+
+    ranks.memory(256, 1)
+    said = capsys.readouterr().out
+    assert (
+        len(re.findall(r"^ +[124]  (?:ring|gather|ulysses) +\d+ +\d+ +\d+$", said, re.MULTILINE))
+        == 7
+    )
