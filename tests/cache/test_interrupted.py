@@ -146,6 +146,8 @@ def test_a_cache_is_as_before_or_as_after(kind: str, method: str) -> None:
             cache.reset()
             other.reset()
             assert root._pool.allocator.num_pages - root.pages_free == root.pages_held == 4, where
+            root.reset()
+            assert root.pages_free == root._pool.allocator.num_pages, f"{where}: pages are lost"
         lines += 1
     assert lines > 1
 
