@@ -100,14 +100,20 @@ def _split_exp(e: Emitter, x: Value) -> tuple[Value, Value]:
 def exp_flushed(e: Emitter, x: Value) -> Value:
     """exp(x) for x <= 0, NaN for NaN. Subnormal results are flushed to 0.
 
-    `x log2(e)` is not rounded before its integer part is subtracted.
+    `x log2(e)` is not rounded before its integer part is subtracted; where products are rounded,
+    the integer part times ln 2 is subtracted from x instead.
     """
     b, form = e.builder, _format(e)
-    magic, unit = e.const(form.round + form.bias), e.const(LOG2_E)
-    shifted = e.fma(x, unit, magic)
-    f = e.fma(x, unit, b.fsub(magic, shifted))
-    power = e.as_floats(b.shl(e.as_bits(shifted), e.const_bits(form.fraction)))
-    return b.select(exp_is_nonzero(e, x), b.fmul(polynomial(e, form.exp2, f), power), e.const(0.0))
+    if e.fused:
+        magic, unit = e.const(form.round + form.bias), e.const(LOG2_E)
+        shifted = e.fma(x, unit, magic)
+        f = e.fma(x, unit, b.fsub(magic, shifted))
+        power = e.as_floats(b.shl(e.as_bits(shifted), e.const_bits(form.fraction)))
+        fraction = polynomial(e, form.exp2, f)
+    else:
+        fraction, exponent = _split_exp(e, x)
+        power = e.as_floats(b.shl(exponent, e.const_bits(form.fraction)))
+    return b.select(exp_is_nonzero(e, x), b.fmul(fraction, power), e.const(0.0))
 
 
 def exp_is_nonzero(e: Emitter, x: Value) -> Value:
