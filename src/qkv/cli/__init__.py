@@ -325,7 +325,10 @@ def _add_command(
 
 def _add_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "file", nargs="?", metavar="FILE", help="safetensors or npz with q, k, v; optional tokens"
+        "file",
+        nargs="?",
+        metavar="FILE",
+        help="safetensors or npz with q, k, v and optional tokens, or a saved record",
     )
     parser.add_argument("--json", action="store_true", help="strict JSON")
     parser.add_argument(

@@ -65,9 +65,13 @@ def save(found: Inspected, path: str | os.PathLike[str]) -> None:
     write_described(path, SCHEMA, VERSION, about, arrays)
 
 
-def load(path: str | os.PathLike[str]) -> Inspected:
-    """Read what `save` wrote; see `Record.load`."""
-    return read_described(path, SCHEMA, VERSION, "record of qkv.inspect", _inspected)
+def load(path: str | os.PathLike[str], library: str | None = None) -> Inspected:
+    """Read what `save` wrote, in arrays of another library if one is named; see `Record.load`."""
+
+    def made_of(about: dict[str, Any], arrays: dict[str, Array]) -> Inspected:
+        return _inspected({**about, "library": library or about["library"]}, arrays)
+
+    return read_described(path, SCHEMA, VERSION, "record of qkv.inspect", made_of)
 
 
 def is_record(path: str | os.PathLike[str]) -> bool:
