@@ -16,10 +16,10 @@ import qkv
 from qkv.cli.inputs import CommandInput, InputArrays
 from qkv.cli.inspect_json import finite, head_data, json_of_heads, pair_data
 from qkv.cli.lab_command import require_place, write_page
-from qkv.cli.progress_bar import Bar
 from qkv.cli.variants import command_line_of
 from qkv.errors import ArgumentError
 from qkv.files import Arrays
+from qkv.inspection.progress_bar import Bar
 from qkv.inspection.summaries.head_statistics import (
     Head,
     Pair,

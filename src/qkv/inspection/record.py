@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays import library_of
@@ -15,23 +14,25 @@ from qkv.backends import Inspectable, Progress
 from qkv.call.checked import CheckedCall
 from qkv.call.inspected import Inspected
 from qkv.declarations import LARGEST, checked, checked_size
-from qkv.errors import ArgumentError
 from qkv.inspection import record_file
+from qkv.inspection.head_table import Table, as_frame, table_of_means
 from qkv.inspection.key_mass import key_rows, mass_at_offset, mass_on_rows
 from qkv.inspection.non_finite import First, NonFinite, non_finite
 from qkv.inspection.pages import page_of
-from qkv.inspection.pictures import LONGEST, draw_tiles, draw_weights, picture, save_picture
+from qkv.inspection.record_pictures import picture_of_tiles, picture_of_weights
 from qkv.inspection.replay import Replay
-from qkv.inspection.statistics import WeightStatistics, by_weight, top_keys, weight_statistics
+from qkv.inspection.statistics import (
+    WeightStatistics,
+    by_weight,
+    number_of_keys,
+    top_keys,
+    weight_statistics,
+)
 from qkv.inspection.summaries import in_html
-from qkv.inspection.weight_blocks import reduced
 from qkv.inspection.weights import LazyWeights
 from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
-
-_MOST_KEYS = 2**20
-"""Of each row, that `top` returns."""
 
 
 @checked
@@ -43,7 +44,7 @@ class Record:
     found : Inspected
         The call that ran, and what it left.
     progress : callable (done, total), optional
-        Told of blocks of rows done while a statistic is computed.
+        Told of blocks done while a statistic, or a picture of the weights, is computed.
 
     Attributes
     ----------
@@ -160,6 +161,35 @@ class Record:
         output = library.on_host(self.output, "output", by_value=True)
         return non_finite(self.problem, self._found.row_lse, output, first)
 
+    def rows(self) -> Table:
+        """One row for each batch row and head: means over the queries that have weights.
+
+        Returns
+        -------
+        Table
+            A list of dicts: batch, head, entropy, max_weight, and the weight on the first key and
+            on the keys at the previous, own and next position.
+        """
+        weight_on = {
+            "first": self.mass(slice(0, 1)), "previous": self.mass_at(-1),
+            "own": self.mass_at(0), "next": self.mass_at(1),
+        }  # fmt: skip
+        found = {"entropy": self.entropy, "max_weight": self.max_weight, **weight_on}
+        on_host, shape = self._call.library.on_host, self.weights.shape[:-1]
+        return table_of_means(
+            {name: on_host(rows, name, by_value=True) for name, rows in found.items()}, shape
+        )
+
+    def to_pandas(self) -> Any:
+        """`rows()` as a pandas.DataFrame.
+
+        Raises
+        ------
+        UnsupportedError
+            pandas is not installed; `rows()` needs none.
+        """
+        return as_frame(self.rows())
+
     @property
     def entropy(self) -> Any:
         """`-sum_j w[i, j] log w[i, j]` in nats, `(..., num_heads, q_len)`; 0 for an empty row."""
@@ -198,15 +228,9 @@ class Record:
         ArgumentError
             If k is not a whole number of 1 or more.
         """
-        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
-            raise ArgumentError(
-                f"top(k={k!r}) asks for no whole number of keys.", action="Pass 1 or more."
-            )
-        if k > _MOST_KEYS:
-            raise ArgumentError(f"top(k={k!r}) asks for too many keys.",
-                                action=f"Pass {_MOST_KEYS} or fewer.")  # fmt: skip
+        k = number_of_keys(k)
         if k not in self._top:
-            self._top[k] = self._top_keys(int(k))
+            self._top[k] = self._top_keys(k)
         indices, weights = self._top[k]
         return self._in_caller_shape(indices, 1), self._in_caller_shape(weights, 1)
 
@@ -272,37 +296,19 @@ class Record:
 
         Notes
         -----
-        Beyond 1024 queries or keys each pixel is the largest weight of a block of pairs.
+        Beyond 1024 queries or keys each pixel is the largest weight of a block of pairs. Where
+        that takes long, a terminal shows a bar, unless `progress` of `inspect` is told.
         """
-        spec = self._call.problem.spec
-        self._require_head(head, batch)
-        longest = max(spec.q_len, spec.kv_len)
-        block = 1 << max(0, (-(-longest // LONGEST) - 1).bit_length())
-        weights, _ = reduced(self._replay, head, (0, spec.q_len), (0, spec.kv_len), block, batch)
-        title = f"head {head}" + (f" of batch row {batch}" if spec.batch_size > 1 else "")
-        drawn = weights, title, tokens, block
-        return picture(path, ax, (7, 6), lambda axes: draw_weights(axes, *drawn))
+        drawn = head, batch, tokens, self._progress
+        return picture_of_weights(self._replay, path, ax, *drawn)
 
     def plot_tiles(self, path: str | os.PathLike[str], head: int = 0, batch: int = 0) -> None:
         """Draw which tiles of one head the backend skips, and in which it evaluates a mask.
 
         path, head, batch and errors are those of `plot`.
         """
-        self._require_head(head, batch)
-        spec = self._call.problem.spec
-        grid = self._replay.scores.grid(*self._call.choice.backend.blocks(spec))
-        about = batch, head, f"{spec.summary}, {self.backend}"
-        save_picture(path, (6, 6.5), lambda f: draw_tiles(f, grid, *about))
-
-    def _require_head(self, head: int, batch: int) -> None:
-        spec = self._call.problem.spec
-        there = 0 <= head < spec.num_heads and 0 <= batch < spec.batch_size
-        if not there or not (spec.q_len and spec.kv_len):
-            raise ArgumentError(
-                f"there is nothing to draw of head {head} and batch {batch}.",
-                [("num_heads", str(spec.num_heads)), ("batch_size", str(spec.batch_size))],
-                "Choose from 0 on, of arrays with queries and keys.",
-            )
+        backend = self._call.choice.backend
+        picture_of_tiles(self._replay, path, head, batch, backend, self.backend)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the record to a safetensors file: query, key, value, variants and results.
