@@ -9,6 +9,7 @@ output could not be written or memory ran out, 2 for bad input, 130 for Ctrl-C.
     inputs                 arrays of a file or sample that a command is given
     model_loading          models and texts; model_layer has one layer as arrays
     variants               variants as options
+    enter_key              what Enter does while a command runs
 """
 
 from __future__ import annotations

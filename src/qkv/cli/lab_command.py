@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qkv.cli.enter_key import is_interactive, on_enter
 from qkv.cli.variants import add_variants, command_line_of, variants_of
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.extras import install_command
@@ -19,7 +20,8 @@ __all__ = ["DESCRIPTION", "add_arguments", "require_place", "run", "write_page"]
 
 DESCRIPTION = (
     "Serves a page on 127.0.0.1 and prints its address: every step of attention on small examples, "
-    "and with FILE or --model every head, with a map of the weights at any length. Ctrl-C ends it."
+    "and with FILE or --model every head, with a map of the weights at any length. The address "
+    "opens the page once. Enter prints a new one; Ctrl-C ends it."
 )
 
 
@@ -68,7 +70,12 @@ def run(options: argparse.Namespace) -> str:
             f"the page needs a server, and {error.name} is not installed.",
             action=f"{install_command('lab')}, or write a file with --export page.html.",
         ) from error
-    serve(_session(options), options.port, lambda url: _ready(url, options.no_open))
+    serve(
+        _session(options),
+        options.port,
+        lambda url: _ready(url, options.no_open),
+        renewing=lambda new_address: on_enter(lambda: print(new_address(), flush=True)),
+    )
     return ""
 
 
@@ -115,6 +122,8 @@ def write_page(path: str, session: Session, view: Mapping[str, Any] | None = Non
 def _ready(url: str, stay: bool) -> None:
     """Print the address on one line, and open it."""
     print(url, flush=True)
+    if is_interactive() and sys.stderr is not None and sys.stderr.isatty():
+        print("Enter prints a new address, Ctrl-C ends.", file=sys.stderr)
     if not stay and sys.stdout.isatty():
         import webbrowser
 
