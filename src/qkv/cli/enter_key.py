@@ -27,8 +27,8 @@ def is_interactive() -> bool:
 def on_enter(answer: Callable[[], object]) -> None:
     """Call `answer` in a thread at each Enter, until the input ends or answering fails.
 
-    Nothing happens where standard input is no terminal. It is read by its number and not through
-    `sys.stdin`, whose lock a waiting thread would hold while the process ends.
+    Nothing happens where standard input is no terminal. It is read by its number, because `select`
+    does not see the lines that `sys.stdin` has read ahead.
     """
     if not is_interactive():
         return
