@@ -155,16 +155,21 @@ def test_without_a_terminal_nothing_waits(
 @NEEDS_TERMINALS
 def test_a_job_in_the_background_is_not_stopped_by_what_others_are_typed() -> None:
     """A shell with jobs, whose terminal the server may not read while another job is in front."""
-    import pty
-
-    reading, writing = os.pipe()
-    child, keyboard = pty.fork()
-    if child == 0:  # The shell, in a terminal of its own.
-        os.dup2(writing, 9)
-        quoted = " ".join(f"'{word}'" for word in LAB)
-        os.execvp("sh", ["sh", "-mc", f"{quoted} >&9 & echo $! >&9; wait"])
-    os.close(writing)
-    with os.fdopen(reading, "rb", buffering=0) as out:
+    keyboard, terminal = os.openpty()
+    jobs = " ".join(f"'{word}'" for word in LAB) + " & echo $!; wait"
+    # The terminal becomes that of the new session, as a shell has it.
+    program = (
+        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "os.execvp('sh', ['sh', '-mc', sys.argv[1]])"
+    )
+    shell = subprocess.Popen(
+        [sys.executable, "-c", program, jobs],
+        stdin=terminal,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert shell.stdout is not None
+    with shell.stdout as out:
         server = int(out.readline())
         try:
             first = out.readline().decode().strip()
@@ -173,8 +178,9 @@ def test_a_job_in_the_background_is_not_stopped_by_what_others_are_typed() -> No
             assert opened(client_of(first), first) == 303
         finally:
             os.kill(server, signal.SIGKILL)
-            os.waitpid(child, 0)
+            shell.wait(PATIENCE)
             os.close(keyboard)
+            os.close(terminal)
 
 
 def test_it_says_how_to_get_an_address(start: Callable[..., Client]) -> None:
