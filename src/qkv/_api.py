@@ -121,7 +121,7 @@ def inspect(
     query, key, value, *variants, scale, layout, q_offset, kv_offset, backend
         As for `attention`.
     progress : callable (done, total), optional
-        Told of blocks of rows done while a statistic is computed.
+        Told of blocks done while a statistic, or a picture of the weights, is computed.
 
     Returns
     -------

@@ -21,7 +21,8 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 import qkv
-from qkv.cli import info_command, inspect_command, main, progress_bar
+from qkv.cli import info_command, inspect_command, main
+from qkv.inspection import progress_bar
 
 PLAIN = {
     name: value

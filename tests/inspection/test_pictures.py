@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 matplotlib = pytest.importorskip("matplotlib", reason="the extra plot is not installed")
 from matplotlib.figure import Figure  # noqa: E402
@@ -48,11 +50,34 @@ def test_weights_of_one_head(images: list[Any], tmp_path: Path) -> None:
 def test_long_rows_show_the_largest_of_blocks(
     images: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qkv.inspection.record.LONGEST", 16)
+    monkeypatch.setattr("qkv.inspection.record_pictures.LONGEST", 16)
     qkv.inspect(X[0], X[0], X[0]).plot(tmp_path / "a.png")
     exact = dense(X[0], X[0], True)
     blocks = [[exact[i : i + 4, j : j + 4].max() for j in range(0, 50, 4)] for i in range(0, 50, 4)]
     np.testing.assert_allclose(images[0], blocks, atol=1e-6)
+
+
+def test_progress_of_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told to the caller, or drawn in a terminal; once it is whole."""
+    monkeypatch.setattr("qkv.inspection.weight_blocks.PAIRS", 32)
+    told: list[tuple[int, int]] = []
+    record = qkv.inspect(X, X, X, qkv.Causal(), progress=lambda *share: told.append(share))
+    alone = qkv.inspect(X, X, X, qkv.Causal())
+    axes = [Figure().subplots() for _ in range(2)]
+    record.plot(ax=axes[0], head=1)
+    # 50 queries and keys, at most 1 x 32 pairs at a time.
+    assert told == [(done, 100) for done in range(1, 101)]
+
+    terminal = io.StringIO()
+    console = Console(file=terminal, force_terminal=True, width=80)
+    monkeypatch.setattr("qkv.inspection.progress_bar.BAR_AFTER", 0.0)
+    monkeypatch.setattr("qkv.inspection.progress_bar.Console", lambda stderr: console)
+    alone.plot(ax=axes[1], head=1)
+    assert "reading the weights" in terminal.getvalue()
+    assert "100%" in terminal.getvalue()
+    first, second = (ax.images[0].get_array() for ax in axes)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_allclose(first, dense(X[1], X[1], np.tri(50, dtype=bool)), atol=1e-6)
 
 
 @pytest.mark.parametrize("count", [6, 106])

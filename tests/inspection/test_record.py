@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -256,3 +259,43 @@ def test_mass_refuses_rows_that_are_not_there(keys: object) -> None:
     record = qkv.inspect(np.eye(3), np.eye(3), np.eye(3))
     with pytest.raises(qkv.ArgumentError, match="rows of the key array"):
         record.mass(keys)
+
+
+def test_a_row_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Means of the weights of the definition, over the queries that have any."""
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(2, 4, 6, 8)), rng.normal(size=(2, 2, 6, 8))
+    q[1, 3, 5] = np.nan
+    record = qkv.inspect(torch.from_numpy(q), torch.from_numpy(k), torch.from_numpy(k))
+    rows = record.rows()
+    assert [(row["batch"], row["head"]) for row in rows] == list(np.ndindex(2, 4))
+    for row in rows:
+        batch, head = row["batch"], row["head"]
+        exp = np.exp(q[batch, head] @ k[batch, head // 2].T / 8**0.5)
+        w = (exp / exp.sum(axis=1, keepdims=True))[: 5 if (batch, head) == (1, 3) else 6]
+        expected = {
+            "entropy": -(w * np.log(w)).sum(axis=1).mean(),
+            "max_weight": w.max(axis=1).mean(),
+            "first": w[:, 0].mean(),
+            "previous": np.diagonal(w, -1).sum() / len(w),
+            "own": np.diagonal(w).mean(),
+            "next": np.diagonal(w, 1).sum() / len(w),
+        }
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-9)
+    assert repr(rows).splitlines()[0].split() == list(rows[0])
+    (said,) = [line.split() for line in record.summary(batch=1).splitlines() if line[:4] == "   3"]
+    assert said[1:6] == [f"{value:.2f}" for name, value in expected.items() if name != "max_weight"]
+
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(qkv.UnsupportedError, match="needs pandas"):
+        record.to_pandas()
+    frames = SimpleNamespace(DataFrame=lambda rows: ("a table", rows))
+    monkeypatch.setitem(sys.modules, "pandas", frames)
+    kind, held = record.to_pandas()
+    assert (kind, str(held)) == ("a table", str(list(rows)))
+
+    (one_head,) = qkv.inspect(q[0, 0], k[0, 0], k[0, 0]).rows()
+    assert one_head == pytest.approx(rows[0], rel=1e-9)
+    assert qkv.inspect(q, k[:, :, :0], k[:, :, :0]).rows()[0]["first"] == 0
+    assert np.isnan(qkv.inspect(q[:, :, :0], k, k).rows()[0]["first"])
+    assert qkv.inspect(q[:0], k[:0], k[:0]).rows() == []

@@ -17,7 +17,9 @@ from qkv._forks import importing
 from qkv.arrays.numpy_arrays import NumpyArrays
 from qkv.errors import ArgumentError, DTypeError
 
-__all__ = ["ArrayLibrary", "has_shape", "is_array", "kind_of", "library_of", "namespace"]
+__all__ = [
+    "ArrayLibrary", "has_shape", "is_array", "kind_of", "library_named", "library_of", "namespace",
+]  # fmt: skip
 
 
 class ArrayLibrary(Protocol):
@@ -90,13 +92,28 @@ def kind_of(array: Any) -> str | None:
     return None
 
 
+def library_named(name: str) -> ArrayLibrary:
+    """The library of one of `NAMES`.
+
+    Raises
+    ------
+    ImportError
+        It is not installed.
+    KeyError
+        The name is another.
+    """
+    if name not in _LIBRARIES:
+        _LIBRARIES[name] = _LAZY_LIBRARIES[name]()
+    return _LIBRARIES[name]
+
+
 def library_of(array: Any, role: str, query: ArrayLibrary | None = None) -> ArrayLibrary:
     """The library of an array; for anything else an error, in the words of the query's library."""
     kind = kind_of(array)
-    if kind is not None:
-        if kind not in _LIBRARIES:
-            _LIBRARIES[kind] = _LAZY_LIBRARIES[kind]()
+    if kind in _LIBRARIES:
         return _LIBRARIES[kind]
+    if kind is not None:
+        return library_named(kind)
     if type(array).__module__ in ("qkv.problem.symbols", "qkv.problem.reading"):
         raise ArgumentError(
             f"qkv is called inside a score mod, where arrays and positions are symbols; {role} is "

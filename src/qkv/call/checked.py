@@ -43,8 +43,8 @@ class CheckedCall:
         Dimensions of the output.
     variants : tuple of (given, known)
         Each variant as the caller gave it, and as the problem knows it.
-    owners : tuple
-        The variant that holds each leaf of the bound call, None for operands and options.
+    unbound : UnboundCall
+        The call as its caller wrote it, of NumPy views, with the variant that holds each leaf.
     leaves, originals : tuple of arrays
         The leaves of the bound call, as NumPy views and as they were given.
     """
@@ -56,7 +56,7 @@ class CheckedCall:
     layout: Layout
     ndim: int
     variants: tuple[tuple[Any, Any], ...]
-    owners: tuple[Any, ...]
+    unbound: UnboundCall
     leaves: tuple[Any, ...]
     originals: tuple[Any, ...]
 
@@ -115,12 +115,13 @@ class CheckedCall:
         if not isinstance(variant, int):
             place = next((n for n, a in enumerate(self.originals) if a is array), None)
             return self.known_as(variant), array if place is None else self.leaves[place]
-        if not 0 <= variant < len(self.owners):
+        owners = self.unbound.owners
+        if not 0 <= variant < len(owners):
             raise ArgumentError(
                 f"{variant} is not a variant of this call.", action="Name the very object."
             )
-        owner = self.owners[variant]
-        several = sum(other is owner for other in self.owners) > 1
+        owner = owners[variant]
+        several = sum(other is owner for other in owners) > 1
         return owner, self.leaves[variant] if several else None
 
     def rows(self, array: Array, trailing: int = 0) -> Any:
@@ -161,7 +162,7 @@ def check_call(
         call.options.layout,
         max(operand.ndim for operand in (call.query, call.key, call.value)),
         tuple(zip(call.variants if given is None else given, call.variants, strict=True)),
-        call.owners,
+        call,
         leaves,
         tuple(bound.leaves),
     )

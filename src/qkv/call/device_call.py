@@ -121,7 +121,7 @@ def check_device_call(bound: BoundCall, given: Sequence[Any] | None = None) -> D
         options.layout,
         max(operand.ndim for operand in (call.query, call.key, call.value)),
         tuple(zip(call.variants if given is None else given, call.variants, strict=True)),
-        call.owners,
+        call,
         tuple(views),
         tuple(bound.leaves),
         bound,

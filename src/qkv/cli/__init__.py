@@ -9,7 +9,7 @@ output could not be written or memory ran out, 2 for bad input, 130 for Ctrl-C.
     inputs                 arrays of a file or sample that a command is given
     model_loading          models and texts; model_layer has one layer as arrays
     variants               variants as options
-    progress_bar           of commands that take long
+    enter_key              what Enter does while a command runs
 """
 
 from __future__ import annotations
@@ -325,7 +325,10 @@ def _add_command(
 
 def _add_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "file", nargs="?", metavar="FILE", help="safetensors or npz with q, k, v; optional tokens"
+        "file",
+        nargs="?",
+        metavar="FILE",
+        help="safetensors or npz with q, k, v and optional tokens, or a saved record",
     )
     parser.add_argument("--json", action="store_true", help="strict JSON")
     parser.add_argument(

@@ -11,11 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import qkv
-from qkv.cli.variants import variants_of
+from qkv.call.inspected import Inspected
+from qkv.cli.variants import command_line_of, variants_of
 from qkv.errors import ArgumentError
 from qkv.files import read_arrays
+from qkv.inspection import record_file
 from qkv.inspection.non_finite import First
 from qkv.inspection.summaries.head_statistics import HeadStatistics, ShownHeads
+from qkv.problem.stored_rows import whole_rows
 
 Array = NDArray[Any]
 
@@ -24,7 +27,8 @@ Array = NDArray[Any]
 class InputArrays:
     """Arrays as they were read, and their source.
 
-    Those of a layer of a model bring its variants and options along.
+    Those of a layer of a model, and of a saved record, bring variants and options along. `found` is
+    the record.
     """
 
     query: Array
@@ -35,11 +39,51 @@ class InputArrays:
     source: str
     variants: tuple[Any, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    found: Inspected | None = None
 
     @classmethod
     def from_file(cls, path: str) -> InputArrays:
+        if record_file.is_record(path):
+            return cls._from_record(record_file.load(path, "numpy"), path)
         arrays = read_arrays(path)
         return cls(arrays.query, arrays.key, arrays.value, arrays.tokens, path, path)
+
+    @classmethod
+    def _from_record(cls, found: Inspected, path: str) -> InputArrays:
+        """With heads before rows, whatever the layout was."""
+        call = found.call
+        spec, operands = call.problem.spec, call.problem.operands
+        query, key, value = (
+            whole_rows(rows, spec.compute_dtype)
+            for rows in (operands.query, operands.key, operands.value)
+        )
+        names = ("scale", "q_offset", "kv_offset")
+        options = {name: getattr(call.unbound.options, name) for name in names}
+        variants = call.unbound.variants
+        return cls(query, key, value, None, path, path, variants, options, found)
+
+    def require_no_options(self, options: argparse.Namespace) -> None:
+        """Complain of an option that would change what a saved record is of."""
+        given = command_line_of(options.variants)
+        given += ["--layout"] if options.layout != "bhld" else []
+        given += ["--q-offset"] if options.q_offset is not None else []
+        given += ["--scale"] if options.scale is not None else []
+        if given:
+            raise ArgumentError(
+                f"{given[0]} goes with a file of arrays; {self.source!r:.80} is a saved record, "
+                "which has its variants and options.",
+                action="Leave it out.",
+            )
+
+    def first_position(self, batch: int) -> int:
+        """The position of query row 0 of a record, counted from that of key row 0."""
+        assert self.found is not None
+        positions = self.found.call.problem.operands.positions
+        q_shift, kv_shift = (
+            int(shift[batch if len(shift) > 1 else 0])
+            for shift in (positions.q_shift, positions.kv_shift)
+        )
+        return q_shift - kv_shift
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +114,8 @@ class CommandInput:
     @classmethod
     def of(cls, given: InputArrays, options: argparse.Namespace) -> CommandInput:
         """Check the arrays and options, and take the batch row that is wanted."""
+        if given.found is not None:
+            given.require_no_options(options)
         variants = (*given.variants, *variants_of(options.variants))
         arrays = given.query, given.key, given.value
         keywords = {
@@ -96,18 +142,23 @@ class CommandInput:
                 f"there are {len(given.tokens)} tokens for {kv_len} keys.",
                 action="Give one token for each row of k.",
             )
-        kv_lens = [v.kv_lens for v in variants if isinstance(v, qkv.KeyLengths)]
-        real = [np.broadcast_to(lens, lead).reshape(-1)[batch] for lens in kv_lens]
-        requested = keywords["q_offset"] if given.variants else options.q_offset
-        q_offset = _offset(requested, q_len, kv_len, min([kv_len, *map(int, real)]))
-        q_offset -= keywords.get("kv_offset", 0)
+        if given.found is not None:
+            q_offset = given.first_position(batch)
+        else:
+            kv_lens = [v.kv_lens for v in variants if isinstance(v, qkv.KeyLengths)]
+            real = [np.broadcast_to(lens, lead).reshape(-1)[batch] for lens in kv_lens]
+            requested = keywords["q_offset"] if given.variants else options.q_offset
+            q_offset = _offset(requested, q_len, kv_len, min([kv_len, *map(int, real)]))
+            q_offset -= keywords.get("kv_offset", 0)
         return cls(
             given,
             query,
             key,
             value,
             variants,
-            not given.variants and all(entry.option.uniform for entry in options.variants),
+            given.found is None
+            and not given.variants
+            and all(entry.option.uniform for entry in options.variants),
             keywords,
             keywords["scale"],
             q_offset,
@@ -150,8 +201,11 @@ class CommandInput:
             )
             first = First(self.head, self.kv_head, self.q_index)
             return HeadStatistics(record, lambda array: array, first)
-        arrays = self.given.query, self.given.key, self.given.value
-        record = qkv.inspect(*arrays, *self.variants, **self.keywords, progress=progress)
+        if self.given.found is not None:
+            record = qkv.Record(self.given.found, progress)
+        else:
+            arrays = self.given.query, self.given.key, self.given.value
+            record = qkv.inspect(*arrays, *self.variants, **self.keywords, progress=progress)
         heads = slice(self.head, self.head + self.query.shape[0])
         q_rows = slice(self.q_index, self.q_index + self.query.shape[1])
 

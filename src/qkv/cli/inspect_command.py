@@ -12,13 +12,14 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+import qkv
 from qkv.cli.inputs import CommandInput, InputArrays
 from qkv.cli.inspect_json import finite, head_data, json_of_heads, pair_data
 from qkv.cli.lab_command import require_place, write_page
-from qkv.cli.progress_bar import Bar
 from qkv.cli.variants import command_line_of
 from qkv.errors import ArgumentError
 from qkv.files import Arrays
+from qkv.inspection.progress_bar import Bar
 from qkv.inspection.summaries.head_statistics import (
     Head,
     Pair,
@@ -101,11 +102,16 @@ def _given(path: str | None) -> InputArrays:
 
 def _write_page(problem: CommandInput, path: str, view: dict[str, int]) -> None:
     """All heads as a page, opened at a head and a query."""
+    from qkv.lab.heads import heads_of_record
     from qkv.lab.session import Session
-    from qkv.lab.sources import open_arrays
+    from qkv.lab.sources import Source, open_arrays
 
     given = problem.given
     keywords: dict[str, Any] = {}
+    if given.found is not None and not problem.batch:
+        heads = heads_of_record(qkv.Record(given.found), given.title, given.tokens)
+        write_page(path, Session(Source(given.title, heads=heads)), view)
+        return
     if problem.uniform:
         arrays = problem.query, problem.key, problem.value
         if problem.scale is not None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from qkv.cli.inputs import CommandInput
 from qkv.inspection.summaries.head_statistics import Head, HeadStatistics, Pair
+from qkv.variants.base import short_repr
 
 __all__ = ["finite", "head_data", "json_of_heads", "pair_data"]
 
@@ -36,7 +37,7 @@ def json_of_heads(
         "batch": problem.batch,
         "batch_size": problem.batch_size,
         "causal": problem.shown.causal,
-        "variants": [repr(variant) for variant in problem.variants],
+        "variants": [short_repr(variant) for variant in problem.variants],
         "q_offset": problem.q_offset - problem.q_index,
         "scale": head_dim**-0.5 if problem.scale is None else problem.scale,
         "tokens": given.tokens,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qkv.cli.enter_key import is_interactive, on_enter
 from qkv.cli.variants import add_variants, command_line_of, variants_of
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.extras import install_command
@@ -19,7 +20,8 @@ __all__ = ["DESCRIPTION", "add_arguments", "require_place", "run", "write_page"]
 
 DESCRIPTION = (
     "Serves a page on 127.0.0.1 and prints its address: every step of attention on small examples, "
-    "and with FILE or --model every head, with a map of the weights at any length. Ctrl-C ends it."
+    "and with FILE or --model every head, with a map of the weights at any length. The address "
+    "opens the page once. Enter prints a new one; Ctrl-C ends it."
 )
 
 
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file",
         nargs="?",
         metavar="FILE",
-        help="safetensors or npz with q, k, v, or a saved record of a model",
+        help="safetensors or npz with q, k, v, or a saved record",
     )
     parser.add_argument("--port", type=int, default=0, metavar="N", help="default: a free one")
     parser.add_argument("--no-open", action="store_true", help="do not open a browser")
@@ -68,7 +70,12 @@ def run(options: argparse.Namespace) -> str:
             f"the page needs a server, and {error.name} is not installed.",
             action=f"{install_command('lab')}, or write a file with --export page.html.",
         ) from error
-    serve(_session(options), options.port, lambda url: _ready(url, options.no_open))
+    serve(
+        _session(options),
+        options.port,
+        lambda url: _ready(url, options.no_open),
+        renewing=lambda new_address: on_enter(lambda: print(new_address(), flush=True)),
+    )
     return ""
 
 
@@ -78,7 +85,7 @@ def _session(options: argparse.Namespace) -> Session:
 
     if options.model is not None:
         from qkv.cli.model_loading import lab_source
-        from qkv.cli.progress_bar import Bar
+        from qkv.inspection.progress_bar import Bar
         from qkv.inspection.summaries.terminal import Page
 
         with Bar(f"inspecting {Page().token(options.model, 40)}", passes=1) as bar:
@@ -115,6 +122,8 @@ def write_page(path: str, session: Session, view: Mapping[str, Any] | None = Non
 def _ready(url: str, stay: bool) -> None:
     """Print the address on one line, and open it."""
     print(url, flush=True)
+    if is_interactive() and sys.stderr is not None and sys.stderr.isatty():
+        print("Enter prints a new address, Ctrl-C ends.", file=sys.stderr)
     if not stay and sys.stdout.isatty():
         import webbrowser
 

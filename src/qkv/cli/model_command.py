@@ -13,11 +13,11 @@ from qkv.cli.inspect_command import require_top, run_layer
 from qkv.cli.lab_command import require_place, write_page
 from qkv.cli.model_layer import model_layer
 from qkv.cli.model_loading import about, inspect_model
-from qkv.cli.progress_bar import Bar
 from qkv.cli.variants import command_line_of
 from qkv.errors import ArgumentError
 from qkv.inspection.head_scores import KINDS, THRESHOLD
 from qkv.inspection.model_record import ModelRecord, load
+from qkv.inspection.progress_bar import Bar
 from qkv.inspection.summaries.model import summary_of_model
 from qkv.inspection.summaries.terminal import Page
 

@@ -10,8 +10,8 @@ import numpy as np
 from qkv.arrays.views import view
 from qkv.cli.inputs import InputArrays, checked_index
 from qkv.cli.model_loading import inspect_model
-from qkv.cli.progress_bar import Bar
 from qkv.inspection.model_record import ModelRecord
+from qkv.inspection.progress_bar import Bar
 from qkv.inspection.summaries.terminal import Page
 
 __all__ = ["model_layer"]

@@ -23,6 +23,7 @@ from qkv.files.contents import (
     spelling,
     writable,
 )
+from qkv.files.described import reader_of
 
 __all__ = ["read_safetensors"]
 
@@ -42,6 +43,12 @@ def read_safetensors(source: Source) -> Arrays:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(m, str) for m in metadata.values()):
         raise source.error("has metadata that is not a JSON object of strings")
+    reader = reader_of(metadata)
+    if reader is not None:
+        raise source.error(
+            "is a saved record, which holds more than q, k and v",
+            f"Read it with {reader}(path), or look at it with qkv inspect or qkv lab.",
+        )
     _require_contiguous(source, header, source.size - 8 - length)
     query, key, value = (
         _entry(source, name, header[name], 8 + length).array() for name in spelling(source, header)

@@ -2,7 +2,7 @@
 
 explain         `qkv.explain`, which makes a Trace from steps, streaming and gradient
 trace           the Trace; trace_fields, trace_data (JSON) and trace_text are its parts
-record          the result of `qkv.inspect`
+record          the result of `qkv.inspect`: key_mass, record_pictures, record_file
 model_record    every head of a model: layer_record, head_scores, earlier_tokens, kept_inputs;
                 model_file; comparison of two, head_table
 layer_heads     the passes that scores are made of; score_rows, the scores of one layer
@@ -14,5 +14,6 @@ variant_data    variants as names, numbers and arrays
 summaries       the texts of records
 pages, pictures, tokens
                 results as HTML, as SVG and PNG, and tokens made safe to print
+progress_bar    of commands and pictures that take long
 token_texts     each token of a tokenizer as a person can read it
 """

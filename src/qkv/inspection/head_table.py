@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -11,11 +13,29 @@ from numpy.typing import NDArray
 from qkv.errors import UnsupportedError
 from qkv.inspection.score_rows import require_score
 
-__all__ = ["HeadTable", "as_frame", "frame_or_table"]
+__all__ = ["HeadTable", "Table", "as_frame", "frame_or_table", "mean_of_known", "table_of_means"]
+
+Array = NDArray[Any]
 
 
-class HeadTable(list[dict[str, Any]]):
-    """Rows of a table, one for each head; printed as one."""
+class Table(list[dict[str, Any]]):
+    """Rows of a table; printed as one."""
+
+    def __repr__(self) -> str:
+        if not self:
+            return f"{type(self).__name__}([])"
+        columns = [(name, [_cell(row[name]) for row in self]) for name in self[0]]
+        widths = [max(len(name), *map(len, cells)) for name, cells in columns]
+        names, cells = [name for name, _ in columns], zip(*(c for _, c in columns), strict=True)
+        lines = [
+            "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
+            for line in (names, *cells)
+        ]
+        return "\n".join(lines)
+
+
+class HeadTable(Table):
+    """Rows of a table, one for each head of a model."""
 
     def best(self, score: str) -> dict[str, Any] | None:
         """The row with the largest mean of a score; None if it applies to none.
@@ -38,20 +58,8 @@ class HeadTable(list[dict[str, Any]]):
             scores[row["layer"], row["head"]] = row[score]
         return scores
 
-    def __repr__(self) -> str:
-        if not self:
-            return "HeadTable([])"
-        columns = [(name, [_cell(row[name]) for row in self]) for name in self[0]]
-        widths = [max(len(name), *map(len, cells)) for name, cells in columns]
-        names, cells = [name for name, _ in columns], zip(*(c for _, c in columns), strict=True)
-        lines = [
-            "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
-            for line in (names, *cells)
-        ]
-        return "\n".join(lines)
 
-
-def as_frame(table: HeadTable) -> Any:
+def as_frame(table: Table) -> Any:
     """The table as a pandas.DataFrame.
 
     Raises
@@ -67,6 +75,42 @@ def as_frame(table: HeadTable) -> Any:
             action="pip install pandas, or call rows(), which is a list of dicts.",
         ) from error
     return pandas.DataFrame(list(table))
+
+
+def table_of_means(statistics: Mapping[str, Array], shape: Sequence[int]) -> Table:
+    """A row for each batch row and head: means over the queries that have no NaN in any statistic.
+
+    Parameters
+    ----------
+    statistics : mapping of str to array
+    shape : sequence of int
+        (..., num_heads, q_len) of each, or (q_len,) for one head.
+
+    Examples
+    --------
+    >>> table_of_means({"entropy": np.array([[0.5, np.nan], [1.0, 0.0]])}, (1, 2, 2))
+    batch  head  entropy
+        0     0    0.500
+        0     1    0.500
+    """
+    *batch_shape, num_heads, q_len = (1, *shape) if len(shape) == 1 else shape
+    whole = prod(batch_shape), num_heads, q_len
+    unknown = sum(np.isnan(rows).reshape(whole) for rows in statistics.values()) > 0
+    shaped = {n: np.where(unknown, np.nan, r.reshape(whole)) for n, r in statistics.items()}
+    return Table(
+        {
+            "batch": batch,
+            "head": head,
+            **{name: mean_of_known(rows[batch, head]) for name, rows in shaped.items()},
+        }
+        for batch, head in np.ndindex(*whole[:2])
+    )
+
+
+def mean_of_known(rows: Array) -> float:
+    """The mean over what is no NaN; NaN of nothing."""
+    there = rows[~np.isnan(rows)]
+    return float(np.mean(there, dtype=np.float64)) if len(there) else float("nan")
 
 
 def frame_or_table(table: HeadTable) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.errors import FileError
-from qkv.files.writing import replace_file
+from qkv.files.described import read_described, schema_of, write_described
 from qkv.inspection.head_scores import SCORES, HeadScores
 from qkv.inspection.kept_inputs import KeptInputs
 
@@ -35,8 +33,6 @@ class RecordFields(NamedTuple):
 
 def save(record: RecordFields, path: str | os.PathLike[str]) -> None:
     """Write a record; see `ModelRecord.save`."""
-    from safetensors.numpy import save as as_bytes
-
     arrays = {} if record.tokens is None else {"tokens": record.tokens.astype(np.int64)}
     kept = {}
     for index, (_, scores, _) in enumerate(record.layers):
@@ -45,9 +41,7 @@ def save(record: RecordFields, path: str | os.PathLike[str]) -> None:
         if scores.inputs is not None and scores.weights is not None:
             kept[str(index)] = scores.inputs.to_data(arrays, prefix)
             arrays[f"{prefix}.lse"] = scores.weights.replay.lse
-    header = {
-        "schema": SCHEMA,
-        "version": VERSION,
+    about = {
         "model": record.model,
         "texts": None if record.texts is None else list(record.texts),
         "decoder_texts": None if record.decoder_texts is None else list(record.decoder_texts),
@@ -55,47 +49,17 @@ def save(record: RecordFields, path: str | os.PathLike[str]) -> None:
         "sequences": [sequences for _, _, sequences in record.layers],
         "kept": kept,
     }
-    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    replace_file(path, as_bytes(contiguous, {"qkv": json.dumps(header)}))
+    write_described(path, SCHEMA, VERSION, about, arrays)
 
 
 def load(path: str | os.PathLike[str]) -> RecordFields:
     """Read a record; see `qkv.inspection.model_record.load`."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    name = repr(os.fspath(path))
-    try:
-        header = _read_header(path, name)
-        arrays = load_file(path)
-        return _record(header, arrays)
-    except FileError:
-        raise
-    except OSError as error:
-        raise FileError(
-            f"{name} cannot be read: {error.strerror or error}.",
-            action="Check the path and its permissions.",
-        ) from error
-    except (
-        SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
-        NotImplementedError,
-    ) as error:  # fmt: skip
-        reason = str(error).partition("\n")[0][:200]
-        raise FileError(
-            f"{name} is no record of a model ({reason}).", action="Write it with record.save(path)."
-        ) from error
+    return read_described(path, SCHEMA, VERSION, "record of a model", _record)
 
 
 def is_model_record(path: str | os.PathLike[str]) -> bool:
     """Whether a file says of itself that it is a record of a model; False if it cannot be read."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "numpy") as file:
-            header = json.loads((file.metadata() or {}).get("qkv", "{}"))
-    except (SafetensorError, OSError, ValueError, RecursionError):
-        return False
-    return isinstance(header, dict) and header.get("schema") == SCHEMA
+    return schema_of(path) == SCHEMA
 
 
 def _layer_arrays(scores: HeadScores, prefix: str) -> dict[str, Array]:
@@ -106,25 +70,6 @@ def _layer_arrays(scores: HeadScores, prefix: str) -> dict[str, Array]:
         f"{prefix}.top_keys": scores.top_keys,
         f"{prefix}.top_weights": scores.top_weights,
     }
-
-
-def _read_header(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
-    from safetensors import safe_open
-
-    with safe_open(path, "numpy") as file:
-        text = (file.metadata() or {}).get("qkv")
-    header = json.loads(text) if text else {}
-    if not isinstance(header, dict) or header.get("schema") != SCHEMA:
-        raise FileError(
-            f"{name} is a safetensors file, but no record of a model.",
-            action="Write it with record.save(path).",
-        )
-    if header.get("version") not in range(1, VERSION + 1):
-        raise FileError(
-            f"{name} has version {header.get('version')!r:.20}; this reads 1 to {VERSION}.",
-            action="Read it with the version of qkv that wrote it.",
-        )
-    return header
 
 
 def _record(header: dict[str, Any], arrays: dict[str, Array]) -> RecordFields:

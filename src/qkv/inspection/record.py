@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays import library_of
@@ -15,21 +14,25 @@ from qkv.backends import Inspectable, Progress
 from qkv.call.checked import CheckedCall
 from qkv.call.inspected import Inspected
 from qkv.declarations import LARGEST, checked, checked_size
-from qkv.errors import ArgumentError
+from qkv.inspection import record_file
+from qkv.inspection.head_table import Table, as_frame, table_of_means
+from qkv.inspection.key_mass import key_rows, mass_at_offset, mass_on_rows
 from qkv.inspection.non_finite import First, NonFinite, non_finite
 from qkv.inspection.pages import page_of
-from qkv.inspection.pictures import LONGEST, draw_tiles, draw_weights, picture, save_picture
-from qkv.inspection.replay import PAIRS, Replay
-from qkv.inspection.statistics import WeightStatistics, by_weight, top_keys, weight_statistics
+from qkv.inspection.record_pictures import picture_of_tiles, picture_of_weights
+from qkv.inspection.replay import Replay
+from qkv.inspection.statistics import (
+    WeightStatistics,
+    by_weight,
+    number_of_keys,
+    top_keys,
+    weight_statistics,
+)
 from qkv.inspection.summaries import in_html
-from qkv.inspection.weight_blocks import reduced
 from qkv.inspection.weights import LazyWeights
 from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
-
-_MOST_KEYS = 2**20
-"""Of each row, that `top` returns."""
 
 
 @checked
@@ -41,7 +44,7 @@ class Record:
     found : Inspected
         The call that ran, and what it left.
     progress : callable (done, total), optional
-        Told of blocks of rows done while a statistic is computed.
+        Told of blocks done while a statistic, or a picture of the weights, is computed.
 
     Attributes
     ----------
@@ -158,6 +161,35 @@ class Record:
         output = library.on_host(self.output, "output", by_value=True)
         return non_finite(self.problem, self._found.row_lse, output, first)
 
+    def rows(self) -> Table:
+        """One row for each batch row and head: means over the queries that have weights.
+
+        Returns
+        -------
+        Table
+            A list of dicts: batch, head, entropy, max_weight, and the weight on the first key and
+            on the keys at the previous, own and next position.
+        """
+        weight_on = {
+            "first": self.mass(slice(0, 1)), "previous": self.mass_at(-1),
+            "own": self.mass_at(0), "next": self.mass_at(1),
+        }  # fmt: skip
+        found = {"entropy": self.entropy, "max_weight": self.max_weight, **weight_on}
+        on_host, shape = self._call.library.on_host, self.weights.shape[:-1]
+        return table_of_means(
+            {name: on_host(rows, name, by_value=True) for name, rows in found.items()}, shape
+        )
+
+    def to_pandas(self) -> Any:
+        """`rows()` as a pandas.DataFrame.
+
+        Raises
+        ------
+        UnsupportedError
+            pandas is not installed; `rows()` needs none.
+        """
+        return as_frame(self.rows())
+
     @property
     def entropy(self) -> Any:
         """`-sum_j w[i, j] log w[i, j]` in nats, `(..., num_heads, q_len)`; 0 for an empty row."""
@@ -196,15 +228,9 @@ class Record:
         ArgumentError
             If k is not a whole number of 1 or more.
         """
-        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
-            raise ArgumentError(
-                f"top(k={k!r}) asks for no whole number of keys.", action="Pass 1 or more."
-            )
-        if k > _MOST_KEYS:
-            raise ArgumentError(f"top(k={k!r}) asks for too many keys.",
-                                action=f"Pass {_MOST_KEYS} or fewer.")  # fmt: skip
+        k = number_of_keys(k)
         if k not in self._top:
-            self._top[k] = self._top_keys(int(k))
+            self._top[k] = self._top_keys(k)
         indices, weights = self._top[k]
         return self._in_caller_shape(indices, 1), self._in_caller_shape(weights, 1)
 
@@ -221,20 +247,8 @@ class Record:
         ArgumentError
             If a key is outside of the key array.
         """
-        spec, kv_index = self._call.problem.spec, self._key_rows(keys)
-        every_key = len(kv_index) == spec.kv_len
-        weights_of = self._replay.whole_rows if every_key else self._replay.by_lse
-
-        def head_mass(batch: int, head: int) -> Array:
-            step = max(1, PAIRS * 16 // max(len(kv_index), 1))
-            parts = np.split(np.arange(spec.q_len), range(step, spec.q_len, step))
-            sums = [
-                weights_of(batch, head, rows, kv_index).sum(axis=1, dtype=np.float64)
-                for rows in parts
-            ]
-            return np.concatenate([np.zeros(0), *sums])
-
-        return self._map_heads(head_mass)
+        kv_index = key_rows(keys, self._call.problem.spec.kv_len)
+        return self._in_caller_shape(mass_on_rows(self._replay, kv_index))
 
     def mass_at(self, offset: int) -> Any:
         """The weight of the key at position `q_pos + offset`, `(..., num_heads, q_len)`.
@@ -248,22 +262,7 @@ class Record:
             If the offset is not a whole number.
         """
         offset = checked_size("offset", offset, -LARGEST)
-        positions = self._call.problem.operands.positions
-        q_pos_and_kv_pos = positions.query_positions(), positions.key_positions()
-
-        def head_mass(batch: int, head: int) -> Array:
-            q_pos, kv_pos = (p[batch if len(p) > 1 else 0] for p in q_pos_and_kv_pos)
-            order = np.argsort(kv_pos, kind="stable")
-            ordered = kv_pos[order]
-            first = np.searchsorted(ordered, q_pos + offset, "left")
-            count = np.searchsorted(ordered, q_pos + offset, "right") - first
-            q_index = np.repeat(np.arange(len(q_pos)), count)
-            nth = np.arange(len(q_index)) - np.repeat(np.cumsum(count) - count, count)
-            kv_index = order[np.repeat(first, count) + nth]
-            weights = self._replay.pairs_by_lse(batch, head, q_index, kv_index)
-            return np.bincount(q_index, weights, minlength=len(q_pos))
-
-        return self._map_heads(head_mass)
+        return self._in_caller_shape(mass_at_offset(self._replay, offset))
 
     def plot(
         self,
@@ -297,37 +296,63 @@ class Record:
 
         Notes
         -----
-        Beyond 1024 queries or keys each pixel is the largest weight of a block of pairs.
+        Beyond 1024 queries or keys each pixel is the largest weight of a block of pairs. Where
+        that takes long, a terminal shows a bar, unless `progress` of `inspect` is told.
         """
-        spec = self._call.problem.spec
-        self._require_head(head, batch)
-        longest = max(spec.q_len, spec.kv_len)
-        block = 1 << max(0, (-(-longest // LONGEST) - 1).bit_length())
-        weights, _ = reduced(self._replay, head, (0, spec.q_len), (0, spec.kv_len), block, batch)
-        title = f"head {head}" + (f" of batch row {batch}" if spec.batch_size > 1 else "")
-        drawn = weights, title, tokens, block
-        return picture(path, ax, (7, 6), lambda axes: draw_weights(axes, *drawn))
+        drawn = head, batch, tokens, self._progress
+        return picture_of_weights(self._replay, path, ax, *drawn)
 
     def plot_tiles(self, path: str | os.PathLike[str], head: int = 0, batch: int = 0) -> None:
         """Draw which tiles of one head the backend skips, and in which it evaluates a mask.
 
         path, head, batch and errors are those of `plot`.
         """
-        self._require_head(head, batch)
-        spec = self._call.problem.spec
-        grid = self._replay.scores.grid(*self._call.choice.backend.blocks(spec))
-        about = batch, head, f"{spec.summary}, {self.backend}"
-        save_picture(path, (6, 6.5), lambda f: draw_tiles(f, grid, *about))
+        backend = self._call.choice.backend
+        picture_of_tiles(self._replay, path, head, batch, backend, self.backend)
 
-    def _require_head(self, head: int, batch: int) -> None:
-        spec = self._call.problem.spec
-        there = 0 <= head < spec.num_heads and 0 <= batch < spec.batch_size
-        if not there or not (spec.q_len and spec.kv_len):
-            raise ArgumentError(
-                f"there is nothing to draw of head {head} and batch {batch}.",
-                [("num_heads", str(spec.num_heads)), ("batch_size", str(spec.batch_size))],
-                "Choose from 0 on, of arrays with queries and keys.",
-            )
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the record to a safetensors file: query, key, value, variants and results.
+
+        Raises
+        ------
+        UnsupportedError
+            A variant is code, such as a `ScoreMod`, or of another package; nothing is written.
+        FileError
+            The file cannot be written.
+
+        Examples
+        --------
+        >>> import numpy as np, qkv, tempfile
+        >>> x = np.eye(3)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     qkv.inspect(x, x, x, qkv.Causal()).save(folder + "/record.safetensors")
+        ...     qkv.Record.load(folder + "/record.safetensors").received.round(3)
+        array([1.624, 0.905, 0.471])
+        """
+        record_file.save(self._found, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], progress: Progress | None = None) -> Record:
+        """Read a record that `save` wrote, which answers as the one that was saved.
+
+        Parameters
+        ----------
+        path : path
+        progress : callable (done, total), optional
+            As for `qkv.inspect`.
+
+        Raises
+        ------
+        FileError
+            The file is missing, broken, or of another kind.
+
+        Notes
+        -----
+        Arrays are of the library that they were of, in main memory, or of NumPy where it is not
+        installed; those that variants hold are of NumPy. What is computed at its first use is
+        computed here, with the same bits on a machine of the same kind.
+        """
+        return cls(record_file.load(path), progress)
 
     def to_html(self, tokens: Sequence[str] | None = None) -> str:
         """The record as a page of the lab: one HTML file that works from disk, with no network.
@@ -365,36 +390,8 @@ class Record:
             self._statistics = weight_statistics(self._replay, self._progress)
         return self._statistics
 
-    def _map_heads(self, head_function: Callable[[int, int], Array]) -> Any:
-        spec = self._call.problem.spec
-        out = np.zeros((spec.batch_size, spec.num_heads, spec.q_len), self._replay.dtype)
-        for batch in range(spec.batch_size if spec.q_len and spec.kv_len else 0):
-            for head in range(spec.num_heads):
-                out[batch, head] = head_function(batch, head)
-        return self._in_caller_shape(out)
-
     def _in_caller_shape(self, array: Array, trailing: int = 0) -> Any:
         """`(batch, num_heads, rows, ...)`, batch flat or not, as the user sees it."""
         shape = array.shape[array.ndim - 2 - trailing :]
         shaped = array.reshape(*self._call.problem.spec.batch_shape, *shape)
         return self._call.rows(shaped, trailing)
-
-    def _key_rows(self, keys: Any) -> Array:
-        kv_len = self._call.problem.spec.kv_len
-        if isinstance(keys, slice):
-            return np.arange(kv_len)[keys]
-        try:
-            array = np.asarray(keys)
-        except (ValueError, TypeError, RuntimeError, OverflowError):
-            array = np.array([None])
-        if array.dtype == bool and array.shape == (kv_len,):
-            return np.flatnonzero(array)
-        if array.size == 0:
-            return np.zeros(0, np.int64)
-        if array.dtype.kind not in "iu" or array.min() < -kv_len or array.max() >= kv_len:
-            raise ArgumentError(
-                f"mass takes rows of the key array, from 0 to {kv_len - 1}.",
-                [("keys", f"{array.dtype} {array.shape}")],
-                f"Pass indices, a slice, or a boolean array of shape ({kv_len},).",
-            )
-        return np.unique(np.where(array < 0, array + kv_len, array))

@@ -9,9 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends import Progress
+from qkv.errors import ArgumentError
 from qkv.inspection.replay import Replay, ScoreTile, weights_of
 
 Array = NDArray[Any]
+
+_MOST_KEYS = 2**20
+"""Of each row, that `top` returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,24 @@ def weight_statistics(replay: Replay, progress: Progress | None = None) -> Weigh
     return WeightStatistics(
         np.maximum(entropy, 0.0).astype(replay.dtype), largest, received.astype(replay.dtype)
     )
+
+
+def number_of_keys(k: Any) -> int:
+    """How many keys of each row `top` is to return, as an int.
+
+    Raises
+    ------
+    ArgumentError
+        It is not a whole number from 1 to `_MOST_KEYS`.
+    """
+    if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
+        raise ArgumentError(
+            f"top(k={k!r}) asks for no whole number of keys.", action="Pass 1 or more."
+        )
+    if k > _MOST_KEYS:
+        raise ArgumentError(f"top(k={k!r}) asks for too many keys.",
+                            action=f"Pass {_MOST_KEYS} or fewer.")  # fmt: skip
+    return int(k)
 
 
 def top_keys(replay: Replay, k: int, progress: Progress | None = None) -> tuple[Array, Array]:

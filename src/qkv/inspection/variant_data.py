@@ -35,7 +35,7 @@ def to_data(value: Any, arrays: dict[str, Array], place: str) -> Any:
     Raises
     ------
     UnsupportedError
-        It is a formula, or an object of another package.
+        It is a formula or another function, or an object of another package.
 
     Examples
     --------
@@ -57,11 +57,9 @@ def to_data(value: Any, arrays: dict[str, Array], place: str) -> Any:
         return {"list" if isinstance(value, list) else "items": items}
     name = type(value).__name__
     if _CLASSES.get(name) is not type(value) or not is_dataclass(value):
-        raise UnsupportedError(
-            f"{name} cannot be kept in a file.",
-            [("can be kept", ", ".join(_CLASSES))],
-            "Keep the scores without weights: inspect without keep=.",
-        )
+        raise _not_kept(name)
+    if any(callable(held) and not is_array(held) for held in vars(value).values()):
+        raise _not_kept(f"{name} of a function")
     held = {
         entry.name: to_data(getattr(value, entry.name), arrays, f"{place}.{entry.name}")
         for entry in fields(value)
@@ -96,3 +94,11 @@ def from_data(data: Any, arrays: Mapping[str, Array], depth: int = 0) -> Any:
         held = {k: from_data(v, arrays, depth + 1) for k, v in data["fields"].items()}
         return _CLASSES[data["variant"]](**held)
     raise ValueError("an entry is no part of a variant")
+
+
+def _not_kept(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name} cannot be kept in a file.",
+        [("can be kept", ", ".join(_CLASSES))],
+        "Keep the scores without weights: inspect without keep=.",
+    )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.backends import Progress
 from qkv.inspection.replay import Replay
 
 __all__ = ["folded", "pairs_of", "reduced"]
@@ -24,6 +25,7 @@ def reduced(
     kv_rows: tuple[int, int],
     block: int,
     batch: int = 0,
+    progress: Progress | None = None,
 ) -> tuple[Array, Array]:
     """Largest and mean weight of blocks of `block` x `block` pairs of a rectangle.
 
@@ -37,6 +39,8 @@ def reduced(
         Blocks at the end may be smaller.
     batch : int
         Flat batch index.
+    progress : callable (done, total), optional
+        Told of rectangles done, of at most `PAIRS` pairs each.
 
     Returns
     -------
@@ -49,15 +53,20 @@ def reduced(
     kv_index = np.arange(kv_first, kv_stop)
     q_step = max(block, PAIRS // max(len(kv_index), 1) // block * block)
     kv_step = max(block, PAIRS // min(q_step, 1 << 12) // block * block)
-    for q_start in range(q_first, q_stop, q_step):
+    q_starts, kv_starts = range(q_first, q_stop, q_step), range(0, len(kv_index), kv_step)
+    done = 0
+    for q_start in q_starts:
         rows = np.arange(q_start, min(q_start + q_step, q_stop))
-        for kv_start in range(0, len(kv_index), kv_step):
+        for kv_start in kv_starts:
             columns = kv_index[kv_start : kv_start + kv_step]
             weights = np.nan_to_num(replay.by_lse(batch, head, rows, columns))
             i, j = (q_start - q_first) // block, kv_start // block
             part = largest_of(weights, block)
             place = slice(i, i + part.shape[0]), slice(j, j + part.shape[1])
             largest[place], total[place] = part, sums_of(weights, block)
+            done += 1
+            if progress is not None:
+                progress(done, len(q_starts) * len(kv_starts))
     pairs = pairs_of(q_stop - q_first, kv_stop - kv_first, block)
     return largest, (total / pairs).astype(np.float32)
 

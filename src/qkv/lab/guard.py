@@ -8,6 +8,7 @@ printed, a cookie must come with each request, and a POST must come from the pag
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Awaitable, Callable, MutableMapping
 from hmac import compare_digest
 from http.cookies import CookieError, SimpleCookie
@@ -50,7 +51,8 @@ class Guard:
     ----------
     app : ASGI application
     token : str
-        Opens the page once; its first use sets a cookie that opens it from then on.
+        Opens the page once; its first use sets a cookie that opens it from then on. `renew` makes
+        another.
 
     Attributes
     ----------
@@ -61,8 +63,19 @@ class Guard:
     def __init__(self, app: Any, token: str, host: str) -> None:
         self._app = app
         self._token: str | None = token
+        self._token_lock = threading.Lock()
         self._cookie = secrets.token_urlsafe(32)
         self.host = host
+
+    def renew(self) -> str:
+        """A new token, which opens the page once; one that was not used opens it no longer.
+
+        May be called in any thread.
+        """
+        token = secrets.token_urlsafe(32)
+        with self._token_lock:
+            self._token = token
+        return token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or hand it on."""
@@ -101,7 +114,8 @@ class Guard:
             return PlainTextResponse(
                 "Open the lab with the address that qkv lab has printed. It works once; after "
                 f"that, http://{self.host}/ opens the lab in the same browser. For another "
-                "browser, start qkv lab again.\n",
+                "browser, press Enter in the terminal in which qkv lab runs: it prints a new "
+                "address. Without a terminal, start qkv lab again.\n",
                 401,
             )
         return None
@@ -112,10 +126,11 @@ class Guard:
 
     def _spend(self, given: str) -> bool:
         """Whether it is the token, and has not been used yet."""
-        token = self._token
-        if token is None or not compare_digest(given.encode(), token.encode()):
-            return False
-        self._token = None
+        with self._token_lock:
+            token = self._token
+            if token is None or not compare_digest(given.encode(), token.encode()):
+                return False
+            self._token = None
         return True
 
     def _has_cookie(self, scope: Scope) -> bool:

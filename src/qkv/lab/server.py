@@ -294,6 +294,7 @@ def serve(
     port: int = 0,
     ready: Callable[[str], object] = print,
     limits: Limits | None = None,
+    renewing: Callable[[Callable[[], str]], object] | None = None,
 ) -> None:
     """Serve the page on 127.0.0.1 until Ctrl-C.
 
@@ -305,6 +306,9 @@ def serve(
     ready : callable (url)
         Told of the address, once, when it can be opened.
     limits : Limits, optional
+    renewing : callable (new_address), optional
+        Told, after `ready`, of a function that returns a new address, which opens the page once
+        in another browser. The address before it no longer does.
     """
     import uvicorn
 
@@ -333,6 +337,8 @@ def serve(
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
                 await super().startup(sockets)
                 ready(f"http://{host}/?token={token}")
+                if renewing is not None:
+                    renewing(lambda: f"http://{host}/?token={app.renew()}")
 
             def handle_exit(self, sig: int, frame: FrameType | None) -> None:
                 if self.should_exit:

@@ -17,10 +17,12 @@ from qkv.files import Arrays, read_arrays
 from qkv.inspection.model_file import is_model_record
 from qkv.inspection.model_record import ModelRecord, load
 from qkv.inspection.record import Record
+from qkv.inspection.record_file import is_record
 from qkv.inspection.trace import Trace
 from qkv.lab.examples import Example, small_example, traced_example
 from qkv.lab.heads import Heads, heads_of_model, heads_of_record
 from qkv.lab.parameters import Parameters, TooLongError
+from qkv.variants.base import short_repr
 
 __all__ = ["Source", "open_arrays", "open_file", "require_pairs", "source_of"]
 
@@ -51,7 +53,7 @@ class Source:
 
 @checked
 def open_file(path: str | os.PathLike[str], *variants: Any, **options: Any) -> Source:
-    """Open a saved model record, or a safetensors or npz file with q, k and v.
+    """Open a saved record, of a model or of one call, or a safetensors or npz file with q, k and v.
 
     Parameters
     ----------
@@ -63,6 +65,8 @@ def open_file(path: str | os.PathLike[str], *variants: Any, **options: Any) -> S
     ------
     FileError
         The file cannot be read safely.
+    ArgumentError
+        Variants or options are given for a record, which has its own.
 
     Examples
     --------
@@ -73,10 +77,21 @@ def open_file(path: str | os.PathLike[str], *variants: Any, **options: Any) -> S
     ...     open_file(folder + "/a.safetensors").heads.layers[0].q_len
     3
     """
-    if is_model_record(path):
+    title = os.path.basename(os.fspath(path))
+    is_of_a_model = is_model_record(path)
+    if (is_of_a_model or is_record(path)) and (variants or options):
+        given = ", ".join([*map(short_repr, variants), *options])
+        raise qkv.ArgumentError(
+            f"{title!r:.80} is a saved record, which has its variants and options, and {given:.80} "
+            "is given.",
+            action="Leave it out.",
+        )
+    if is_of_a_model:
         record = load(path)
         return Source(record.model, heads=heads_of_model(record))
-    return open_arrays(read_arrays(path), os.path.basename(os.fspath(path)), *variants, **options)
+    if is_record(path):
+        return Source(title, heads=heads_of_record(Record.load(path), title, None))
+    return open_arrays(read_arrays(path), title, *variants, **options)
 
 
 def open_arrays(

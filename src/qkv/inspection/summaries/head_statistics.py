@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.inspection.head_table import mean_of_known
 from qkv.inspection.non_finite import First, NonFinite
 from qkv.problem.spec import Problem
 from qkv.variants import Causal
@@ -157,14 +158,16 @@ def heads(shown: ShownHeads, record: HeadStatistics, top: int) -> list[Head]:
     }
     indices, weights = record.top(min(kv_len, max(top + 1, _KEYS_OF_A_ROW)))
     entropy = record.entropy
+    # A row without weights, of NaN, has a share of 0 on a key that there is not.
+    masses = {name: np.where(np.isnan(entropy), np.nan, mass) for name, mass in masses.items()}
     q_index = np.arange(shown.rows)[:, None]
     beyond = indices != 0
     far = beyond & (abs(q_index + shown.q_offset - indices) >= FAR) & (weights >= _NOTABLE_WEIGHT)
     return [
         Head(
             index=shown.head + h,
-            entropy=_mean(entropy[h]),
-            mass={name: _mean(mass[h]) for name, mass in masses.items()},
+            entropy=mean_of_known(entropy[h]),
+            mass={name: mean_of_known(mass[h]) for name, mass in masses.items()},
             pairs=strongest(indices[h], weights[h], top, shown.q_index),
             pairs_beyond_first=strongest(
                 indices[h], np.where(beyond[h], weights[h], 0), top, shown.q_index
@@ -185,12 +188,6 @@ def strongest(indices: Array, weights: Array, count: int, first_row: int = 0) ->
         for i in order
         if flat[i] > 0
     )
-
-
-def _mean(rows: Array) -> float:
-    """The mean over the rows that have one; NaN if none has."""
-    there = rows[~np.isnan(rows)]
-    return float(np.mean(there, dtype=np.float64)) if len(there) else float("nan")
 
 
 def notable_heads(found: list[Head]) -> list[tuple[str, Head]]:

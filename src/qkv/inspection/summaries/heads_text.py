@@ -21,6 +21,7 @@ from qkv.inspection.summaries.head_statistics import (
 )
 from qkv.inspection.summaries.terminal import Page, weight
 from qkv.variants import Causal
+from qkv.variants.base import short_repr
 
 __all__ = ["CAUTION", "PAIRS", "name_of", "number", "side_by_side", "summary_of_heads", "title_of"]
 
@@ -63,7 +64,7 @@ def title_of(page: Page, shown: ShownHeads) -> str:
     length = f"{kv_len} tokens" if shown.q_len == kv_len else f"{shown.q_len} x {kv_len} rows"
     parts = [page.token(shown.title, 200), length, f"head_dim {shown.head_dim}"]
     parts += [
-        "causal" if isinstance(variant, Causal) else page.token(repr(variant), 80)
+        "causal" if isinstance(variant, Causal) else page.token(short_repr(variant), 80)
         for variant in shown.variants
     ]
     if shown.batch_size > 1:

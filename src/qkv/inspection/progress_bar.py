@@ -1,4 +1,4 @@
-"""The progress bar of commands that take long."""
+"""The progress bar of commands and pictures that take long."""
 
 from __future__ import annotations
 

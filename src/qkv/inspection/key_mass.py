@@ -1,0 +1,89 @@
+"""The weight that every row puts on some keys, named by their rows or by their distance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.errors import ArgumentError
+from qkv.inspection.replay import PAIRS, Replay
+
+__all__ = ["key_rows", "mass_at_offset", "mass_on_rows"]
+
+Array = NDArray[Any]
+
+
+def mass_on_rows(replay: Replay, kv_index: Array) -> Array:
+    """The weight on some rows of the key array, `(batch, num_heads, q_len)`."""
+    spec = replay.problem.spec
+    every_key = len(kv_index) == spec.kv_len
+    weights_of = replay.whole_rows if every_key else replay.by_lse
+
+    def head_mass(batch: int, head: int) -> Array:
+        step = max(1, PAIRS * 16 // max(len(kv_index), 1))
+        parts = np.split(np.arange(spec.q_len), range(step, spec.q_len, step))
+        sums = [
+            weights_of(batch, head, rows, kv_index).sum(axis=1, dtype=np.float64) for rows in parts
+        ]
+        return np.concatenate([np.zeros(0), *sums])
+
+    return _map_heads(replay, head_mass)
+
+
+def mass_at_offset(replay: Replay, offset: int) -> Array:
+    """The weight on the keys at position `q_pos + offset`, `(batch, num_heads, q_len)`."""
+    positions = replay.problem.operands.positions
+    q_pos_and_kv_pos = positions.query_positions(), positions.key_positions()
+
+    def head_mass(batch: int, head: int) -> Array:
+        q_pos, kv_pos = (p[batch if len(p) > 1 else 0] for p in q_pos_and_kv_pos)
+        order = np.argsort(kv_pos, kind="stable")
+        ordered = kv_pos[order]
+        first = np.searchsorted(ordered, q_pos + offset, "left")
+        count = np.searchsorted(ordered, q_pos + offset, "right") - first
+        q_index = np.repeat(np.arange(len(q_pos)), count)
+        nth = np.arange(len(q_index)) - np.repeat(np.cumsum(count) - count, count)
+        kv_index = order[np.repeat(first, count) + nth]
+        weights = replay.pairs_by_lse(batch, head, q_index, kv_index)
+        return np.bincount(q_index, weights, minlength=len(q_pos))
+
+    return _map_heads(replay, head_mass)
+
+
+def key_rows(keys: Any, kv_len: int) -> Array:
+    """Rows of the key array that an index, an array, a slice or booleans name, each once.
+
+    Raises
+    ------
+    ArgumentError
+        If a key is outside of the key array.
+    """
+    if isinstance(keys, slice):
+        return np.arange(kv_len)[keys]
+    try:
+        array = np.asarray(keys)
+    except (ValueError, TypeError, RuntimeError, OverflowError):
+        array = np.array([None])
+    if array.dtype == bool and array.shape == (kv_len,):
+        return np.flatnonzero(array)
+    if array.size == 0:
+        return np.zeros(0, np.int64)
+    if array.dtype.kind not in "iu" or array.min() < -kv_len or array.max() >= kv_len:
+        raise ArgumentError(
+            f"mass takes rows of the key array, from 0 to {kv_len - 1}.",
+            [("keys", f"{array.dtype} {array.shape}")],
+            f"Pass indices, a slice, or a boolean array of shape ({kv_len},).",
+        )
+    return np.unique(np.where(array < 0, array + kv_len, array))
+
+
+def _map_heads(replay: Replay, head_function: Callable[[int, int], Array]) -> Array:
+    spec = replay.problem.spec
+    out = np.zeros((spec.batch_size, spec.num_heads, spec.q_len), replay.dtype)
+    for batch in range(spec.batch_size if spec.q_len and spec.kv_len else 0):
+        for head in range(spec.num_heads):
+            out[batch, head] = head_function(batch, head)
+    return out

@@ -1,0 +1,189 @@
+"""Enter, in the terminal of `qkv lab`, prints a new address that opens the page once."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from lab_client import Client
+
+from qkv.cli.enter_key import on_enter
+
+LAB = [sys.executable, "-m", "qkv", "lab", "--no-open"]
+PATIENCE = 120
+"""Seconds for what comes at once where nothing else runs."""
+NEEDS_TERMINALS = pytest.mark.skipif(
+    sys.platform == "win32", reason="no pseudo-terminals there, and no waiting for pipes"
+)
+
+
+def opened(client: Client, address: str) -> int:
+    """The status of a browser without a cookie at an address."""
+    parts = urlsplit(address)
+    assert parts.netloc == client.host
+    return client.request("GET", f"/?{parts.query}")[0]
+
+
+def client_of(address: str) -> Client:
+    port = urlsplit(address).port
+    assert port is not None
+    return Client(port)
+
+
+def address_within(seconds: float, stream: int) -> str:
+    """The next line of an address that is printed, empty if none comes."""
+    line = b""
+    while not line.endswith(b"\n"):
+        ready, _, _ = select.select([stream], [], [], seconds)
+        part = os.read(stream, 1) if ready else b""
+        if not part:
+            break
+        line += part
+    return line.decode().strip()
+
+
+@contextmanager
+def lab(**streams: Any) -> Iterator[tuple[subprocess.Popen[bytes], int, str]]:
+    """A running server, what it prints to, and its first address."""
+    ran = subprocess.Popen(LAB, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **streams)
+    try:
+        assert ran.stdout is not None
+        out = ran.stdout.fileno()
+        yield ran, out, address_within(PATIENCE, out)
+    finally:
+        ran.kill()
+        ran.wait()
+        for stream in (ran.stdin, ran.stdout, ran.stderr):
+            if stream is not None:
+                stream.close()
+
+
+@NEEDS_TERMINALS
+def test_enter_prints_an_address_that_opens_once() -> None:
+    keyboard, terminal = os.openpty()
+    with lab(stdin=terminal) as (ran, out, first):
+        client = client_of(first)
+        assert opened(client, first) == 303
+        assert opened(client, first) == 401
+        os.write(keyboard, b"\n")
+        second = address_within(PATIENCE, out)
+        assert second != first
+        assert opened(client, first) == 401
+        assert opened(client, second) == 303
+        assert opened(client, second) == 401
+        # An address that was not used is replaced by the next.
+        os.write(keyboard, b"anything\n")
+        third = address_within(PATIENCE, out)
+        os.write(keyboard, b"\n")
+        fourth = address_within(PATIENCE, out)
+        assert opened(client, third) == 401
+        # One that is refused for its Host is not spent.
+        query = urlsplit(fourth).query
+        assert client.request("GET", f"/?{query}", headers={"Host": "evil.example"})[0] == 403
+        assert opened(client, fourth) == 303
+        # Ctrl-C ends the server, in silence, while it waits for Enter.
+        ran.send_signal(signal.SIGINT)
+        _, said = ran.communicate(timeout=PATIENCE)
+        assert (said, ran.returncode) == (b"", 0)
+    os.close(keyboard)
+    os.close(terminal)
+
+
+@NEEDS_TERMINALS
+@pytest.mark.parametrize("end", ["Ctrl-D", "nobody reads the answers"])
+def test_the_end_of_the_input_ends_nothing_else(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keyboard, terminal = os.openpty()
+    answers: list[str] = []
+
+    def answer() -> None:
+        answers.append("an address")
+        if end != "Ctrl-D":
+            raise BrokenPipeError
+
+    with os.fdopen(terminal) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        before = set(threading.enumerate())
+        on_enter(answer)
+        (thread,) = set(threading.enumerate()) - before
+        os.write(keyboard, b"\n")
+        if end == "Ctrl-D":
+            while not answers:
+                time.sleep(0.01)
+            os.write(keyboard, b"\x04")
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    assert answers == ["an address"]
+    os.close(keyboard)
+
+
+@NEEDS_TERMINALS
+def test_input_that_is_no_terminal_is_not_read() -> None:
+    with lab(stdin=subprocess.PIPE) as (ran, out, first):
+        assert ran.stdin is not None
+        ran.stdin.write(b"\n\n\n")
+        ran.stdin.close()
+        client = client_of(first)
+        assert address_within(0.5, out) == ""
+        assert opened(client, first) == 303
+        assert ran.poll() is None
+
+
+@pytest.mark.parametrize("stdin", [None, "closed", "a file"])
+def test_without_a_terminal_nothing_waits(
+    stdin: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = open(os.devnull)  # noqa: SIM115
+    if stdin == "closed":
+        file.close()
+    monkeypatch.setattr(sys, "stdin", None if stdin is None else file)
+    before = threading.active_count()
+    on_enter(lambda: None)
+    assert threading.active_count() == before
+    file.close()
+
+
+@NEEDS_TERMINALS
+def test_a_job_in_the_background_is_not_stopped_by_what_others_are_typed() -> None:
+    """A shell with jobs, whose terminal the server may not read while another job is in front."""
+    keyboard, terminal = os.openpty()
+    jobs = " ".join(f"'{word}'" for word in LAB) + " & echo $!; wait"
+    # The terminal becomes that of the new session, as a shell has it.
+    program = (
+        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "os.execvp('sh', ['sh', '-mc', sys.argv[1]])"
+    )
+    shell = subprocess.Popen(
+        [sys.executable, "-c", program, jobs],
+        stdin=terminal,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert shell.stdout is not None
+    with shell.stdout as out:
+        server = int(out.readline())
+        try:
+            first = out.readline().decode().strip()
+            os.write(keyboard, b"\n\n")
+            time.sleep(0.3)
+            assert opened(client_of(first), first) == 303
+        finally:
+            os.kill(server, signal.SIGKILL)
+            shell.wait(PATIENCE)
+            os.close(keyboard)
+            os.close(terminal)
+
+
+def test_it_says_how_to_get_an_address(start: Callable[..., Client]) -> None:
+    status, _, said = start().request("GET", "/")
+    assert status == 401
+    assert "press Enter in the terminal" in said.decode()
