@@ -74,7 +74,7 @@ def attention(
         Return `(output, lse)`.
     timeout : float
         Seconds that this rank waits for a message of another.
-    scale, layout, q_offset, kv_offset, backend
+    scale, layout, q_offset, kv_offset, backend : optional
         As for `qkv.attention`; offsets are those of the whole sequence.
 
     Returns
@@ -143,7 +143,7 @@ def inspect(
     ----------
     query, key, value, *variants, mesh, dim, order, kv_order, timeout
         As for `qkv.distributed.attention`, in the layout "bhld".
-    scale, q_offset, kv_offset, backend
+    scale, q_offset, kv_offset, backend : optional
         As for `qkv.attention`.
 
     Returns

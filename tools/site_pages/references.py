@@ -1,0 +1,28 @@
+"""Public names in the text of a page become links to their reference."""
+
+from __future__ import annotations
+
+import re
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import Files
+from mkdocs.structure.pages import Page
+
+NAME = re.compile(
+    r"(?P<whole><(?P<tag>a|pre|h[1-6])\b.*?</(?P=tag)>)"
+    r"|<code>(?P<name>qkv(?:\.\w+)+)(?P<call>\([^<]*\))?</code>",
+    re.DOTALL,
+)
+"""Code that is one public name, outside of links, headings and blocks."""
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """The page with links to the reference, which mkdocs-autorefs fills in where there is one."""
+    return NAME.sub(linked, html)
+
+
+def linked(found: re.Match[str]) -> str:
+    """The name inside of a reference that may stay unresolved."""
+    if found["whole"]:
+        return found[0]
+    return f'<autoref identifier="{found["name"]}" optional>{found[0]}</autoref>'
