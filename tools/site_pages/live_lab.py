@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import tempfile
 from pathlib import Path
 
@@ -14,10 +17,17 @@ import qkv.cli
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """The files of the site with the page of the lab, which `live-lab.md` frames."""
+    files.append(File.generated(config, "live/lab.html", content=exported()))
+    return files
+
+
+@functools.cache
+def exported() -> str:
+    """The page as `qkv lab` exports it, once in a process: `mkdocs serve` builds again and again."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "lab.html"
-        if qkv.cli.main(["lab", "--model", "tiny", "--export", str(path)]):
+        with contextlib.redirect_stdout(io.StringIO()):
+            failed = qkv.cli.main(["lab", "--model", "tiny", "--export", str(path)])
+        if failed:
             raise PluginError("qkv lab could not write its page; its message is above.")
-        page = path.read_text(encoding="utf-8")
-    files.append(File.generated(config, "live/lab.html", content=page))
-    return files
+        return path.read_text(encoding="utf-8")

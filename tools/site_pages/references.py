@@ -1,4 +1,4 @@
-"""Public names in the text of a page become links to their reference."""
+"""How the reference reads: names that lead to it, and parameters whose name says enough."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ NAME = re.compile(
 )
 """Code that is one public name, outside of links, headings and blocks."""
 
+NOTHING = re.compile(r'–\s*<div class="doc-md-description">\s*</div>')
+"""What is said of a parameter that is described by its name and type alone."""
+
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """The page with links to the reference, which mkdocs-autorefs fills in where there is one."""
-    return NAME.sub(linked, html)
+    return NAME.sub(linked, NOTHING.sub("", html))
 
 
 def linked(found: re.Match[str]) -> str:

@@ -24,6 +24,9 @@ PAGES = {
 """Pages outside docs/, and their names in the site."""
 
 LINK = re.compile(r"(?P<code>^```.*?^```|`[^`\n]+`)|(?<=\]\()(?P<target>[^)\s]+)", re.S | re.M)
+FENCE = re.compile(r"^(```\w+) .*$", re.M)
+"""The first line of a block of code that says more than its language, which tests read."""
+
 LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".yml": "yaml"}
 
 
@@ -39,7 +42,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The page with links that work in the site."""
+    """The page with links that work in the site, and blocks of code that are seen as such."""
     here = page.file.src_uri
 
     def led(found: re.Match[str]) -> str:
@@ -49,7 +52,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         anchor = found["target"].partition("#")[1:]
         return posixpath.relpath(place(path), posixpath.dirname(here) or ".") + "".join(anchor)
 
-    return LINK.sub(led, markdown)
+    return FENCE.sub(r"\1", LINK.sub(led, markdown))
 
 
 def place(path: str) -> str:

@@ -102,7 +102,7 @@ def attention(
 
     Examples
     --------
-    In a program started by `torchrun --nproc-per-node 2`::
+    In a program started by `torchrun --nproc-per-node 2`:
 
         torch.distributed.init_process_group("gloo")
         order = qkv.distributed.balanced(16384, 2, qkv.Causal())
@@ -162,7 +162,7 @@ def inspect(
 
     Examples
     --------
-    On every rank::
+    On every rank:
 
         record = qkv.distributed.inspect(q, k, v, qkv.Causal(), order=order)
         numbers, weights = record.top(3)

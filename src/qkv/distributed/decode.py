@@ -78,7 +78,7 @@ def decode(
 
     Examples
     --------
-    On every rank, with its own part of the cache::
+    On every rank, with its own part of the cache:
 
         out = qkv.distributed.decode(q, keys, values, qkv.Causal(), q_offset="end")
     """
