@@ -1,7 +1,7 @@
 """Checks of the built site: links lead somewhere, and nothing is loaded from elsewhere.
 
-MkDocs checks the links of Markdown. This reads the HTML that is served, in which there are also links
-of docstrings, of notebooks and of the theme.
+MkDocs checks the links of Markdown. This reads the HTML that is served, in which there are also
+links of docstrings, of notebooks and of the theme.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def faults(site: Path) -> list[str]:
     pages = {path: Links(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
     found = []
     for path, page in sorted(pages.items()):
-        if path.name == "404.html":  # A host shows it at any address, so its links begin at the top.
-            continue
+        if path.name == "404.html":
+            continue  # A host shows it at any address, so its links begin at the top.
         name = path.relative_to(site).as_posix()
         found += [f"{name} loads {load} from elsewhere" for load in page.loads if outside(load)]
         for target in sorted(set(page.targets)):

@@ -23,7 +23,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 @functools.cache
 def exported() -> str:
-    """The page as `qkv lab` exports it, once in a process: `mkdocs serve` builds again and again."""
+    """The page as `qkv lab` exports it; once in a process, as `mkdocs serve` builds often."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "lab.html"
         with contextlib.redirect_stdout(io.StringIO()):
