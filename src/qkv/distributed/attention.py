@@ -74,7 +74,7 @@ def attention(
         Return `(output, lse)`.
     timeout : float
         Seconds that this rank waits for a message of another.
-    scale, layout, q_offset, kv_offset, backend
+    scale, layout, q_offset, kv_offset, backend : optional
         As for `qkv.attention`; offsets are those of the whole sequence.
 
     Returns
@@ -102,7 +102,7 @@ def attention(
 
     Examples
     --------
-    In a program started by `torchrun --nproc-per-node 2`::
+    In a program started by `torchrun --nproc-per-node 2`:
 
         torch.distributed.init_process_group("gloo")
         order = qkv.distributed.balanced(16384, 2, qkv.Causal())
@@ -143,7 +143,7 @@ def inspect(
     ----------
     query, key, value, *variants, mesh, dim, order, kv_order, timeout
         As for `qkv.distributed.attention`, in the layout "bhld".
-    scale, q_offset, kv_offset, backend
+    scale, q_offset, kv_offset, backend : optional
         As for `qkv.attention`.
 
     Returns
@@ -162,7 +162,7 @@ def inspect(
 
     Examples
     --------
-    On every rank::
+    On every rank:
 
         record = qkv.distributed.inspect(q, k, v, qkv.Causal(), order=order)
         numbers, weights = record.top(3)

@@ -56,7 +56,7 @@ def decode(
         As for `qkv.distributed.attention`.
     return_lse : bool
         Return `(output, lse)`.
-    scale, layout, q_offset, kv_offset, backend
+    scale, layout, q_offset, kv_offset, backend : optional
         As for `qkv.attention`; `q_offset="end"` puts the last query at the last token of all ranks.
 
     Returns
@@ -78,7 +78,7 @@ def decode(
 
     Examples
     --------
-    On every rank, with its own part of the cache::
+    On every rank, with its own part of the cache:
 
         out = qkv.distributed.decode(q, keys, values, qkv.Causal(), q_offset="end")
     """

@@ -82,8 +82,11 @@ class ScaledDotProductAttention(nn.Module):
         mask : boolean Tensor that broadcasts to the weights, optional
             True is masked out: NaN behind it reaches neither results nor gradients.
 
-        Both results have the type of the output; weights are computed in float32 (float64 for
-        float64).
+        Returns
+        -------
+        (Tensor, Tensor)
+            Both have the type of the output; weights are computed in float32 (float64 for
+            float64).
 
         Raises
         ------

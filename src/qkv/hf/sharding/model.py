@@ -75,7 +75,7 @@ def sharded(
 
     Examples
     --------
-    In a program started by `torchrun --nproc-per-node 2`::
+    In a program started by `torchrun --nproc-per-node 2`:
 
         torch.distributed.init_process_group("gloo")
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
