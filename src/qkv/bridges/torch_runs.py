@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -95,7 +96,8 @@ class Step:
 
     `repeats` counts steps over `kv_len` keys, one after the other. When there were many, as in
     caches of fixed size, `successor` is a run for that very length, which saves a third of the time
-    of a short step.
+    of a short step. `empty_rows_first` makes the output of models, (*batch, q_len, num_heads, dim),
+    in memory in the order of `empty_out`.
     """
 
     common: Common
@@ -103,6 +105,7 @@ class Step:
     q_len: int
     empty_out: Empty
     empty_lse: Empty
+    empty_rows_first: Empty
     kv_len: int = 0
     repeats: int = 0
     successor: OnePass | None = None
@@ -135,12 +138,13 @@ class Step:
     def between_products(self, read: Sequence[Any], q_offset: int) -> Tensor | None:
         """Output of a step inside a model, for those who hold it: what else is said is the same.
 
-        None if tensors or conditions are not as they were, or torch observes the step.
+        It is (batch, q_len, num_heads, v_head_dim). None if tensors or conditions are not as they
+        were, or torch observes the step.
         """
         prepared, fits, *_ = self.common
         if looks_on() or prepared.conditions != conditions() or not fits(*read):
             return None
-        out, kv_len = self.empty_out(), read[1].shape[-2]
+        out, kv_len = self.empty_rows_first(), read[1].shape[-2]
         operands = _layouts_of(read)
         done = self.steps.run(kv_len, out.data_ptr(), 0, q_offset, operands, (read, out), True)
         return out if done else None
@@ -217,8 +221,18 @@ def _step(
         return None
     if structure.per_step or structure.layout != "bhld":
         return None
-    common = Common(prepared, form_guard(*read), values, None)
-    return Step(common, steps, read[0].shape[-2], *_makers(read))
+    common, q_len = Common(prepared, form_guard(*read), values, None), read[0].shape[-2]
+    empty_out, empty_lse = _makers(read)
+    turned = empty_out().transpose(-3, -2)
+    if q_len == 1:  # Memory is the same, and making it so needs no view.
+        rows_first = empty_maker(turned.shape, turned.dtype)
+    else:
+        rows_first = partial(_turned, empty_out)
+    return Step(common, steps, q_len, empty_out, empty_lse, rows_first)
+
+
+def _turned(empty: Empty) -> Tensor:
+    return empty().transpose(-3, -2)
 
 
 def _makers(operands: Sequence[Tensor]) -> tuple[Empty, Empty]:

@@ -75,8 +75,7 @@ def run_layer(
     out = known.step.between_products((*operands, *biases, *known.mask_arrays), q_offset)
     if out is None:
         layers.pop(kind, None)
-        return None
-    return out.transpose(1, 2)
+    return out
 
 
 def prepare_layer(layers: PreparedLayers, kind: LayerKind, call: LayerCall) -> Tensor | None:
@@ -93,7 +92,7 @@ def prepare_layer(layers: PreparedLayers, kind: LayerKind, call: LayerCall) -> T
     if len(layers) >= _MOST_LAYERS:
         layers.clear()
     layers[kind] = PreparedLayer(step, read[4:] if kind.has_bias else read[3:])
-    return out.transpose(1, 2)
+    return out
 
 
 _MOST = 16
