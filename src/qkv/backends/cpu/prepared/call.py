@@ -123,14 +123,18 @@ class Attend:
         self._pool.give_back(own)
         return (out, lse, None, None) if is_done else None
 
+    def brief_step(self, *arguments: Any) -> bool:
+        """A step over `brief_keys` keys or fewer."""
+        brief: Any = self._brief
+        is_done: bool = brief.step(*arguments) < 0
+        return is_done
+
     def step(
         self, kv_len: int, arguments: Sequence[Any], run: Callable[[ArgumentBlock], bool]
     ) -> bool:
         """A step that is told addresses, sizes and strides; `run` if it is not brief."""
         if kv_len <= self.brief_keys:
-            brief: Any = self._brief
-            is_done: bool = brief.step(*arguments) < 0
-            return is_done
+            return self.brief_step(*arguments)
         own = self._pool.take()
         if own is None:
             return False

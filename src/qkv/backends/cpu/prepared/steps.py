@@ -134,6 +134,8 @@ class StepsOfAnyLength:
         between_products: bool = False,
     ) -> bool:
         """See `qkv.backends.PreparedSteps`."""
+        if self._sinks is None and kv_len <= self._told.brief_keys:
+            return self._told.brief_step(out, lse, q_shift, *operands)
 
         def run(block: ArgumentBlock) -> bool:
             share = self._pass.share(kv_len, between_products=between_products)
