@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -260,7 +261,8 @@ def test_a_process_ends(arguments: tuple[str, str]) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split("\n")[0] == "done"
-    assert "CANCELLED: qkv: the interpreter is ending" in ran.stdout
+    # JAX 0.10 says in between what it waited for.
+    assert re.search("CANCELLED: (.*: )?qkv: the interpreter is ending", ran.stdout)
 
 
 SHARDED = """
