@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from qkv.backends import Inspectable, choose
 from qkv.distributed.parts import ShardRows
 from qkv.distributed.sharded_call import ShardedCall
-from qkv.errors import ArgumentError, ShapeError
+from qkv.errors import ShapeError
+from qkv.inspection.statistics import number_of_keys
 from qkv.problem.part import PartOf
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem
@@ -113,9 +114,13 @@ class DistributedRecord:
 
         Of equal weights the lower number comes first; rows of fewer keys end in -1 and 0. Both are
         `(..., num_heads, own rows, k)`.
+
+        Raises
+        ------
+        ArgumentError
+            If k is not a whole number of 1 or more.
         """
-        if k < 1:
-            raise ArgumentError(f"k={k} keys cannot be named.", action="Ask for 1 key or more.")
+        k = number_of_keys(k)
         numbers = np.full((*self._lse.shape, k), -1, np.int64)
         best = np.zeros((*self._lse.shape, k))
         for seen in self._parts():
