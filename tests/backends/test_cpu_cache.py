@@ -2,6 +2,7 @@
 
 import ast
 import errno
+import gc
 import math
 import os
 import re
@@ -382,6 +383,26 @@ def test_code_that_cannot_be_built(folder, emit) -> None:
 
 
 # The text that a key is made from
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_garbage_is_not_collected_while_a_kernel_is_emitted(folder, monkeypatch, wanted) -> None:
+    """And afterwards the collector is as it was, also if there is no kernel."""
+    (gc.enable if wanted else gc.disable)()
+    states = []
+
+    def failing():
+        states.append(gc.isenabled())
+        raise RuntimeError("no module")
+
+    try:
+        monkeypatch.setattr(stored_kernels, "digest", lambda *_: "0" * 64)
+        with pytest.raises(RuntimeError, match="no module"):
+            cpu_compile.build(failing, (), host())
+        assert states == [False]
+        assert gc.isenabled() is wanted
+    finally:
+        gc.enable()
 
 
 def test_different_values_have_different_texts() -> None:
