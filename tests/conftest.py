@@ -17,7 +17,7 @@ import qkv
 from forced import as_it_runs, instruction_sets
 from installed import missing
 from qkv._threads import usable_cores
-from sampling import sample
+from sampling import is_turn_of, sample
 
 if TYPE_CHECKING:
     from watched import Watched
@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--every-case", action="store_true", help="all cases of the suites that are sampled"
     )
     long.addoption(
-        "--fuzz", type=int, default=150, metavar="N", help="random problems (default: 150)"
+        "--fuzz", type=int, default=75, metavar="N", help="random problems (default: 75)"
     )
     long.addoption("--fuzz-seed", type=int, default=0, metavar="N", help="their seed (default: 0)")
     long.addoption(
@@ -64,6 +64,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "one_in(n): of all cases of a test one in n runs, chosen likewise.",
+    )
+    config.addinivalue_line(
+        "markers",
+        "slow: takes some seconds, all cases together; a run takes a quarter of such tests, chosen "
+        "likewise, and all of those whose file is named on the command line.",
     )
     if hasattr(config, "workerinput"):
         return  # a worker has the environment of the process that started it
@@ -140,12 +145,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out cases of tests that are marked with `one_in`."""
+    """Leave out cases of tests that are marked with `one_in`, and slow tests of other runs."""
     cases: dict[str, list[pytest.Item]] = {}
+    left_out: set[pytest.Item] = set()
     for item in items:
+        if item.get_closest_marker("slow") is not None and not is_turn_of(item):
+            left_out.add(item)
         if item.get_closest_marker("one_in") is not None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out: set[pytest.Item] = set()
     for of_test in cases.values():
         (one_in,) = next(of_test[0].iter_markers("one_in")).args
         left_out.update(set(of_test) - set(sample(config, of_test, one_in)))

@@ -1,14 +1,19 @@
-"""Suites in which nearly every case is a kernel to compile: one run takes some of their cases."""
+"""What is slow takes turns: one run takes some of the cases of a large suite, and a quarter of the
+tests that take seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
 from typing import TypeVar
+from zlib import crc32
 
 import pytest
 
 T = TypeVar("T")
+
+SLOW_TESTS_ONE_IN = 4
+"""Runs that share out the slow tests: those with the seeds 4 n to 4 n + 3 for any n."""
 
 
 def sample(config: pytest.Config, cases: Sequence[T], one_in: int) -> list[T]:
@@ -24,3 +29,17 @@ def sample(config: pytest.Config, cases: Sequence[T], one_in: int) -> list[T]:
     mixed = Random(0).sample(range(len(cases)), len(cases))
     first = config.getoption("sample_seed") % one_in
     return [cases[n] for n in sorted(mixed[first::one_in])]
+
+
+def is_turn_of(item: pytest.Item) -> bool:
+    """Whether a slow test is in this run, which `--sample-seed` says.
+
+    It always is with `--every-case`, and where its file is named on the command line.
+    """
+    config = item.config
+    named = (config.invocation_params.dir / each.partition("::")[0] for each in config.args)
+    if config.getoption("every_case") or any(item.path == path.resolve() for path in named):
+        return True
+    # Another one of each four, so that every case of a suite that is sampled too has its turn.
+    four, seed = divmod(config.getoption("sample_seed"), SLOW_TESTS_ONE_IN)
+    return (crc32(f"{four} {item.nodeid}".encode()) + seed) % SLOW_TESTS_ONE_IN == 0

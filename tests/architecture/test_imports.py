@@ -61,6 +61,7 @@ qkv.attention(x, x, x, qkv.Causal())
     assert "llvmlite.binding" not in imported(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "missing", "extra"),
     [("hf", "transformers", "hf"), ("hf", "torch", "hf"), ("torch", "torch", "torch"),
@@ -83,12 +84,14 @@ else:
     assert "qkv" in imported(program)
 
 
+@pytest.mark.slow
 def test_modules_are_attributes() -> None:
     """`import qkv` is enough; each is imported when it is first named."""
     assert "qkv.torch" in imported("import qkv\nqkv.torch.scaled_dot_product_attention")
     assert "qkv.files" in imported("import qkv\nqkv.files.write_arrays")
 
 
+@pytest.mark.slow
 def test_torch_s_compiler_is_imported_only_to_compile() -> None:
     """It takes longer to import than torch itself."""
     program = """

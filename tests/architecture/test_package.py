@@ -57,6 +57,7 @@ def release(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> tup
         return source, message_from_string(archive.read(name).decode())
 
 
+@pytest.mark.slow
 def test_the_source_holds_every_file(release: tuple[Path, Message], tracked: list[str]) -> None:
     assert not [name for name in tracked if not (release[0] / name).is_file()]
 

@@ -1,18 +1,20 @@
 """Samples of a suite: every case is in one of them, and a test that is named is always there."""
 
 from itertools import chain, pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from sampling import sample
+from sampling import is_turn_of, sample
 
 CASES = list(range(50))
 
 
 def config(seed=0, every_case=False, args=("tests",)):
     options = {"sample_seed": seed, "every_case": every_case}
-    return SimpleNamespace(getoption=options.__getitem__, args=list(args))
+    place = SimpleNamespace(dir=Path("/x"))
+    return SimpleNamespace(getoption=options.__getitem__, args=list(args), invocation_params=place)
 
 
 @pytest.mark.parametrize("one_in", [1, 3, 7, 50, 80])
@@ -35,3 +37,33 @@ def test_all_cases_on_request() -> None:
     assert sample(config(every_case=True), CASES, 7) == CASES
     assert sample(config(args=["tests/test_x.py::test_y[3]"]), CASES, 7) == CASES
     assert sample(config(), [], 7) == []
+
+
+def slow(name, **options):
+    nodeid = f"tests/test_x.py::{name}"
+    path = Path("/x/tests/test_x.py").resolve()
+    return is_turn_of(SimpleNamespace(config=config(**options), nodeid=nodeid, path=path))
+
+
+@pytest.mark.parametrize("first", [0, 4, 2026328])
+def test_a_slow_test_is_in_one_of_four_runs(first) -> None:
+    turns = [[slow(f"test_{i}", seed=first + n) for n in range(4)] for i in range(200)]
+    assert all(sum(each) == 1 for each in turns)
+    assert all(30 < sum(run) < 70 for run in zip(*turns, strict=True))
+
+
+@pytest.mark.parametrize("one_in", [2, 3, 4, 12, 24, 240])
+def test_every_case_of_a_sampled_suite_that_is_slow_has_its_turn(one_in) -> None:
+    for rest in range(one_in):
+        seeds = range(2026000 + rest, 2026000 + 64 * one_in, one_in)
+        assert any(slow(f"test_3[{rest}]", seed=seed) for seed in seeds)
+
+
+def test_slow_tests_on_request() -> None:
+    for options in (
+        {"every_case": True},
+        {"args": ["tests/test_x.py"]},
+        {"args": ["tests/test_y.py", "/x/tests/test_x.py::test_3"]},
+    ):
+        assert all(slow(f"test_{i}", **options) for i in range(20))
+    assert not all(slow(f"test_{i}", args=["tests/test_y.py"]) for i in range(20))

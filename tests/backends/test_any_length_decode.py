@@ -64,6 +64,7 @@ def first_call(query, key, value, variants, **keywords):
     return qkv.attention(query, key, value, *variants, return_lse=True, backend="cpu", **keywords)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("name", list(VARIANTS), one_in=4)
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_a_step_gives_the_bits_of_a_first_call(name, q_len) -> None:
@@ -87,6 +88,7 @@ def test_a_step_gives_the_bits_of_a_first_call(name, q_len) -> None:
         np.testing.assert_allclose(out, right, atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ATOL)
 def test_every_type(dtype) -> None:
     keys, values = caches(dtype)
@@ -123,6 +125,7 @@ def test_strides_may_change_with_each_step(batch) -> None:
                 assert lse.tobytes() == expected[1].tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 4, 1, 0), (2, 1, 1, 0), (1, 1, 1, 0), (1, 4, 1, 0)])
 def test_arrays_along_the_keys_are_read_where_they_lie(shape) -> None:
     rng = np.random.default_rng(0)

@@ -121,6 +121,7 @@ def product_loops(text: str, multiply_add: str, count: int) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu", MACHINES)
 def test_float32_products_stay_in_registers(cpu) -> None:
     triple, isa = MACHINES[cpu]
@@ -133,6 +134,7 @@ def test_float32_products_stay_in_registers(cpu) -> None:
         assert not [line for line in loop if _STACK.search(line)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu", ["znver5", "znver4", "cooperlake", "sapphirerapids"])
 def test_pairs_of_bfloat16_stay_in_registers(cpu) -> None:
     shape = Host(cpu, "", "avx512-bf16").bfloat16_shape
@@ -199,6 +201,7 @@ def test_weights_are_computed_beside_products(dtype, products) -> None:
     assert sum(number_of(line, "vfmadd") for line in both) == 16 * 2 * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cpu", "cache"), [("znver4", "t1"), ("znver5", "t0"), ("sapphirerapids", "t0")]
 )

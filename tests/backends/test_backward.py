@@ -85,6 +85,7 @@ def test_bits_do_not_depend_on_threads(monkeypatch, many_ranges) -> None:
 # Ranges of keys, parts of dQ, and tables that tasks share
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float64, np.float16])
 def test_ranges_of_keys(many_ranges, dtype) -> None:
     q, k, v, grad_out = problem(dtype=np.float64)
@@ -114,6 +115,7 @@ def test_the_number_of_ranges_depends_on_the_shape_alone(monkeypatch) -> None:
     assert len(backward_pass._key_ranges(spec)) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", [2**24, 0], ids=["copies", "one after the other"])
 def test_tables_that_tasks_share(monkeypatch, many_ranges, copies) -> None:
     monkeypatch.setattr(summed_tables, "_COPIES_BYTES", copies)
@@ -165,6 +167,7 @@ def test_one_table_read_at_two_places(monkeypatch, many_ranges) -> None:
     assert_equals_blocked(*problem(dtype=np.float64), mod, wrt=[mod], q_offset=0, limit=1e-11)
 
 
+@pytest.mark.slow
 def test_no_table_is_copied_for_each_task() -> None:
     """A bias of all pairs that heads share: one array, not one for each head."""
     n = 2048
@@ -181,6 +184,7 @@ def test_no_table_is_copied_for_each_task() -> None:
 # Machines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", NARROW)
 @pytest.mark.sampled("dtype", [np.float64, np.float32], one_in=2)
 def test_narrower_vectors(isa, dtype, monkeypatch) -> None:
@@ -211,6 +215,7 @@ def test_memory_grows_with_the_length() -> None:
     assert peaks[1] < 32 * 8192 * 16 * 4  # the matrix of weights would take 16 times as much
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="mprotect is of POSIX")
 @pytest.mark.parametrize("dim", [5, 16, 33])
 @pytest.mark.parametrize("kind", [np.float32, np.float16, np.float64])
@@ -258,6 +263,7 @@ def test_a_row_of_huge_scores_attends_uniformly_backwards_too(backend) -> None:
     assert np.isfinite(d_query).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "kernels"),
     [

@@ -52,6 +52,7 @@ def require_right(arrays, variants=(), **keywords) -> None:
 # Which kernel runs
 
 
+@pytest.mark.slow
 def test_bfloat16_is_multiplied_as_it_is(isa) -> None:
     def product(*arrays, variants=()):
         return ForwardPass(check(*arrays, variants, q_offset=0)).shape.product
@@ -89,6 +90,7 @@ def test_tiles_that_the_system_refuses(monkeypatch) -> None:
 # Numbers
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     ("kernels", "case"),
     [
@@ -104,6 +106,7 @@ def test_conformance_on_each(kernels, case, monkeypatch) -> None:
     assert check_case("cpu", case, "bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     ("dim", "v_dim"),
     [(1, 1), (2, 65), (31, 16), (32, 96), (33, 40), (80, 64), (130, 33)],
@@ -116,6 +119,7 @@ def test_sizes_that_fill_no_tile(isa, dim, v_dim) -> None:
     )
 
 
+@pytest.mark.slow
 def test_several_tasks_and_a_negative_scale(isa) -> None:
     arrays = normal(1, 600, 64), normal(1, 620, 64, seed=1), normal(1, 620, 64, seed=2)
     require_right(arrays, (qkv.Causal(),), q_offset="end", scale=-0.2)
@@ -129,6 +133,7 @@ def test_strides(isa) -> None:
     require_right((query, key, value))
 
 
+@pytest.mark.slow
 def test_weights_are_rounded_to_nearest(isa) -> None:
     """Equal weights times equal values: a rounding that leans would show in every element."""
     query = np.zeros((1, 40, 8), BFLOAT16)
@@ -243,6 +248,7 @@ def test_meetings_leave_out_only_what_is_empty(
 # The machine
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="guard pages are set with Linux's mprotect")
 @pytest.mark.sampled("kernels", [as_it_runs(isa) for isa in WITH_BFLOAT16], one_in=2)
 def test_nothing_outside_the_operands_is_read_or_written(kernels) -> None:
@@ -290,6 +296,7 @@ def test_nothing_outside_the_operands_is_read_or_written(kernels) -> None:
     )
 
 
+@pytest.mark.slow
 def test_threads_and_children_have_tiles_of_their_own(isa) -> None:
     in_a_process(
         """

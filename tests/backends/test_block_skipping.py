@@ -55,6 +55,7 @@ def pairs(*variants, dtype="float32", change=lambda *arrays: None, length=LENGTH
     return forward, passed.plan.pairs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks_far_away_are_not_computed(dtype):
     all_pairs = pairs(qkv.Causal(), dtype=dtype)
@@ -86,6 +87,7 @@ def no_cotangent(q, k, v, grad_out):
     grad_out[..., -1, 7] = np.nan
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("dtype", list(DTYPES), one_in=4)
 def test_a_key_far_away_that_has_all_the_weight_is_seen(dtype):
     q, k, v, _ = arrays(dtype)
@@ -98,6 +100,7 @@ def test_a_key_far_away_that_has_all_the_weight_is_seen(dtype):
     assert np.abs(lse - exact.lse).max() <= limits.lse
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("dtype", list(DTYPES), one_in=4)
 def test_outputs_and_gradients_are_those_of_all_pairs(dtype):
     q, k, v, grad_out = arrays(dtype)
@@ -139,6 +142,7 @@ def test_differences_that_overflow_are_computed():
     assert np.isnan(qkv.vjp(q, k, v, *STEEP)[1](grad_out).key[..., :64, :]).all()
 
 
+@pytest.mark.slow
 def test_masked_keys_do_not_outweigh_others():
     q, k, v, _ = arrays()
     blocks = np.tri(LENGTH // 64, k=-9, dtype=bool)  # all or nothing, however wide a tile is
@@ -211,6 +215,7 @@ def small(way, shape):
     return Case(f"weightless {way} {shape}", SHAPES[shape], WAYS[way], q_offset="end")
 
 
+@pytest.mark.slow
 @SMALL
 def test_small_problems(way, shape, always):
     assert check_case("cpu", small(way, shape))

@@ -49,6 +49,7 @@ def case(way, shape):
     return Case(f"steps {way} {shape}", SHAPES[shape], WAYS[way], q_offset="end")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("way", "shape"), list(product(WAYS, SHAPES)), one_in=48)
 def test_small_problems(way, shape):
     assert check_case("cpu", case(way, shape))
@@ -151,6 +152,7 @@ PROTECTED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="mprotect is of POSIX")
 @pytest.mark.sampled(("isa", "dtype"), KERNELS, one_in=5)
 def test_tiles_of_keys_that_no_query_may_see_are_not_read(isa: str, dtype: str) -> None:

@@ -44,6 +44,7 @@ def test_it_is_the_first_choice_for_float32() -> None:
 # Narrower machines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", NARROW)
 @pytest.mark.sampled("case", FLOAT32, one_in=150, ids=lambda case: case.name)
 def test_narrower_vectors(isa, case, monkeypatch) -> None:
@@ -169,6 +170,7 @@ def test_integers_get_the_width_they_need() -> None:
     assert bits(qkv.ScoreMod(MODS["beyond 32 bits"])) == 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q_len", [1, 80])
 @pytest.mark.parametrize("below", [False, True])
 def test_a_slope_times_a_distance_is_not_rounded_before_it_is_added(
@@ -302,6 +304,7 @@ def test_importing_qkv_imports_no_compiler() -> None:
 # Memory
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="guard pages are set with Linux's mprotect")
 def test_nothing_outside_the_operands_is_read_or_written() -> None:
     """Operands end (or begin, with negative strides) at a page that may not be touched."""

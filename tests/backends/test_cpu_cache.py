@@ -175,6 +175,7 @@ def test_a_folder_that_cannot_be_made(monkeypatch, folder, compiled) -> None:
     assert str(folder.parent) in cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refused", ["utime mkstemp", "utime replace unlink"])
 def test_a_folder_that_may_only_be_read(monkeypatch, folder, compiled, refused) -> None:
     attend()
@@ -192,6 +193,7 @@ def test_a_folder_that_may_only_be_read(monkeypatch, folder, compiled, refused) 
     assert len(compiled) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["replace", "fdopen"])
 def test_a_full_disk(monkeypatch, folder, compiled, call) -> None:
     def full(*args):
@@ -245,6 +247,7 @@ def test_files_that_may_not_grow(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_processes_that_compile_at_once(tmp_path) -> None:
     found = [finish(process) for process in [start(tmp_path) for _ in range(3)]]
     assert len({bits for _, bits in found}) == 1
@@ -253,6 +256,7 @@ def test_processes_that_compile_at_once(tmp_path) -> None:
     assert finish(start(tmp_path)) == (0, found[0][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edited", ["backends/cpu/emit/vector_math.py", "problem/expressions.py"])
 def test_an_edited_source_is_another_kernel(tmp_path, edited) -> None:
     package, folder = tmp_path / "qkv", tmp_path / "kernels"

@@ -84,6 +84,7 @@ BLOCKS = Shape((2,), 4, 2, 70, 150, 20, 5)
 """More than a block of queries and of keys, and neither whole."""
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("variant", ALL, one_in=19, ids=lambda kind: kind.__name__)
 def test_every_variant(variant) -> None:
     for example in variant.examples(BLOCKS, np.random.default_rng(3)):
@@ -100,6 +101,7 @@ def several(shape: Shape) -> list:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     ("shape", "dtype"), list(product([BLOCKS, Shape((), 6, 2, 2, 131, 32, 4)], DTYPES)), one_in=6
 )
@@ -107,6 +109,7 @@ def test_types_and_variants_together(dtype: str, shape: Shape) -> None:
     check_statistics(arrays(shape, DTYPES[dtype]), several(shape))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", NARROW)
 def test_narrower_vectors(isa, monkeypatch) -> None:
     monkeypatch.setenv("QKV_ISA", isa)
@@ -123,6 +126,7 @@ def test_sizes(q_len: int, kv_len: int) -> None:
     check_statistics([a[:, ::-1, ::-1] for a in arrays(shape)], [], k=kv_len)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("products")
 def test_rows_that_see_little() -> None:
     """Blocks of queries without keys, keys that no query sees, and fewer keys than k."""
@@ -142,6 +146,7 @@ def test_rows_that_see_little() -> None:
 # Best keys
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("k", [1, 2, 8, 33, 140, 300])
 def test_ties_go_to_the_lower_key(k: int) -> None:
@@ -162,6 +167,7 @@ def test_ties_go_to_the_lower_key(k: int) -> None:
         assert row.tolist() == [*allowed, *[-1] * k][:k]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("products")
 def test_scores_in_rising_order_enter_one_by_one() -> None:
     """Each key is the best so far, and then the worst: every place of the list is moved through.
@@ -189,6 +195,7 @@ def test_long_lists_are_left_to_numpy() -> None:
     check_statistics(given, [], k=most)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("products")
 def test_nan_is_no_best_key_and_spoils_only_what_it_meets() -> None:
     query, key, value = arrays(Shape((), 1, 1, 70, 150, 8, 8))
@@ -214,6 +221,7 @@ def test_nan_is_no_best_key_and_spoils_only_what_it_meets() -> None:
 # Sums
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [-1e9, 40.0, 3e4])
 def test_rows_of_large_lse_are_summed_again(products: str, bias: float, monkeypatch) -> None:
     """With the replay's own scores: all rows where the forward pass has others, on tiles."""
@@ -261,6 +269,7 @@ TASKS = Shape((2,), 2, 1, 300, 333, 40, 24)
 """More queries than one task takes; the last block of keys fills no tile."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("products", ["parts"], indirect=True)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize(
@@ -289,6 +298,7 @@ def test_best_keys_of_several_tasks(products, dtype, name) -> None:
         check_statistics(given, variants, q_offset=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_scores_are_bit_for_bit_those_of_the_forward_pass(products, dtype) -> None:
     """Where a query sees one key, lse is that score, and the weight is exp(0)."""
@@ -307,6 +317,7 @@ def test_scores_are_bit_for_bit_those_of_the_forward_pass(products, dtype) -> No
 # Threads and memory
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("products")
 def test_bits_do_not_depend_on_threads(monkeypatch) -> None:
     given = arrays(Shape((), 4, 2, 300, 700, 16, 16))
@@ -325,6 +336,7 @@ def test_bits_do_not_depend_on_threads(monkeypatch) -> None:
     assert len(found) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("products")
 def test_memory_does_not_grow_with_pairs() -> None:
     """16,384 tokens: 1 GiB if a matrix were held."""

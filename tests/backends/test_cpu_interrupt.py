@@ -48,6 +48,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one child alone")
 @pytest.mark.parametrize("script", [SCRIPT, ONE_TASK], ids=["many tasks", "one task"])
 def test_a_long_call_is_interrupted_and_leaves_no_trace(script) -> None:
@@ -80,6 +81,7 @@ def test_an_error_in_a_long_job_is_raised(monkeypatch) -> None:
         threads.run(Broken(), None, 1, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "backward", "top"])
 def test_what_costs_more_than_its_products_is_cut_into_more_slices(direction, monkeypatch) -> None:
     """Signals are answered between slices: 1.6 thousand million pairs take about three seconds."""

@@ -225,6 +225,7 @@ def test_many_callers_at_once(monkeypatch) -> None:
     in_threads(16, repeat)
 
 
+@pytest.mark.slow
 def test_many_kernels_at_once(monkeypatch, tmp_path) -> None:
     """Sixteen threads and six kernels that nobody has compiled."""
     monkeypatch.setattr(workers, "_WORTH_A_THREAD", 1.0)
@@ -255,6 +256,7 @@ def test_many_kernels_at_once(monkeypatch, tmp_path) -> None:
 # Children
 
 
+@pytest.mark.slow
 @FORKS
 @pytest.mark.parametrize("leave", ["os._exit(0)", "sys.exit(0)"])
 def test_a_forked_child_has_workers_of_its_own(leave) -> None:
@@ -309,6 +311,7 @@ def test_forks_while_others_compute() -> None:
     )
 
 
+@pytest.mark.slow
 @FORKS
 def test_forks_while_another_thread_is_in_llvm() -> None:
     """A child that inherits a lock of LLVM's would wait for it for ever."""
@@ -338,6 +341,7 @@ def test_forks_while_another_thread_is_in_llvm() -> None:
     )
 
 
+@pytest.mark.slow
 @FORKS
 @pytest.mark.parametrize("leave", ["os._exit(0)", "sys.exit(0)"])
 def test_a_fork_while_another_thread_holds_our_locks(leave) -> None:
@@ -360,6 +364,7 @@ def test_a_fork_while_another_thread_holds_our_locks(leave) -> None:
     )
 
 
+@pytest.mark.slow
 @FORKS
 @pytest.mark.parametrize("module", ["passes.gradient", "threads.pool"])
 def test_a_fork_while_another_thread_calls_for_the_first_time(module) -> None:
@@ -396,6 +401,7 @@ def test_a_fork_while_another_thread_calls_for_the_first_time(module) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_processes_of_multiprocessing(method, tmp_path) -> None:
     import multiprocessing
@@ -431,12 +437,14 @@ def test_processes_of_multiprocessing(method, tmp_path) -> None:
 # The end
 
 
+@pytest.mark.slow
 def test_the_end_after_a_call() -> None:
     in_a_process("attend()")
     in_a_process("attend(); sys.exit(0)")
     in_a_process("attend(); os._exit(0)")
 
 
+@pytest.mark.slow
 def test_the_end_while_a_thread_computes() -> None:
     """A daemon thread is cut off; the workers that have joined it are not left inside code that
     is about to go."""
@@ -454,6 +462,7 @@ def test_the_end_while_a_thread_computes() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_end_while_a_thread_compiles() -> None:
     """The end waits: LLVM does not survive that the process goes away around it."""
     setting = in_a_process(
@@ -523,6 +532,7 @@ def test_a_system_without_memory_for_threads() -> None:
     )
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.parametrize("room", [1, 8, 60])
 def test_a_kernel_that_finds_no_memory_to_be_compiled_in(room, tmp_path) -> None:

@@ -52,6 +52,7 @@ def always(monkeypatch):
     monkeypatch.setattr(streaming, "_MOST_QUERIES", float("inf"))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("case", "dtype"), SUITE, one_in=150)
 @pytest.mark.usefixtures("always")
 def test_the_whole_suite(case, dtype) -> None:
@@ -59,6 +60,7 @@ def test_the_whole_suite(case, dtype) -> None:
     assert check_case("cpu", case, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", NARROW)
 @pytest.mark.sampled(("case", "dtype"), SUITE, one_in=150)
 @pytest.mark.usefixtures("always")
@@ -75,6 +77,7 @@ def test_operations(name) -> None:
     assert check_case("cpu", case, "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("group_size", [1, 2, 3, 4, 5, 7, 8, 13], one_in=8)
 @pytest.mark.parametrize("q_len", [1, 2, 3])
 @pytest.mark.parametrize("panel", [3, 128])
@@ -90,6 +93,7 @@ def test_any_number_of_rows(group_size, q_len, panel, monkeypatch) -> None:
     assert check_case("cpu", Case(f"decode group {group_size} {q_len}", shape, variants), "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group_size", "q_len", "panel"),
     [(1, 1, 1), (16, 8, 128), (16, 11, 88), (129, 1, 65), (107, 12, 117)],
@@ -287,6 +291,7 @@ def test_bits_do_not_depend_on_threads(monkeypatch) -> None:
     assert len(found) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantised", [False, True])
 def test_pages_and_panels_change_no_bit(quantised, monkeypatch) -> None:
     """Whatever their size: a page more or less adds in the same order; rows are by themselves."""
@@ -376,6 +381,7 @@ def test_strides_beyond_32_bits(tmp_path) -> None:
     assert np.abs(run(query[None], pages, pages)[0] - expected.out).max() <= limit.out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="guard pages are set with Linux's mprotect")
 @pytest.mark.sampled("dtype", ["np.float32", "ml_dtypes.bfloat16"], one_in=2)
 def test_nothing_outside_the_operands_is_read_or_written(dtype) -> None:

@@ -151,6 +151,7 @@ FORKED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", [False, True], ids=["first call", "called before"])
 def test_a_forked_child_has_no_team(calls) -> None:
     """The library believes in threads there that do not exist, and would wait for ever."""
@@ -168,6 +169,7 @@ def test_a_forked_child_has_no_team(calls) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_child_of_multiprocessing_that_imports_qkv_has_no_team() -> None:
     in_a_process(
         FORKED.format(early=False)

@@ -30,6 +30,7 @@ def problem(seed: int, q_len: int, head_dim: int, dtype: str) -> tuple[list[Arra
     return arrays, rng.normal(size=(q_len, 1)).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,6 +47,7 @@ def test_lse(kind: str, dtype: str, isa: str, monkeypatch: pytest.MonkeyPatch) -
         assert share <= 1, f"{q_len} queries, {head_dim}, problem {seed}: {share:.2f} of the bound"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("q_len", [1, 13, 40])
 @pytest.mark.parametrize("masked", [False, True])

@@ -76,6 +76,7 @@ def errors_of(found: list[np.ndarray], exact: list[np.ndarray]) -> list[float]:
 CAUSAL = np.tri(Q_LEN, KV_LEN, dtype=bool)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("causal", "keys"), list(product([False, True], [KV_LEN, 299, 257])), one_in=2)
 def test_within_the_bound(keys, causal) -> None:
     """Also where the last pair of keys has one, and blocks are not whole."""
@@ -89,6 +90,7 @@ MISSING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("table", "number"), MISSING, one_in=4)
 def test_a_missing_product_is_found(table, number, monkeypatch) -> None:
     """In the backward kernel alone: the output and lse are those of the whole forward kernel.
@@ -157,6 +159,7 @@ def test_odd_elements(name, number) -> None:
             assert error <= 3 * rounding + 2.0**-20 * scale
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("number", [np.inf, np.nan, 3e38, -1e25, 1e-35], one_in=2)
 def test_what_is_hidden_leaves_no_bit(number) -> None:
     """Keys and queries that may not see each other, in the same blocks."""
@@ -199,6 +202,7 @@ def test_scores_far_below_zero() -> None:
     assert all(map(np.less_equal, errors(arrays), limits(arrays)))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("dtype", ["float32", "bfloat16"], one_in=2)
 def test_gradients_of_keys_have_the_same_bits_alone_and_in_a_batch(dtype) -> None:
     rng = np.random.default_rng(3)

@@ -67,6 +67,7 @@ def require_in_parts(arrays, variants=(), **keywords) -> None:
     assert parts_of(arrays, variants, **keywords) > 1, "another kernel runs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "count"), [("float32", 3), ("float16", 2)])
 def test_large_problems_are_multiplied_in_parts(dtype, count, monkeypatch) -> None:
     many, few = operands(300, 300, 64, dtype=dtype), operands(20, 300, 64, dtype=dtype)
@@ -91,6 +92,7 @@ def test_other_types_have_no_parts(dtype) -> None:
     assert parts_of(operands(300, 300, 64, dtype=kind)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_call_runs_what_was_chosen(dtype, monkeypatch) -> None:
     """Kernels add in other orders: bits say which one ran."""
@@ -108,6 +110,7 @@ def test_a_call_runs_what_was_chosen(dtype, monkeypatch) -> None:
 # Numbers
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("case", "dtype"), PAIRS, one_in=40)
 @pytest.mark.usefixtures("splits_operands")
 def test_conformance(case: Case, dtype: str) -> None:
@@ -153,6 +156,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("splits_operands")
 @pytest.mark.sampled(("dtype", "name"), list(product(DTYPES, VARIANTS)), one_in=5)
 def test_variants_of_several_tasks_and_groups(dtype, name) -> None:
@@ -171,6 +175,7 @@ def test_strides(dtype) -> None:
     require_right((key, query, value[:, :290]), (qkv.Causal(),), q_offset="end")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("dtype", "variants"), list(product(DTYPES, [(), (qkv.Causal(),)])), one_in=2)
 def test_statistics(dtype, variants) -> None:
     arrays = operands(400, 300, 64, heads=(2, 1), dtype=dtype)
@@ -257,6 +262,7 @@ def value_error(dtype) -> float:
     return float(np.abs(out / expected - 1).max())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("splits_operands")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_product_of_parts_is_left_out(dtype) -> None:
@@ -275,6 +281,7 @@ MISSING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("splits_operands")
 @pytest.mark.sampled(("table", "dtype", "number"), MISSING, one_in=5)
 def test_a_missing_product_is_found(table, dtype, number, monkeypatch) -> None:
@@ -359,6 +366,7 @@ ODD_PLACES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     ("dtype", "place", "seen"), [(d, *p) for d in DTYPES for p in ODD_PLACES], one_in=5
 )
@@ -367,6 +375,7 @@ def test_odd_elements(dtype, place, seen) -> None:
     try_each_odd_number(arrays, SEEN_BY[seen], PLACES[place])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("dtype", DTYPES, one_in=2)
 def test_odd_elements_of_strided_rows(dtype) -> None:
     """Backwards, and elements farther apart than rows."""
@@ -378,6 +387,7 @@ def test_odd_elements_of_strided_rows(dtype) -> None:
     try_each_odd_number(arrays, (), PLACES["an element"])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     ("dtype", "masked"), list(product(DTYPES, ["mask", "causal", "bias"])), one_in=3
 )
@@ -420,6 +430,7 @@ def test_queries_do_not_notice_each_other(dtype) -> None:
         assert [array[:, others].tobytes() for array in found] == before, number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2.0**-99, 2.0**-101, 1e-33, 2.0**-60, 2.0**59, 2.0**61, 1e30])
 def test_values_of_any_size(size) -> None:
     """Output scales as values do, down to where their parts would be subnormal and beyond."""

@@ -47,6 +47,7 @@ def products_and_loads(text: str) -> list[tuple[int, int]]:
     return [pair for pair in found if pair[0]]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("variants", list(VARIANTS.values()), one_in=4)
 @pytest.mark.parametrize(
     ("dtype", "scores", "sums"),
@@ -74,6 +75,7 @@ def test_a_table_in_the_backward_pass_of_tiles() -> None:
     assert products_and_loads(compiled(emit_split_backward(key), LINUX, CPU))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question", ["sums", "top", "received"])
 @pytest.mark.parametrize(("dtype", "scores"), [("float32", 6), ("float16", 4)])
 def test_products_of_a_replay_share_tiles(question, dtype, scores) -> None:

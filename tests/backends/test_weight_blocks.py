@@ -36,6 +36,7 @@ def reducing(record: Any) -> Any:
     return backend.weight_blocks(replay.problem, replay.lse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [2, 8, 16, 64])
 @pytest.mark.sampled("dtype", ["float32", "float64"], one_in=2)
 def test_blocks_of_a_masked_head(block: int, dtype: str) -> None:

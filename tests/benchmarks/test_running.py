@@ -134,6 +134,7 @@ def test_released_contenders_are_gone(seat: Worker) -> None:
     assert ask(seat, "turn", name="right", seconds=0.0, least=1)["state"] == "failed"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peaks of memory: Linux only")
 def test_memory_beyond_the_output_is_seen(seat: Worker) -> None:
     """64 MiB in use during the call, give or take what the allocator keeps.
@@ -213,6 +214,7 @@ def test_a_process_that_ends_is_a_failure_with_its_last_words() -> None:
     process.close()
 
 
+@pytest.mark.slow
 def test_processes_are_shared_by_library_and_environment() -> None:
     with session._Processes(Settings(1)) as processes:
         for name in ("qkv", "qkv kernel", "qkv avx2"):
@@ -263,6 +265,7 @@ def bench(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_one_small_workload_from_end_to_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,6 +57,7 @@ def error(kind: str, variants: tuple[Any, ...], bias: float) -> tuple[float, flo
     return float(np.abs(ours - out).max()), float(np.abs(our_lse - lse).max())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     ("kind", "call"), [(kind, call) for kind in CACHES for call in CALLS if call != "rope"],
     one_in=6,
@@ -92,6 +93,7 @@ def stored(offset: Any = None, page_size: int | None = None) -> tuple[Any, Any]:
 OFFSET = (5 * np.random.default_rng(2).normal(size=(KV_HEADS, DIM))).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     ("call", "page_size", "q_len"), list(product(CALLS, (None, 8), (1, 32))), one_in=6
 )

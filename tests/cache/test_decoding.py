@@ -112,6 +112,7 @@ KINDS = list(product(CACHES, (None, "int8")))
 READ = [*((v, None) for v in VARIANTS), *((v, "int8") for v in INT8)]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("kind", "read"), list(product(CACHES, READ)), one_in=16)
 def test_decoding_is_prefill(kind: str, read: tuple[str, str | None]) -> None:
     variant, dtype = read
@@ -128,6 +129,7 @@ def test_decoding_is_prefill(kind: str, read: tuple[str, str | None]) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("kind", "dtype"), KINDS, one_in=4)
 def test_sequences_of_different_lengths(kind: str, dtype: str | None) -> None:
     """Each sequence of a batch gives what it gives alone, whatever lies behind its last token."""
@@ -195,6 +197,7 @@ def test_forks_are_independent(kind: str) -> None:
     assert one.lengths.tolist() == [149]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("kind", "dtype"), KINDS, one_in=4)
 @pytest.mark.parametrize("queries", [1, 70], ids=["in place", "gathered"])
 def test_what_was_truncated_cannot_leak(kind: str, dtype: str | None, queries: int) -> None:
@@ -211,6 +214,7 @@ def test_what_was_truncated_cannot_leak(kind: str, dtype: str | None, queries: i
     assert np.isfinite(out).all()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("kind", "dtype"), KINDS, one_in=4)
 @pytest.mark.parametrize("library", ["torch", "jax"])
 def test_arrays_of_other_libraries(library: str, kind: str, dtype: str | None) -> None:

@@ -20,6 +20,7 @@ from processes import in_a_process
 from qkv.cache import PageAllocator, PagedCache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_every_request_reads_its_own_tokens(dtype: str | None) -> None:
     for seed in (0, 1000):
@@ -28,6 +29,7 @@ def test_every_request_reads_its_own_tokens(dtype: str | None) -> None:
         assert (done.requests, done.tokens_compared > 1000) == (48, True)
 
 
+@pytest.mark.slow
 def test_every_request_reads_its_own_tensors() -> None:
     torch = pytest.importorskip("torch")
     done = run(of_library=torch.from_numpy)
@@ -218,6 +220,7 @@ def test_a_child_process_goes_on_where_another_thread_was_in_the_middle() -> Non
     assert printed.splitlines() == ["[6] 4", "[6] 4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "copied", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))]
 )

@@ -56,6 +56,7 @@ def test_rows_without_a_scale() -> None:
     assert np.abs(stood_for[3]).max() <= 2e-45
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [ContiguousCache, PagedCache])
 def test_scores_and_outputs_change_as_stated(make: Any) -> None:
     rng = np.random.default_rng(1)

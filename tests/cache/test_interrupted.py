@@ -121,6 +121,7 @@ def answers(cache: Any, sequences: list[list[float]]) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("kind", "method"), list(product(CACHES, METHODS)), one_in=5)
 def test_a_cache_is_as_before_or_as_after(kind: str, method: str) -> None:
     change, changed = METHODS[method]
@@ -152,6 +153,7 @@ def test_a_cache_is_as_before_or_as_after(kind: str, method: str) -> None:
     assert lines > 1
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("kind", list(CACHES), one_in=3)
 def test_the_first_append_may_be_of_other_shapes_after_it_was_interrupted(kind: str) -> None:
     lines, left = 0, True

@@ -180,6 +180,7 @@ def test_threads_share_what_is_prepared() -> None:
     assert not errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", LENGTHS[:5])
 def test_nothing_is_kept_alive_or_lost(lengths) -> None:
     arrays = arrays_of(*lengths)

@@ -101,6 +101,7 @@ def _views(full):
     return copies.items()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     ("kind", "batch", "length"),
     list(product([qkv.Mask, qkv.Bias], [(), (2,), (2, 3)], [16, 40])),
@@ -340,6 +341,7 @@ def test_a_score_mod_that_uses_numpy_is_prepared(watched) -> None:
     np.testing.assert_allclose(first, expected, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["causal", "sinks", "rotated", "rotated, sinks", "mask", "relative", "mod"]
 )

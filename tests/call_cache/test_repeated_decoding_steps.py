@@ -44,6 +44,7 @@ def near(found, given, keywords, dtype="float32") -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     ("name", "q_len", "kind"),
     list(
@@ -211,6 +212,7 @@ VARIANTS_OF_RAGGED_STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     ("name", "q_offset", "batch"),
     list(product(VARIANTS_OF_RAGGED_STEPS, ["end", "start", 31], [1, 2])),

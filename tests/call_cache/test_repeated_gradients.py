@@ -107,6 +107,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     ("name", "dtype"),
     list(product(VARIANTS, [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])),
@@ -205,6 +206,7 @@ def test_without_a_cotangent_of_lse(watched) -> None:
     assert watched.prepared("gradients") == 2
 
 
+@pytest.mark.slow
 def test_rows_that_see_nothing_are_looked_at_each_time() -> None:
     """Where few queries see a key, their rows are summed again."""
     for seed, seeing in enumerate([40, 40, 40, 30, 13, 5, 12, 30, 13, 0, 40]):
@@ -261,6 +263,7 @@ def test_gradients_of_variants_are_not_recalled(watched) -> None:
     assert watched.prepared("gradients") == 1
 
 
+@pytest.mark.slow
 def test_another_instruction_set(monkeypatch) -> None:
     for seed in range(4):
         check(operands(seed))
@@ -297,6 +300,7 @@ def test_rows_of_one_memory_are_rounded_once() -> None:
         check([q, k, v, grad_out, grad_lse])
 
 
+@pytest.mark.slow
 def test_what_is_remembered_keeps_no_arrays() -> None:
     """Neither those of the calls nor results as long as they."""
     arrays = operands(0)

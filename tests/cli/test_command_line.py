@@ -81,6 +81,7 @@ def test_inspect_as_a_process() -> None:
     assert text.count("→") >= 12
 
 
+@pytest.mark.slow
 def test_inspect_where_only_ascii_can_be_written() -> None:
     strict = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "COLUMNS": "80"}
     for env in (strict, {"PYTHONIOENCODING": "ascii:strict"}):
@@ -283,6 +284,7 @@ def test_widths(
         assert all(line == line.rstrip() for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", range(80, 140))
 def test_no_pair_is_broken_over_lines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
@@ -294,6 +296,7 @@ def test_no_pair_is_broken_over_lines(
     assert rows[1] == ""
 
 
+@pytest.mark.slow
 def test_nothing_is_cut_in_a_narrow_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def test_a_config(output_of, tmp_path: Path) -> None:
     assert "cannot be read" in output_of("cost", "--config", str(tmp_path / "no.json"), code=2)
 
 
+@pytest.mark.slow
 def test_every_card_in_one_table(output_of) -> None:
     text = output_of("cost")
     assert all(name in text for name in model_names())
@@ -84,6 +85,7 @@ def test_every_card_in_one_table(output_of) -> None:
     assert list(strict(output_of("cost", "--json"))) == list(model_names())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_a_mechanism(output_of, name: str) -> None:
     text = output_of("cost", "--mechanism", name)
@@ -104,6 +106,7 @@ def test_symbols_of_a_mechanism_are_explained(output_of) -> None:
     assert "d = head_dim, h = num_heads, l = left + right." in text
 
 
+@pytest.mark.slow
 def test_every_model_on_one_machine(output_of) -> None:
     """The column is the least time that the command says of each model alone."""
     text = output_of("cost", "--machine", "h100")
@@ -131,6 +134,7 @@ def test_bad_input(output_of, words: tuple[str, ...], reason: str) -> None:
     assert reason in output_of("cost", *words, code=2)
 
 
+@pytest.mark.slow
 def test_scaling(output_of, tmp_path: Path) -> None:
     few = ("--draws", "500", "--seed", "3")
     text = output_of("scaling", *few, "--plot", str(tmp_path / "curve.svg"))

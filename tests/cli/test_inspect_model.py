@@ -136,6 +136,7 @@ def test_the_tiny_model_imports_no_framework() -> None:
     assert ran.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
 def test_a_text_for_the_tiny_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("to be or not to be", encoding="utf-8")
     files = ["--save", str(tmp_path / "r.safetensors"), "--html", str(tmp_path / "r.html")]
@@ -274,6 +275,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -474,6 +476,7 @@ def process(*words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_model_in_a_folder(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("héllo, hello", encoding="utf-8")
     ran = process("--model", str(folder), "--text", str(tmp_path / "t.txt"), "--json")
@@ -485,6 +488,7 @@ def test_a_model_in_a_folder(folder: Path, tmp_path: Path) -> None:
     assert [layer["name"] for layer in report["layers"]] == ["h.0.attn", "h.1.attn"]
 
 
+@pytest.mark.slow
 def test_a_text_that_is_too_long(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("x" * 100, encoding="utf-8")
     words = ["--model", str(folder), "--text", str(tmp_path / "t.txt")]
@@ -572,6 +576,7 @@ def test_weights_that_no_file_holds(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pooler", "tied", "decoder"])
 def test_weights_that_attention_does_not_read(
     kind: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -105,6 +105,7 @@ def sample_weights() -> Weights:
     return weights_by_definition(sample.q, sample.k, 32**-0.5)
 
 
+@pytest.mark.slow
 def test_json_of_the_sample(capsys: pytest.CaptureFixture[str], sample_weights: Weights) -> None:
     report = run_json(capsys)
     assert report["tokens"] == list(real_sample().tokens)

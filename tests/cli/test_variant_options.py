@@ -190,6 +190,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["inspect", "explain", "plan"])
 @pytest.mark.parametrize("name", BAD)
 def test_bad_values_name_the_option_and_what_it_takes(

@@ -22,6 +22,7 @@ NAMES = [b.name for b in backends() if b.name != "torch" or find_spec("torch") i
 
 
 # The backend varies fastest, so that the dense answer of a case is computed once.
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.sampled(("case", "dtype"), PAIRS, one_in=48)
 def test_conformance(backend: str, case: Case, dtype: str, request: pytest.FixtureRequest) -> None:
@@ -43,6 +44,7 @@ def test_a_backend_is_refused_where_its_library_is_not_installed() -> None:
     assert ran.stdout == "torch cannot run this problem.\n", ran.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["blocked", "reference"])
 def test_readable_backends_refuse_none_of_the_cases(name: str) -> None:
     backend = next(b for b in backends() if b.name == name)
@@ -85,6 +87,7 @@ class SmallTiles(BlockedBackend):
         return 5, 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [c for c in cases() if c.shape.q_len * c.shape.kv_len < 2000], ids=lambda c: c.name
 )

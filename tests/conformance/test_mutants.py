@@ -338,12 +338,14 @@ def caught():
     return complaints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(name: str, caught) -> None:
     assert name in caught, f"no case tells {name} from a right backend"
     assert caught[name].startswith(f"{name} on ")
 
 
+@pytest.mark.slow
 def test_the_same_wrapper_unbroken_passes() -> None:
     class Intact(BlockedBackend):
         name = "intact"

@@ -30,12 +30,14 @@ def triples(made, checks):
 BESIDE = [what for what in CHECKS if what != "forward"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.sampled(("case", "dtype", "what"), triples(cases(), BESIDE), one_in=600)
 def test_properties(backend: str, case: Case, dtype: str, what: str) -> None:
     check_case(backend, case, dtype, what=what)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.sampled(("case", "dtype", "what"), triples(ELSEWHERE, CHECKS), one_in=36)
 def test_variants_from_elsewhere(backend: str, case: Case, dtype: str, what: str) -> None:

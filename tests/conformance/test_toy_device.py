@@ -30,6 +30,7 @@ def toy():
     return known["ToyDevice"]()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("case", "dtype", "what"), TRIPLES, one_in=12)
 def test_a_device_backend(toy, case: Case, dtype: str, what: str) -> None:
     assert isinstance(toy, DeviceBackend)

@@ -41,6 +41,7 @@ def made(kind: str, extra: dict[str, Any], folder: Path, device: str) -> Any:
         return maker.from_config(config).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "extra"), CONFIGS)
 @pytest.mark.parametrize("decode", [False, True])
 def test_parameters_are_those_that_transformers_makes(

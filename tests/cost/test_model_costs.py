@@ -165,6 +165,7 @@ CONFIGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "extra"), CONFIGS, ids=[kind for kind, _ in CONFIGS])
 def test_parameters_are_those_that_transformers_makes(
     kind: str, extra: dict[str, object], tmp_path: Path

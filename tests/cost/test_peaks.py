@@ -1,6 +1,7 @@
 """The machine's ceilings: what their code does, never how fast."""
 
 import numpy as np
+import pytest
 
 from qkv.backends.cpu.compiler.compile import optimized
 from qkv.backends.cpu.machine.host import host
@@ -21,6 +22,7 @@ def test_a_peak_counts_the_multiply_adds_that_it_runs() -> None:
         assert peaks._of(product, 2).measure() > 1e8
 
 
+@pytest.mark.slow
 def test_a_read_takes_every_byte_once() -> None:
     """What the job leaves is the last of its eight sums over the last chunk."""
     words = np.random.default_rng(0).integers(-(2**62), 2**62, (3, peaks._CHUNK // 512, 8, 8))

@@ -114,6 +114,7 @@ def _positions(kind: str, counter: Any) -> int:
     )
 
 
+@pytest.mark.slow
 def test_every_model_at_every_context() -> None:
     for name in model_names():
         costs = [model_cost(name, context, batch=2) for context in (1_000, 10_000_000, 20_000_000)]

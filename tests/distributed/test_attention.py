@@ -67,6 +67,7 @@ def check(group: Any, ranks: int, name: str, strategy: str, order_name: str,
             torch.testing.assert_close(of_rank, right, rtol=tolerance, atol=10 * tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.one_in(4)
@@ -74,6 +75,7 @@ def test_every_variant_on_two_ranks(group: Any, name: str, strategy: str) -> Non
     check(group, 2, name, strategy, "zigzag")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order_name", ORDERS)
 @pytest.mark.parametrize("name", ["causal", "packed documents", "bias", "sinks"])
 @pytest.mark.one_in(4)
@@ -81,6 +83,7 @@ def test_every_order_in_a_ring_of_three(group: Any, name: str, order_name: str) 
     check(group, 3, name, "ring", order_name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses", "auto"])
 @pytest.mark.parametrize("name", ["window", "t5", "sinks"])
 @pytest.mark.one_in(4)
@@ -88,6 +91,7 @@ def test_four_ranks(group: Any, name: str, strategy: str) -> None:
     check(group, 4, name, strategy, "balanced")
 
 
+@pytest.mark.slow
 def test_float64_and_the_other_layout(group: Any) -> None:
     check(group, 2, "alibi", "ring", "zigzag", torch.float64, "blhd")
     check(group, 2, "alibi", "ulysses", "contiguous", torch.float64, "blhd")

@@ -103,6 +103,7 @@ def with_tensor_parallelism(rank: int, ranks: int) -> tuple[list[float], list[to
     return losses, [parameter.detach() for parameter in wholes]
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("step", [with_fsdp, with_tensor_parallelism])
 def test_two_steps_are_those_of_one_process(group: Any, step: Any) -> None:

@@ -82,6 +82,7 @@ def scored(rank: int, ranks: int, folder: str, chunk: int, dies: str = "") -> An
     return digits(record), calls
 
 
+@pytest.mark.slow
 def test_the_same_bits_for_any_number_of_ranks(group: Any, tmp_path: Path) -> None:
     tables = []
     for ranks, chunk in ((1, 2), (2, 1), (4, 1)):
@@ -157,6 +158,7 @@ def test_intervals_hold_the_mean_as_often_as_they_say() -> None:
     assert inside / 600 == pytest.approx(0.9, abs=0.03)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(group: Any, tmp_path: Path) -> None:
     """Rank 1 is killed in its second text; rank 0 says so; one rank ends what two began."""
     (right, _), *_ = group(2)(scored, str(tmp_path / "whole"), 1)

@@ -39,6 +39,7 @@ def look(rank: int, ranks: int, name: str, backend: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", "blocked"])
 @pytest.mark.parametrize("name", ["causal", "sinks", "packed documents", "mask array", "softcap"])
 @pytest.mark.one_in(4)
@@ -86,6 +87,7 @@ def _quantized(rows: torch.Tensor) -> qkv.Quantized:
     return qkv.Quantized(torch.round(rows / scales[..., None]).to(torch.int8), scales)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", ["plain", "int8"])
 def test_a_decoding_step_over_tokens_on_three_ranks(group: Any, storage: str) -> None:
     found = group(3)(decode_step, storage)
@@ -117,6 +119,7 @@ def look_far_down(rank: int, ranks: int) -> tuple[torch.Tensor, ...]:
 FAR_DOWN = torch.full((LENGTH, LENGTH), -3e4)
 
 
+@pytest.mark.slow
 def test_a_bias_far_below_zero_leaves_statistics_over_ranks_exact(group: Any) -> None:
     """The lse of a row, near -30,000, has an error in float32 that would change each weight."""
     from qkv.distributed import Order

@@ -100,6 +100,7 @@ def waiting(rank: int, ranks: int, folder: str, timeout: float) -> tuple[str, fl
     return "no error", 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.one_in(2)
 def test_a_rank_that_dies_or_stops_is_named(tmp_path: Path, fault: signal.Signals) -> None:

@@ -43,6 +43,7 @@ def hosts() -> Iterator[list[str]]:
         yield NAMES
 
 
+@pytest.mark.slow
 def test_a_cut_link_is_seen_on_both_hosts(hosts: list[str]) -> None:
     ranks = [
         subprocess.Popen(

@@ -30,6 +30,7 @@ def on_a_mesh(rank: int, ranks: int, name: str, strategy: str) -> list[torch.Ten
     return [out.detach(), *torch.autograd.grad((out, lse), inputs + arrays, cotangents)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "strategy"), [("sinks", "ring"), ("alibi", "gather")])
 def test_keys_along_one_dimension_and_heads_along_the_other(
     group: Any, name: str, strategy: str
@@ -97,6 +98,7 @@ def in_bfloat16(rank: int, ranks: int) -> list[torch.Tensor]:
     return [out.detach(), *gradients]
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_exact_as_in_one_process(group: Any) -> None:
     from qkv.distributed import Order
 

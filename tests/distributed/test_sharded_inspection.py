@@ -43,6 +43,7 @@ def recorded(rank: int, ranks: int, name: str, case: str) -> Any:
     return record.rows(), layers, record.summary()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "case"),
     [
@@ -116,6 +117,7 @@ def refused(rank: int, ranks: int, what: str, folder: str) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "words"),
     [

@@ -84,6 +84,7 @@ def on_ranks(rank: int, ranks: int, name: str, case: str, checkpoint: bool) -> A
     return result.logits.detach(), result.loss.detach(), gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "case", "checkpoint"),
     [

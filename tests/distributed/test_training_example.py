@@ -16,6 +16,7 @@ def losses(_rank: int, ranks: int, steps: int) -> Any:
     return example["main"](steps=steps)
 
 
+@pytest.mark.slow
 def test_the_example_has_the_losses_of_one_process(group: Any) -> None:
     alone = group(1)(losses, 12)[0]
     together = group(2)(losses, 12)

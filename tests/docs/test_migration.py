@@ -113,6 +113,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(sys.modules, name, module)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("libraries")
 def test_each_pair_of_calls_agrees() -> None:
     text = PAGE.read_text(encoding="utf-8")

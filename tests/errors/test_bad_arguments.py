@@ -593,6 +593,7 @@ def test_bad_input_leaves_the_arrays_alone() -> None:
         np.testing.assert_array_equal(array, X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", ml_dtypes.bfloat16])
 @pytest.mark.one_in(4)

@@ -24,6 +24,7 @@ def test_more_dimensions_than_numpy_broadcasts(ndim) -> None:
     assert qkv.attention(narrow, narrow, narrow).shape == narrow.shape
 
 
+@pytest.mark.slow
 def test_as_many_dimensions_as_there_may_be() -> None:
     array = np.ones((1,) * 29 + (2, 3, 4), np.float32)
     record = qkv.inspect(array, array, array, np.ones((3, 3), bool), qkv.Bias(np.zeros((3, 3))))

@@ -75,6 +75,7 @@ def test_what_is_no_array_of_rows_is_refused(cls: Any) -> None:
             method(np.zeros(8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", m.MECHANISMS.values(), ids=lambda cls: cls.name)
 def test_no_sequences_are_no_outputs(cls: Any) -> None:
     x = np.ones((0, 3, 8))

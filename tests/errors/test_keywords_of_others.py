@@ -114,6 +114,7 @@ def test_other_keywords_list_those_that_are_known(function) -> None:
         getattr(qkv, function)(q, k, v, xyz=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keywords",
     [

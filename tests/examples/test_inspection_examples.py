@@ -10,6 +10,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.slow
 def test_the_tiny_model_has_an_induction_head(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "induction_heads.py"))["main"]()
     out = capsys.readouterr().out

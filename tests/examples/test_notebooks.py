@@ -15,6 +15,7 @@ from nbclient import NotebookClient
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples" / "notebooks").glob("*.ipynb"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # Jupyter's own
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook(path: Path, tmp_path: Path) -> None:

@@ -27,12 +27,14 @@ def one_thread() -> Iterator[None]:
     qkv.set_num_threads(None)
 
 
+@pytest.mark.slow
 def test_a_training_step() -> None:
     example = runpy.run_path(str(EXAMPLES / "torch_training_step.py"))
     first, last = example["main"](steps=30)
     assert last < first - 0.2
 
 
+@pytest.mark.slow
 def test_a_vision_transformer(tmp_path: Path) -> None:
     example = runpy.run_path(str(EXAMPLES / "vision_transformer.py"))
     page = tmp_path / "page.svg"
@@ -44,6 +46,7 @@ def test_a_vision_transformer(tmp_path: Path) -> None:
     assert tags.count("rect") > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["torch_training_step", "train_tiny_model"])
 def test_small_models_train_on_one_thread(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -368,6 +368,7 @@ def with_numpy(save: Callable[..., None]) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [
         save_safetensors({n: np.eye(3, dtype="f4") for n in "qkv"}, {"tokens": '["a", "b", "c"]'}),

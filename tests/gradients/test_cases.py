@@ -65,6 +65,7 @@ def expected(case: Case, dtype: str) -> tuple[list[np.ndarray], list[float]]:
     return exact, [3 * e + 3 * ulp(m, dtype) for e, m in zip(errors, largest, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.sampled(("case", "dtype"), PAIRS, one_in=144)
 def test_gradients(backend: str, case: Case, dtype: str, request: pytest.FixtureRequest) -> None:

@@ -22,11 +22,13 @@ PAIRS = [
 HIDING = pytest.mark.sampled("case", test_forbidden.HIDING, one_in=72, ids=lambda case: case.name)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("case", "dtype"), PAIRS, one_in=240)
 def test_every_gradient(case: Case, dtype: str) -> None:
     test_cases.check_gradients("cpu", case, dtype)
 
 
+@pytest.mark.slow
 @HIDING
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_hidden_keys_and_values(case: Case, poison: float) -> None:

@@ -60,6 +60,7 @@ def hold(
     raise AssertionError(f"problem {seed} takes {found.shares} of the bound")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     ("dtype", "kv_len"), list(product(["float32", "float16", "bfloat16"], [2, 3, 8, 30])), one_in=12
 )
@@ -69,6 +70,7 @@ def test_few_keys(dtype: str, kv_len: int) -> None:
         hold(seed, arrays, grad_out, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("left", [1, 3, 20], one_in=3)
 def test_short_windows(left: int) -> None:
     for seed in range(PROBLEMS):
@@ -92,6 +94,7 @@ VARIANTS: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("name", "dtype"), list(product(VARIANTS, ["float64", "float32"])), one_in=12)
 def test_with_variants_and_a_cotangent_of_lse(name: str, dtype: str) -> None:
     variants = VARIANTS[name]

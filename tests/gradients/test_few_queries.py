@@ -45,6 +45,7 @@ def drawn(dtype: str, q_len: int) -> list[Errors]:
     return [errors(*problem(seed, q_len, dtype), dtype) for seed in range(PROBLEMS)]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     ("dtype", "q_len"), list(product(["float32", "float16", "bfloat16"], FEW)), one_in=12
 )
@@ -54,6 +55,7 @@ def test_sharp_rows(dtype: str, q_len: int) -> None:
         assert (found.shares <= 1).all(), f"problem {seed} takes {found.shares} of the bound"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("dtype", ["float32", "float16", "bfloat16"], one_in=3)
 def test_sharp_rows_among_rows_without_keys(dtype: str) -> None:
     """Of many queries, those that see any key may still be few."""
@@ -67,6 +69,7 @@ def test_sharp_rows_among_rows_without_keys(dtype: str) -> None:
         assert (found.shares <= 1).all(), f"problem {seed} takes {found.shares} of the bound"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     ("dtype", "median", "most"),
     [("float32", 1, 3), ("float16", 0.5, 1), ("bfloat16", 0.5, 1)],
@@ -127,6 +130,7 @@ def test_variants(name: str, dtype: str) -> None:
             assert (found.shares <= 1).all(), f"{found.shares} of the bound, {sharp=}"
 
 
+@pytest.mark.slow
 def test_rows_far_away() -> None:
     """lse has no digit left to tell n keys from one."""
     arrays, grad_out, grad_lse = grouped("float32", 1.0)

@@ -40,6 +40,7 @@ def unchanged(before: np.ndarray, after: np.ndarray, rows: np.ndarray) -> None:
     assert before[rows].tobytes() == after[rows].tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("masks_unread_and_read")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.sampled("case", HIDING, one_in=36, ids=lambda case: case.name)

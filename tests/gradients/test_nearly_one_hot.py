@@ -147,6 +147,7 @@ WAYS: dict[str, Gradients] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way(way: str, dtype: str) -> None:

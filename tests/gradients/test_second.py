@@ -136,6 +136,7 @@ def hold(found: list[Array], exact: list[Array], limits: list[float]) -> None:
         assert error <= limit, f"result {n} is {error:.3g} off, allowed is {limit:.3g}"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("case", EXACT, one_in=3, ids=lambda case: case.name)
 def test_double_backward_in_float64(case: Case) -> None:
     second = Second(case, "float64")
@@ -144,6 +145,7 @@ def test_double_backward_in_float64(case: Case) -> None:
     hold(second.by_qkv(), exact, [64 * 2.0**-52 * max(1.0, size) for size in largest])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype"), ROUNDED)
 def test_double_backward_in_narrow_types(case: Case, dtype: str) -> None:
     """Within three times the error of the formula in the same type, and three units."""

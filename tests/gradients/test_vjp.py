@@ -42,6 +42,7 @@ def total(arrays: dict[str, np.ndarray], grad_lse: np.ndarray, backend: str) -> 
     return float((out * G).sum() + (lse * grad_lse).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_central_differences(backend) -> None:
     arrays = {
@@ -79,6 +80,7 @@ def test_a_pullback_can_be_used_again_and_is_linear() -> None:
     np.testing.assert_allclose(twice.key, 2 * once.key, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_bare_bias_and_one_that_is_given_twice() -> None:
     bias = RNG.normal(size=(9, 9))
     twice = qkv.Bias(RNG.normal(size=(1, 9)))
@@ -100,6 +102,7 @@ def test_one_of_several_arrays_of_a_score_mod() -> None:
         found.of(mod)
 
 
+@pytest.mark.slow
 def test_a_narrow_bias_has_a_narrow_gradient() -> None:
     bias = qkv.Bias(RNG.normal(size=(9, 1)).astype(np.float16))
     _, pullback = qkv.vjp(Q, K, V, bias)

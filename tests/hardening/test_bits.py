@@ -85,6 +85,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     )
 
 
+@pytest.mark.slow
 def test_threads(isa: str, case: Case) -> None:
     found = []
     for number in (*THREADS, *THREADS):
@@ -93,6 +94,7 @@ def test_threads(isa: str, case: Case) -> None:
     assert len(set(found)) == 1
 
 
+@pytest.mark.slow
 def test_threads_of_gradients(isa: str, case: Case) -> None:
     found = []
     for number in THREADS:
@@ -101,6 +103,7 @@ def test_threads_of_gradients(isa: str, case: Case) -> None:
     assert len(set(found)) == 1
 
 
+@pytest.mark.slow
 def test_repeats() -> None:
     """Problems in turns, so that each finds the memory, the workers and the caches of another."""
     jobs = [partial(results, case) for case in MIXED[::2]]
@@ -113,6 +116,7 @@ def test_repeats() -> None:
         assert jobs[n]() == first[n], str(jobs[n])
 
 
+@pytest.mark.slow
 def test_one_problem_many_times(isa: str) -> None:
     for case in MIXED[1:6:2]:
         first = results(case)

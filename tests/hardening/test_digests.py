@@ -18,6 +18,7 @@ ROUNDING = {"float64": 2.0**-48, "float32": 2.0**-18, "float16": 2.0**-8, "bfloa
 """A few units in the last place of the largest element."""
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     ("isa", "case"), [(isa, case) for isa in KNOWN for case in CASES], one_in=9, ids=str
 )
@@ -33,6 +34,7 @@ def test_bits_are_those_of_before(
     assert found == {name: KNOWN[isa][name] for name in found}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("case", CASES, one_in=9, ids=str)
 def test_real_and_emulated_tiles_agree(
     case: Case, monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None

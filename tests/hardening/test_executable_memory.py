@@ -38,6 +38,7 @@ def refused(script: str, way: str = "mdwe") -> str:
     return in_a_process(start + textwrap.dedent(script))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_arrays(way: str) -> None:
     refused(
@@ -68,6 +69,7 @@ def test_arrays(way: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_tensors() -> None:
     refused(
         """
@@ -90,6 +92,7 @@ def test_tensors() -> None:
     )
 
 
+@pytest.mark.slow
 def test_jax_arrays() -> None:
     """XLA needs executable memory itself; where it has it, qkv's question alone is answered."""
     refused(
@@ -148,6 +151,7 @@ def test_the_lab() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("library", "calls"), [("numpy", 1), ("numpy", 2), ("torch", 2)])
 def test_a_process_that_gives_up_the_right_later(library: str, calls: int) -> None:
     """What is compiled may go on running, without code that later calls would add to it."""

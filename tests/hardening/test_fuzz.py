@@ -43,6 +43,7 @@ def test_random_problems(structure: int, request: pytest.FixtureRequest) -> None
             raise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", kept(), ids=lambda path: path.stem)
 def test_problems_that_once_failed(path) -> None:
     check(read(path))
@@ -61,6 +62,7 @@ def same(one, other) -> bool:
     return first == second
 
 
+@pytest.mark.slow
 def test_a_random_problem_is_the_same_in_json() -> None:
     for problem in drawn(40, 1):
         stored = json.loads(json.dumps(problem.to_json()))
@@ -70,6 +72,7 @@ def test_a_random_problem_is_the_same_in_json() -> None:
         np.testing.assert_array_equal(again.query, problem.query)
 
 
+@pytest.mark.slow
 def test_random_problems_are_of_every_kind() -> None:
     problems = drawn()
     assert {p.purpose for p in problems} == set(DRAWS)
@@ -162,6 +165,7 @@ def later_keys(monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None) -> None
     monkeypatch.setattr(Causal, "lower", lower)
 
 
+@pytest.mark.slow
 def test_a_key_too_many_is_found_and_made_small(later_keys, tmp_path) -> None:
     with pytest.raises(AssertionError, match="off, allowed") as found:
         check(PLAIN)
@@ -172,6 +176,7 @@ def test_a_key_too_many_is_found_and_made_small(later_keys, tmp_path) -> None:
     assert same(problem, read(keep("causal", problem, error, tmp_path)))
 
 
+@pytest.mark.slow
 def test_a_problem_that_is_right_is_right() -> None:
     check(PLAIN)
     for purpose in DRAWS:

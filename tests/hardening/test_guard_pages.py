@@ -44,11 +44,13 @@ OTHERS = [f"{as_it_runs('amx')} parts", *(as_it_runs(isa) for isa in WITH_BFLOAT
 """Kernels of bfloat16, which another instruction set does not have."""
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("side", "way"), list(product(SIDES, WAYS)), one_in=4)
 def test_every_head_dim(side: str, way: str, pytestconfig: pytest.Config) -> None:
     check(side, way, BEST, "swept", *sample(pytestconfig, list(DTYPES), 4))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("side", "way", "kernel"), list(product(SIDES, WAYS, OTHERS)), one_in=12)
 def test_every_head_dim_of_bfloat16(
     side: str, way: str, kernel: str, pytestconfig: pytest.Config
@@ -57,12 +59,14 @@ def test_every_head_dim_of_bfloat16(
     check(side, way, kernel, "swept", *dtypes)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("side", "way"), list(product(SIDES, [*WAYS, "statistics"])), one_in=4)
 def test_random_problems(side: str, way: str, pytestconfig: pytest.Config) -> None:
     structures = pytestconfig.getoption("fuzz") // (100 if way == "statistics" else 50)
     check(side, way, BEST, "random", "0", str(structures))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     ("side", "way", "kernel"), list(product(SIDES, [*WAYS, "statistics"], OTHERS[:2])), one_in=12
 )

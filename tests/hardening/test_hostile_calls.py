@@ -30,6 +30,7 @@ def test_every_exception_is_one_of_ours(pytestconfig: pytest.Config) -> None:
     assert min(ended["returned"], ended["refused"]) > calls / 10
 
 
+@pytest.mark.slow
 def test_a_raw_exception_and_a_hang_are_found(tmp_path: Path) -> None:
     """What the run would say if arguments of one method were not checked."""
     code = (

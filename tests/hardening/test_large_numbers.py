@@ -63,6 +63,7 @@ def huge_mean(dtype, q_len, kv_len=1000, v_head_dim=20):
 TOLERANCE = {np.dtype(np.float32): 2e-6, np.dtype(ml_dtypes.bfloat16): 2**-7}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", "blocked"])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("q_len", [1, 5, 40])
@@ -135,6 +136,7 @@ def test_quantised_values_whose_sum_is_infinite(q_len) -> None:
     np.testing.assert_allclose(found, 1e37, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_large_values_of_tensors() -> None:
     torch = pytest.importorskip("torch")
     query, key = torch.zeros(1, 2, 40, 16), torch.zeros(1, 2, 1000, 16)

@@ -42,6 +42,7 @@ def far_apart(array: np.ndarray, axis: int, step: int = 2**31 + 40) -> np.ndarra
     return np.moveaxis(there, 0, axis)
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.parametrize("axis", [0, 1, 2, 3], ids=["batch", "head", "row", "element"])
 @pytest.mark.sampled(
@@ -110,6 +111,7 @@ def test_ten_million_keys_in_sixteen_bits(dtype) -> None:
     np.testing.assert_allclose(lse[0], score + np.log(length), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "call_variants"),
     [
@@ -133,6 +135,7 @@ def test_sides_of_no_rows_and_of_one(dtype, call_variants) -> None:
         assert (found.value == (2 if q_len else 0)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q_blocks_per_task", [1, 4])
 @pytest.mark.parametrize("kind", ["causal", "window", "segments"])
 def test_a_schedule_never_holds_all_its_tiles(kind, q_blocks_per_task) -> None:
@@ -214,6 +217,7 @@ BEYOND = 16
 """MiB that a call may take beside its input and output."""
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.sampled(
     ("kind", "dtype"),
@@ -231,6 +235,7 @@ def test_sixteen_thousand_tokens_take_sixteen_mebibytes(kind, dtype) -> None:
     assert growth(kind, dtype, "forward", 2, length, length, 64) - output < BEYOND
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.sampled(
     ("kind", "dtype", "item"),
@@ -249,6 +254,7 @@ def test_a_hundred_and_thirty_thousand_tokens_take_sixteen_mebibytes(kind, dtype
     assert growth(kind, dtype, "forward", 1, length, length, dim) - output < BEYOND
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.sampled("kind", ["plain", "window"], one_in=2)
 def test_a_step_against_eight_million_keys_takes_sixteen_mebibytes(kind) -> None:
@@ -256,6 +262,7 @@ def test_a_step_against_eight_million_keys_takes_sixteen_mebibytes(kind) -> None
     assert growth(kind, "bfloat16", "forward", 1, 1, 8_000_000, 16) < BEYOND
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.sampled("kind", ["window", "segments"], one_in=2)
 def test_gradients_of_sixteen_thousand_tokens_take_a_few_arrays(kind) -> None:
@@ -276,6 +283,7 @@ def few_keys() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return seen, rows, truth(rows[:, :64], rows[:, seen], rows[:, seen]).out
 
 
+@pytest.mark.slow
 def test_a_mask_of_more_than_two_to_the_31_entries() -> None:
     """It repeats a row, and takes no memory; forward, backward and inspected."""
     seen, rows, expected = few_keys()
@@ -292,6 +300,7 @@ def test_a_mask_of_more_than_two_to_the_31_entries() -> None:
     assert seen[record.top(3)[0]].all()
 
 
+@pytest.mark.slow
 def test_a_mask_of_many_heads() -> None:
     heads, length = 70_000, 180
     rows = normal(heads, length, 2)

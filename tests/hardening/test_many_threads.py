@@ -63,6 +63,7 @@ def inspected(n: int) -> bytes:
     return record.entropy.tobytes() + record.top(2)[0].tobytes() + record.received.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clearing", [False, True])
 def test_every_thread_gets_what_one_alone_gets(clearing: bool, two_threads: None) -> None:
     jobs: list[tuple[Callable[[int], bytes], int]] = [

@@ -77,6 +77,7 @@ def test_lse_near_zero(q_len, kv_len) -> None:
     assert np.abs(lse - exact).max() < 1.5e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q_len", [2, 200])
 @pytest.mark.parametrize("cap", [2.0, 5.1, 50.0])
 def test_a_capped_score_is_rounded_about_once(q_len, cap) -> None:

@@ -48,6 +48,7 @@ def gradient(way: str, reentrant: bool | None, inside: bool) -> Any:
     return made.model.layers[0].self_attn.q_proj.weight.grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_layers_that_are_computed_again_outside_are_refused(way: str, reentrant: bool) -> None:

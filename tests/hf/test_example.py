@@ -15,6 +15,7 @@ pytest.importorskip("transformers", reason=REASON)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hugging_face_model.py"
 
 
+@pytest.mark.slow
 def test_it_prints_small_differences(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     printed = capsys.readouterr().out

@@ -81,6 +81,7 @@ def test_eager_attention_is_far_from_uniform(family: str) -> None:
         assert float((entropy / allowed.clamp_min(2).log()).mean()) < 0.85
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("family", "kind"), list(product(TEXT, PADDINGS)), one_in=8)
 def test_logits_of_padded_text(family: str, kind: str, monkeypatch: Any) -> None:
     inputs = inputs_of(family, kind)
@@ -126,6 +127,7 @@ def generated(family: str, implementation: str, cache: str) -> tuple[Any, Any]:
     return output.sequences, torch.stack(output.logits)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("family", [*DECODERS, *TRANSLATORS], one_in=4)
 def test_generation(family: str) -> None:
     tokens, logits = generated(family, "eager", "dynamic")
@@ -135,6 +137,7 @@ def test_generation(family: str) -> None:
         close(found[1], logits)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("family", "cache"), list(product(DECODERS, ["dynamic", "static"])), one_in=4)
 def test_chunked_prefill(family: str, cache: str) -> None:
     """Three chunks and a step through a cache give what eager gives in one pass without any."""
@@ -168,6 +171,7 @@ PACKING = [name for name in DECODERS if name not in ("gpt-oss", "opt", "llama4")
 chunks of llama4 are counted from the start of the row, and make no sense in packed ones."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", PACKING)
 def test_packed_rows(family: str, monkeypatch: Any) -> None:
     """Sequences in one row give what eager gives for each of them alone."""
@@ -251,6 +255,7 @@ def test_dropout_draws_a_seed_for_each_layer_from_torch() -> None:
     assert len(calls) == 6  # not observed any more
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("family", ["llama", "mistral", "gemma2"], one_in=3)
 def test_activation_checkpointing(family: str) -> None:
     """Layers that are computed a second time in the backward pass, masks included."""
@@ -274,6 +279,7 @@ def test_activation_checkpointing(family: str) -> None:
         assert torch.equal(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("family", ["llama", "gemma3", "bert"], one_in=3)
 def test_compiled_models(family: str) -> None:
     """While torch traces, masks are dense: nothing can be read from a padding mask then."""

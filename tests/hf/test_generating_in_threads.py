@@ -30,6 +30,7 @@ def eager_switches() -> Any:
     sys.setswitchinterval(before)
 
 
+@pytest.mark.slow
 def test_each_thread_generates_what_it_does_alone(eager_switches: None) -> None:
     """Pages of two rows: the storage of every layer grows while other threads write to it."""
     torch.manual_seed(3)

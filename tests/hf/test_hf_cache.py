@@ -72,6 +72,7 @@ def config_of(family: str) -> Any:
     return model_of(family).config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_search(family: str, kind: str) -> None:
@@ -81,6 +82,7 @@ def test_greedy_search(family: str, kind: str) -> None:
     assert cache.get_seq_length() == prompts()["input_ids"].shape[1] + 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -97,6 +99,7 @@ LONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the text has")  # The model has fewer positions.
 @pytest.mark.sampled(("family", "kind", "beams"), LONG, one_in=4)
 def test_512_tokens_one_by_one_have_the_logits_of_all_at_once(
@@ -120,6 +123,7 @@ def test_512_tokens_one_by_one_have_the_logits_of_all_at_once(
         close(output.sequences_scores, whole.log_softmax(-1).gather(-1, new).mean()[None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("helper", ["a model", "the prompt"])
@@ -139,6 +143,7 @@ def test_assisted_generation(family: str, helper: str, kind: str) -> None:
     same(generated(family, "qkv", inputs, cache, do_sample=False, **model_kwargs), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_one_prompt_for_many_requests(family: str) -> None:
     """A prompt that was computed once is shared, and every request gives what it gives alone."""
@@ -166,6 +171,7 @@ def test_one_prompt_for_many_requests(family: str) -> None:
     assert [cache.pages_held for cache in full] == [3] * len(full)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_encoders_and_decoders(family: str, kind: str) -> None:
@@ -238,6 +244,7 @@ def test_inspecting_with_a_cache() -> None:
         close(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, PAGED], ids=CACHES)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 @pytest.mark.one_in(3)

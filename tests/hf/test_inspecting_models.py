@@ -75,6 +75,7 @@ def assert_same(found: Any, expected: Any) -> None:
         assert one == pytest.approx(two, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("family", "padding"), list(product(FAMILIES, PADDINGS)), one_in=6)
 def test_every_score_of_every_head(family: str, padding: str) -> None:
     model, real = model_of(family), padded(padding)
@@ -90,6 +91,7 @@ def test_every_score_of_every_head(family: str, padding: str) -> None:
             assert row[name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_received_top_and_weights(family: str) -> None:
     model, real = model_of(family), padded("left")
@@ -120,6 +122,7 @@ def test_the_largest_logit_is_that_of_query_and_key() -> None:
         assert row["max_logit"] == pytest.approx(scores[:, seen].max(), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_packed_rows_are_sequences_of_their_own() -> None:
     model = model_of("llama")
     ids = IDS[:1]
@@ -220,6 +223,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_model_that_is_compiled_or_inside_another_module(wrapper: str) -> None:
     model = model_of("llama")
@@ -317,6 +321,7 @@ def test_weights_are_stored_on_request() -> None:
         record[0].weights  # noqa: B018
 
 
+@pytest.mark.slow
 def test_training_and_bfloat16() -> None:
     """Scores are those before dropout; gradients still flow."""
     config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=20, attn_pdrop=0.5)

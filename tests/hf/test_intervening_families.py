@@ -88,6 +88,7 @@ def interrupted(run: Callable[[], Any]) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_heads_of_every_layer_and_family(family: str) -> None:
     model = model_of(family)

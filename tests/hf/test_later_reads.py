@@ -61,6 +61,7 @@ def test_static_caches_of_windows(family: str) -> None:
     close(attentions(family, "qkv", **static), attentions(family, "eager", **static))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [None, 4])
 def test_beams(page_size: int | None) -> None:
     """They change places, and give pages back."""

@@ -78,6 +78,7 @@ def _count_front_door(monkeypatch: Any) -> list[int]:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_generated_logits_are_those_of_sdpa(kind: str, padded: bool, monkeypatch: Any) -> None:

@@ -106,6 +106,7 @@ def asked(pattern: str, place: str, kind: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_stated_masks_allow_the_same_pairs(pattern: str, place: str) -> None:

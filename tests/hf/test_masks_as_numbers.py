@@ -68,6 +68,7 @@ def test_the_dense_mask_is_that_of_eager(pattern: str) -> None:
         assert torch.equal(torch.cat([mask, mask], -1), torch.cat([expected, expected], -1))
 
 
+@pytest.mark.slow
 def test_deepseek_v4() -> None:
     """Its layers append to the mask what they add to scores, in the mask's type."""
     model = deepseek_v4()
@@ -84,6 +85,7 @@ def test_deepseek_v4() -> None:
     assert torch.equal(found["qkv"][1], found["eager"][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"page_size": 4}, {"dtype": "int8"}])
 def test_a_model_that_changes_the_values_of_its_cache(options: dict[str, Any]) -> None:
     """DiffLlama: its keys lie in pages or as int8, its values are a tensor of its own."""
@@ -158,6 +160,7 @@ def test_gemma4_generates_from_pictures() -> None:
     assert float((logits - expected).abs().max()) < 1e-3 * float(expected.abs().max())
 
 
+@pytest.mark.slow
 def test_a_mask_of_the_users_over_pages() -> None:
     """It has a column for each token, although the last page has room for more."""
     torch.manual_seed(0)

@@ -56,6 +56,7 @@ def embeddings(folder: Path, implementation: str, texts: list[str]) -> torch.Ten
     return torch.nn.functional.normalize(mean, dim=-1)
 
 
+@pytest.mark.slow
 def test_embeddings_are_those_of_eager(folder: Path) -> None:
     found, expected = (embeddings(folder, name, PARAGRAPHS) for name in ("qkv", "eager"))
     assert (found - expected).abs().max() <= 1e-5

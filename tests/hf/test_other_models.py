@@ -116,6 +116,7 @@ def test_calls_that_run_no_hooks() -> None:
     assert len(record) == SIZES["num_hidden_layers"]
 
 
+@pytest.mark.slow
 def test_an_encoder_that_runs_alone_keeps_its_numbers() -> None:
     """`generate` calls the encoder once, and then the decoder again and again."""
     torch.manual_seed(0)

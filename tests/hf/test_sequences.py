@@ -98,6 +98,7 @@ def idefics2() -> tuple[torch.nn.Module, dict[str, Any]]:
     return hf.Idefics2ForConditionalGeneration(config), inputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "cross"),
     [

@@ -35,6 +35,7 @@ def run(smollm2: SmolLM2, implementation: str, ids: Any, **more: Any) -> Any:
         return smollm2.model(ids, **more)
 
 
+@pytest.mark.slow
 def test_it_says_what_is_known(smollm2: SmolLM2) -> None:
     """Else the file was read wrongly, and nothing below would mean much."""
     logits = run(smollm2, "eager", smollm2.ids("The capital of France is")).logits
@@ -42,6 +43,7 @@ def test_it_says_what_is_known(smollm2: SmolLM2) -> None:
     assert float(logits[0, -1].softmax(-1).max()) > 0.7
 
 
+@pytest.mark.slow
 def test_logits_and_all_weights_are_those_of_eager(smollm2: SmolLM2) -> None:
     """In a batch of two rows, one of which is padded on the left."""
     ids = smollm2.ids("The capital of France is a city in the north of the country and")
@@ -78,6 +80,7 @@ CACHES: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CACHES)
 def test_steps_through_a_cache(smollm2: SmolLM2, name: str) -> None:
     options, bound = CACHES[name]
@@ -89,6 +92,7 @@ def test_steps_through_a_cache(smollm2: SmolLM2, name: str) -> None:
     assert smollm2.words(found[0, -1:].argmax(-1)) == " Rome"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [None, 4])
 def test_generation(smollm2: SmolLM2, page_size: int | None) -> None:
     ids, options = smollm2.ids("The capital of France is"), {"max_new_tokens": 4}
@@ -120,6 +124,7 @@ def without_heads(model: Any, heads: list[tuple[int, int]]) -> Iterator[None]:
             hook.remove()
 
 
+@pytest.mark.slow
 def test_heads_that_copy_what_followed(smollm2: SmolLM2) -> None:
     """Olsson et al. (2022): a sequence that repeats is predicted by the heads with the largest
     induction scores, and no longer without them; without others it is."""

@@ -14,6 +14,7 @@ from model_types import CAUSAL  # noqa: E402
 from sweep import LARGE, compared, failed  # noqa: E402
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("model_type", [name for name in CAUSAL if name not in LARGE], one_in=24)
 def test_a_model_type(model_type: str) -> None:
     with warnings.catch_warnings():

@@ -113,6 +113,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("family", "way"), list(product(["gpt2", "bert", "llama"], WAYS)), one_in=5)
 def test_gradients_are_those_of_what_was_dropped(family: str, way: str) -> None:
     """Of the very weights that the forward pass has dropped, in each layer others."""
@@ -140,6 +141,7 @@ def test_gradients_are_those_of_what_was_dropped(family: str, way: str) -> None:
         assert float((got - exact).abs().max()) <= BOUND * max(1, float(exact.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_each_step_drops_others_and_the_loss_falls(compiled: bool) -> None:
     model = model_of("gpt2")

@@ -96,6 +96,7 @@ def cases() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("case", "dtype"), list(product(cases(), ["float64", "float32"])), one_in=6)
 def test_scores_are_those_of_the_definition(case: str, dtype: str) -> None:
     variants, allowed, segment, real = cases()[case]

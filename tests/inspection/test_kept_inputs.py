@@ -33,6 +33,7 @@ LAYERS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("name", list(LAYERS), one_in=3)
 def test_weights_are_replayed_from_the_file(name: str, tmp_path: Path) -> None:
     variants, keywords = LAYERS[name]

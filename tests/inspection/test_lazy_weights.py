@@ -44,6 +44,7 @@ def test_it_looks_like_an_array(ndim: int) -> None:
     assert str(dense.shape) in repr(weights)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.data())
 def test_basic_slicing(data: st.DataObject) -> None:
@@ -55,6 +56,7 @@ def test_basic_slicing(data: st.DataObject) -> None:
     np.testing.assert_allclose(found, expected, atol=1e-13)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.data())
 def test_integer_arrays_on_any_axes(data: st.DataObject) -> None:
@@ -124,6 +126,7 @@ def test_single_pairs_of_a_long_matrix_need_no_rectangle(monkeypatch: pytest.Mon
 AXES = [None, -1, -2, 0, (-2, -1), (0, -1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", AXES, ids=str)
 @pytest.mark.parametrize("ndim", SHAPES)
 @pytest.mark.parametrize("name", ["sum", "mean", "max", "min", "argmax"])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 SCRIPT = """
 import os, resource, sys
@@ -36,6 +37,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_65536_tokens_stay_under_400_megabytes() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", SCRIPT], capture_output=True, text=True, check=False

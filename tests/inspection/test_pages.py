@@ -16,6 +16,7 @@ from qkv.inspection import pages
 X = np.eye(3)
 
 
+@pytest.mark.slow
 def test_the_lab_is_imported_with_the_first_page() -> None:
     program = (
         "import sys, numpy as np, qkv; x = np.eye(3); record = qkv.inspect(x, x, x)\n"

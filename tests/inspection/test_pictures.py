@@ -141,6 +141,7 @@ def test_the_tiles_of_a_causal_window(images: list[Any], tmp_path: Path) -> None
     np.testing.assert_array_equal(images[0], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", STARTS)
 def test_the_same_picture_is_the_same_file(ending: str, tmp_path: Path) -> None:
     record = qkv.inspect(X[:, :6], X[:, :6], X[:, :6])

@@ -43,6 +43,7 @@ def cases() -> list[tuple[Shape, object]]:
     return [(s, v) for s in SHAPES for kind in ALL for v in kind.examples(s, rng)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", "blocked"])
 @pytest.mark.sampled(("shape", "variant"), cases(), one_in=12, ids=lambda x: repr(x)[:40])
 def test_statistics_equal_the_dense_matrix(shape: Shape, variant: object, backend: str) -> None:
@@ -95,6 +96,7 @@ def test_ties_go_to_the_lower_key_across_tiles(backend: str) -> None:
     assert indices.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [20, 0, 1, 2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", [-3, -1, 0, 2, 100])
 @pytest.mark.parametrize(
     ("q_offset", "kv_offset"), [("end", 0), (4, 2), ([3, -5], [0, 1]), ("start", [7, 0])]
@@ -133,6 +135,7 @@ def test_rows_add_to_one_less_the_share_of_the_sink() -> None:
     np.testing.assert_allclose(record.mass(slice(None)), 1 - sink_share, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", "blocked"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("bias", [-1e9, 1e4, -3e38])

@@ -113,6 +113,7 @@ def require_same(loaded: qkv.Record, saved: qkv.Record) -> None:
     assert loaded.summary(batch=0) == saved.summary(batch=0)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("name", list(CASES), one_in=3)
 def test_a_loaded_record_answers_with_the_same_bits(name: str, tmp_path: Path) -> None:
     operands, variants, options = CASES[name]
@@ -132,6 +133,7 @@ def test_a_record_of_a_prepared_call_is_that_of_a_checked_one(tmp_path: Path) ->
         require_same(qkv.Record.load(tmp_path / "r.safetensors"), record)
 
 
+@pytest.mark.slow
 def test_pictures_and_pages_are_the_same(tmp_path: Path) -> None:
     record = qkv.inspect(Q, K, K, qkv.Causal())
     record.save(tmp_path / "r.safetensors")
@@ -146,6 +148,7 @@ def test_pictures_and_pages_are_the_same(tmp_path: Path) -> None:
     assert loaded.to_html() == record.to_html()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
 def test_every_variant_that_is_data_can_be_saved(cls: Any, tmp_path: Path) -> None:
     shape, path = Shape((2,), 4, 2, 30, 30, 8, 8), tmp_path / "r.safetensors"
@@ -169,6 +172,7 @@ class FirstKeyOnly:
         builder.mask(builder.kv_index < 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "named"),
     [

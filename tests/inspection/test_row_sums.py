@@ -56,6 +56,7 @@ def definition(q: np.ndarray, k: np.ndarray, first: int) -> np.ndarray:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("isa", ["amx", "avx2"])
 def test_rows_add_up_to_one_however_they_are_read(
@@ -125,6 +126,7 @@ def test_weights_that_are_read_by_models_add_up_to_one(
             np.testing.assert_allclose(found.sum(-1), all_weight[:, 40], **CLOSE, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_received_weight_and_best_keys_add_up_on_tiles(
     dtype: str, monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None

@@ -119,6 +119,7 @@ def test_a_key_a_value_and_a_bias_that_are_not_finite() -> None:
     assert "bias holds NaN or plus infinity" in str(qkv.inspect(Q, K, V, qkv.Bias(bias)))
 
 
+@pytest.mark.slow
 def test_what_a_mask_hides_is_no_reason() -> None:
     dirty = with_number(K, (0, 8, 0), np.nan)
     assert not qkv.inspect(Q, dirty, V, qkv.KeyLengths(8)).non_finite

@@ -49,6 +49,7 @@ def checked(trace: Trace) -> dict[str, Any]:
     return read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SMALL + LONG, ids=lambda case: case.name)
 @pytest.mark.one_in(4)
 def test_every_case(case: Case) -> None:
@@ -177,6 +178,7 @@ def test_numbers_that_are_not_finite_survive_json() -> None:
     assert checked(qkv.explain(q, -k, v))["heads"][0]["rows"][0]["raw"] == [None, "nan", -1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("case", SMALL, one_in=24, ids=lambda case: case.name)
 def test_json_follows_the_schema(case: Case) -> None:
     last = {"q_index": -1} if case.shape.q_len else {}
@@ -186,6 +188,7 @@ def test_json_follows_the_schema(case: Case) -> None:
     checked(explain(case, **last, grad=True))
 
 
+@pytest.mark.slow
 def test_the_schema_says_something() -> None:
     good = explain(SMALL[0], q_index=0, head=0, batch=0).to_dict()
     for path, wrong in (

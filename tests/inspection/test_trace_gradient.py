@@ -134,6 +134,7 @@ FORMULAS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMULAS)
 def test_gradients_equal_autograd(name: str) -> None:
     variants, formula = FORMULAS[name]
@@ -158,6 +159,7 @@ def test_gradients_equal_autograd(name: str) -> None:
             )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     "case",
     [c for c in cases() if c.shape.q_len * c.shape.kv_len <= 150 and c.magnitude <= 1],

@@ -133,6 +133,7 @@ def test_a_score_of_minus_infinity_says_so() -> None:
     assert "key 1  masked by a score of -inf" in qkv.explain(x, x, x, mod, q_index=0).text()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     "case",
     [c for c in cases() if max(c.shape.q_len, c.shape.kv_len) <= 40],

@@ -215,6 +215,7 @@ def record_of(q_len: int, kv_len: int, *variants: Any) -> tuple[Any, Any]:
     return record, exp / exp.sum(axis=1, keepdims=True)
 
 
+@pytest.mark.slow
 def test_the_pyramid_of_an_uneven_map(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small base level, so that upper levels come from it."""
     monkeypatch.setattr("qkv.lab.weight_map.FIRST_BASE", 1)

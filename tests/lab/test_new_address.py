@@ -152,6 +152,7 @@ def test_without_a_terminal_nothing_waits(
     file.close()
 
 
+@pytest.mark.slow
 @NEEDS_TERMINALS
 def test_a_job_in_the_background_is_not_stopped_by_what_others_are_typed() -> None:
     """A shell with jobs, whose terminal the server may not read while another job is in front."""

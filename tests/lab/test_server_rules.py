@@ -43,6 +43,7 @@ def test_a_port_that_is_taken_is_complained_of() -> None:
             listen(found.getsockname()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:{port}", "localhost:{port}", "127.0.0.1", "", None]
 )
@@ -113,6 +114,7 @@ def test_a_browser_that_was_closed_may_come_back(start: Callable[..., Client]) -
     assert f"http://{second.host}/ opens the lab in the same browser" in said.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -210,6 +212,7 @@ def test_lengths_are_capped_with_422(client: Client, method: str, params: dict[s
     assert (status, answer["ok"]) == (422, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "params", "status"),
     [
@@ -348,6 +351,7 @@ def test_one_heavy_job_at_a_time_and_a_bounded_queue(start: Callable[..., Client
     assert session.most_together == 1
 
 
+@pytest.mark.slow
 def test_a_thousand_requests_by_fifty_clients(start: Callable[..., Client]) -> None:
     client = start()
     client.enter()

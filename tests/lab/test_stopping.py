@@ -106,6 +106,7 @@ def test_an_empty_file_is_a_clear_error(client: Client) -> None:
     assert "no numbers to show" in json.loads(body)["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_second_file_is_refused_before_it_is_read(start: Callable[..., Client]) -> None:
     client = start(limits=Limits(idle_seconds=2))
     client.enter()

@@ -114,6 +114,7 @@ def same(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder", [False, True])
 def test_t5(decoder: bool) -> None:
     config = T5Config(
@@ -143,6 +144,7 @@ def test_llama(kv_heads: int) -> None:
         module.zero_grad()
 
 
+@pytest.mark.slow
 def test_mistral() -> None:
     config = MistralConfig(
         hidden_size=WIDTH, num_attention_heads=4, num_key_value_heads=2, head_dim=6,
@@ -162,6 +164,7 @@ def test_mistral() -> None:
         SlidingWindow.from_transformers(module)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("softmax_in_float64")
 def test_bloom() -> None:
     module = BloomAttention(BloomConfig(hidden_size=WIDTH, n_head=6), layer_idx=0).double().eval()
@@ -183,6 +186,7 @@ def test_gpt_bigcode() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("softmax_in_float64")
 @pytest.mark.parametrize("global_tokens", [(), (0,), (2, 9)])
 def test_longformer(global_tokens: tuple[int, ...]) -> None:
@@ -391,6 +395,7 @@ ALL: list[tuple[str, dict[str, Any], list[Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options", "loaders"), ALL, ids=[name for name, *_ in ALL])
 def test_what_a_loader_accepts_is_what_the_layer_computes(name, options, loaders) -> None:
     for (module, x, out), cls in zip(whole(name, **options), loaders, strict=True):

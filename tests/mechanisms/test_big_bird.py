@@ -10,6 +10,7 @@ from qkv.errors import ArgumentError
 from qkv.mechanisms import BigBird
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 24, 41])
 @pytest.mark.sampled(("block", "num_random"), [(1, 0), (1, 2), (3, 1), (8, 3)], one_in=4)

@@ -112,6 +112,7 @@ def test_a_state_does_not_grow(cls: Any) -> None:
     assert [a.shape for a in short] == [a.shape for a in long]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("cls", CLASSES, one_in=4)
 def test_tensors_and_jax_arrays_decode(cls: Any) -> None:
     mechanism, x = made(cls), np.float32(draw(2, N, 8))

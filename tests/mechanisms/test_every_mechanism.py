@@ -52,6 +52,7 @@ def keywords(arguments: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(("key", "value"), arguments[1:], strict=False))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("name", NAMES, one_in=6)
 def test_one_class_takes_the_arrays_of_every_library(name: str) -> None:
     mechanism, arguments = MECHANISMS[name].example(), MECHANISMS[name].example_arguments()
@@ -70,6 +71,7 @@ def test_one_class_takes_the_arrays_of_every_library(name: str) -> None:
     np.testing.assert_allclose(single.numpy(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("name", NAMES, one_in=6)
 def test_gradients_of_torch_and_jax_agree_with_differences(name: str) -> None:
     mechanism, arguments = MECHANISMS[name].example(), MECHANISMS[name].example_arguments()
@@ -128,6 +130,7 @@ def test_the_mixing_matrix_times_the_values_is_the_output(name: str) -> None:
     np.testing.assert_array_equal(of_torch.numpy(), mixing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_explanation_ends_in_the_output(name: str, index: int) -> None:
@@ -181,6 +184,7 @@ def smaller(name: str) -> Any:
     return MECHANISMS[name](8, 2, **options.get(name, {}))  # type: ignore[call-arg, arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [5, 11])
 @pytest.mark.parametrize("name", [n for n in PROJECTED if n not in WITHOUT_PAIRS_OF_ONE_SEQUENCE])
 def test_costs_count_the_pairs_that_have_a_weight(name: str, n: int) -> None:

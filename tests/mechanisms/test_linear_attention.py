@@ -134,6 +134,7 @@ def test_linformer_is_its_loop() -> None:
     agree(mechanism, w, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", [independent_projection, orthogonal_projection])
 def test_the_error_of_performer_features_is_that_of_the_paper(draw: Any) -> None:
     """Lemma 2: with m independent features, the mean squared error of the kernel SM(x, y) is

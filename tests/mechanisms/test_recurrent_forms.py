@@ -238,6 +238,7 @@ def test_tensors_give_the_same(name: str, form: str) -> None:
     close(found.numpy(), algorithm(**inputs)[0], rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("name", list(CASES), one_in=3)
 def test_jax_arrays_give_the_same_compiled(name: str) -> None:
     algorithm, inputs = partial(CASES[name][0].chunk, chunk_size=16), some_float32(name)

@@ -73,6 +73,7 @@ def test_reasons_of_the_others_are_data_and_text() -> None:
     assert "Dropout(0.1, 0)" in text
 
 
+@pytest.mark.slow
 def test_a_long_problem_is_planned_without_being_held() -> None:
     x = np.broadcast_to(np.float32(0), (200_000, 64))
     plan = qkv.plan(x, x, x, qkv.Causal(), qkv.SlidingWindow(255, 0))

@@ -26,6 +26,7 @@ define i64 @job() {
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     ("call", "target"),
     [(call, target) for target in TARGETS for call in CALLS_OF_EVERY_KIND],
@@ -36,6 +37,7 @@ def test_kernels_expect_nothing_unknown(call: str, target: Target) -> None:
     assert expected_symbols(call, target) <= KNOWN[target.system]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS[1:5], ids=str)
 def test_threads_and_calls_expect_nothing_unknown(target: Target) -> None:
     for made in modules_of_threads(target):

@@ -29,6 +29,7 @@ def test_a_shift_of_positions_is_a_rotation() -> None:
     np.testing.assert_allclose(sines[7:], moved[:-7], atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("positions", [None, np.array([[4], [2]]), np.array([5, 0, 1])])
 def test_every_library_and_type(dtype, positions) -> None:

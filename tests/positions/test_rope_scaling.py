@@ -234,6 +234,7 @@ def whole_attention(layer, config, projections, monkeypatch):
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol * theirs.abs().max().item())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("name", list(TYPES), one_in=4)
 def test_llama_attention(name, monkeypatch) -> None:
     config = config_of(name, attn_implementation="sdpa")

@@ -57,6 +57,7 @@ def test_attention_over_rotated_rows_is_attention_with_the_variant(rope, dtype) 
     np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.slow
 @each_rope
 @pytest.mark.sampled("dtype", ["float64", "float32", "float16", "bfloat16"], one_in=4)
 def test_torch_and_jax_agree_with_numpy(rope, dtype) -> None:
@@ -86,6 +87,7 @@ def test_torch_and_jax_agree_with_numpy(rope, dtype) -> None:
             )
 
 
+@pytest.mark.slow
 @each_rope
 @pytest.mark.one_in(3)
 def test_gradients_are_rotated_back(rope) -> None:
@@ -114,6 +116,7 @@ def test_rows_of_either_layout_and_single_positions() -> None:
     assert rope.rotate(x[:, :0], np.arange(0)[:, None]).shape == (2, 0, 3, 8)
 
 
+@pytest.mark.slow
 def test_torch_compiles_it() -> None:
     rope, x, at = qkv.RoPE(), torch.from_numpy(rows(2, 5, 8)), torch.arange(5)
     compiled = torch.compile(rope.rotate, backend="eager", fullgraph=True)

@@ -158,6 +158,7 @@ def everywhere(node, arrays, batch, head, dtype):
     return np.broadcast_to(evaluate(node, variables, arrays, np.dtype(dtype)), (Q_LEN, KV_LEN))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.one_in(3)
 def test_tiles_are_never_classified_wrongly(seed: int) -> None:
@@ -182,6 +183,7 @@ def test_tiles_are_never_classified_wrongly(seed: int) -> None:
     assert certain > 2000, "bounds that are never certain prove nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_numbers_lie_within_their_bounds(seed: int) -> None:
     rng = np.random.default_rng(100 + seed)

@@ -75,6 +75,7 @@ def test_equal_nodes_are_one() -> None:
     assert constant(float("nan")) is numbers[4]
 
 
+@pytest.mark.slow
 def test_unused_nodes_are_freed() -> None:
     """All but the latest, which calls like the last ones make again."""
     for i in range(20_000):
@@ -148,6 +149,7 @@ def test_gradients_of_shared_parts(visits) -> None:
 DEPTH = 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "depth"), [("blocked", DEPTH), ("reference", DEPTH), ("cpu", DEPTH // 8)]
 )

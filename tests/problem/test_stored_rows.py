@@ -52,6 +52,7 @@ def query_of(q_len, dtype, seed=9):
 FORMS = list(itertools.product((1, 3, 20), (1, 5, 16), ("float32", "bfloat16"), (False, True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.sampled(("q_len", "page_size", "dtype", "quantised"), FORMS, one_in=6)
 def test_paged_rows_give_what_dense_rows_give(backend, q_len, page_size, dtype, quantised) -> None:

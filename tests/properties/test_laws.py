@@ -81,6 +81,7 @@ def identity_value(d):
     return np.broadcast_to(eye, (*d.key.shape[:-1], d.key.shape[-2]))
 
 
+@pytest.mark.slow
 @BACKENDS
 @given(d=drawn(), shift=st.floats(-20, 20))
 def test_adding_a_constant_to_all_scores_moves_lse_alone(backend, d, shift):
@@ -93,6 +94,7 @@ def test_adding_a_constant_to_all_scores_moves_lse_alone(backend, d, shift):
     same(lse + shift, moved_lse, d)
 
 
+@pytest.mark.slow
 @BACKENDS
 @given(d=drawn())
 @pytest.mark.one_in(2)
@@ -111,6 +113,7 @@ def test_the_order_of_keys_does_not_matter(backend, d):
     same(out, permuted, d)
 
 
+@pytest.mark.slow
 @BACKENDS
 @given(d=drawn())
 @pytest.mark.one_in(2)
@@ -124,6 +127,7 @@ def test_permuting_queries_permutes_rows(backend, d):
     same(out[..., order, :], permuted, d)
 
 
+@pytest.mark.slow
 @BACKENDS
 @given(d=drawn())
 def test_output_lies_between_the_smallest_and_largest_value(backend, d):
@@ -227,6 +231,7 @@ def test_a_sink_is_a_partial_with_nothing_in_it(parts, sink):
     close(finish(rows, sinks), merge([rows, alone]))
 
 
+@pytest.mark.slow
 @BACKENDS
 @given(d=drawn())
 def test_a_window_without_bounds_is_none(backend, d):
@@ -257,6 +262,7 @@ def test_grouped_heads_are_repeated_heads(backend, d):
     )
 
 
+@pytest.mark.slow
 @BACKENDS
 @given(d=drawn(square=True))
 @pytest.mark.one_in(2)
@@ -297,6 +303,7 @@ def test_nan_reaches_exactly_the_rows_that_see_it(backend, d, where, in_key):
     np.testing.assert_array_equal(np.isnan(out).any(axis=-1), mask[..., j])
 
 
+@pytest.mark.slow
 @BACKENDS
 @given(d=drawn(), offsets=st.lists(st.integers(-50, 50), min_size=2, max_size=2))
 @pytest.mark.one_in(2)
@@ -313,6 +320,7 @@ def test_an_array_of_offsets_is_one_call_for_each_row(backend, d, offsets):
         bits(together[b], alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lengths", "blocks"])
 @pytest.mark.parametrize("batch", [3, 70])
 def test_a_row_of_a_batch_is_the_row_alone(kind, batch):
@@ -332,6 +340,7 @@ def test_a_row_of_a_batch_is_the_row_alone(kind, batch):
         bits(together[row], qkv.attention(*(a[row] for a in arrays), mask(row)))
 
 
+@pytest.mark.slow
 @BACKENDS
 @given(d=drawn(square=True), shift=st.integers(-1000, 1000))
 @pytest.mark.one_in(2)
@@ -342,6 +351,7 @@ def test_moving_queries_and_keys_together_changes_nothing(backend, d, shift):
     bits(still, moved)
 
 
+@pytest.mark.slow
 @BACKENDS
 @given(d=drawn())
 @pytest.mark.one_in(2)
@@ -365,6 +375,7 @@ def test_scale_moves_between_query_and_scale(backend, d, factor):
     )
 
 
+@pytest.mark.slow
 @given(d=drawn())
 def test_entropy_is_at_most_the_logarithm_of_the_keys_seen(d):
     mask = d.rng.random(d.score_shape) < 0.5

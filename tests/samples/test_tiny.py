@@ -94,6 +94,7 @@ def losses(logits: Array, ids: list[int]) -> Array:
     return (lse[:-1] - logits[np.arange(len(ids) - 1), ids[1:]]).astype(np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 15, 64, 300])
 def test_logits_are_those_of_the_definition_and_of_the_model_that_was_trained(
     script: ModuleType, length: int
@@ -203,6 +204,7 @@ def test_the_page_shows_the_curve_and_runs(script: ModuleType, curve: dict[str, 
 # --- its script ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_few_steps_of_the_script(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--steps", "8", "--into"]
     for name in ("once", "again"):

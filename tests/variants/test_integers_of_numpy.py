@@ -27,6 +27,7 @@ VARIANTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_any_integer(name: str, backend: Any) -> None:

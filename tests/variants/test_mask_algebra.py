@@ -74,6 +74,7 @@ def test_two_masks(first, second) -> None:
     check_two_masks(first, second, "blocked")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("first", "second"), PAIRS, one_in=120)
 def test_two_compiled_masks(first, second) -> None:
     check_two_masks(first, second, "cpu")

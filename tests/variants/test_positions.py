@@ -68,6 +68,7 @@ def test_offsets_broadcast_over_leading_axes() -> None:
         assert got[1, b].all()
 
 
+@pytest.mark.slow
 def test_end_counts_from_the_real_keys_of_each_row() -> None:
     lens = np.array([5, 3])
     for variants in ((qkv.KeyLengths(lens), qkv.Causal(align="end")),

@@ -13,6 +13,7 @@ def drawn(length, blocks, heads=1, **keywords):
     return np.asarray(record.weights[...]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("size", "count"), [(1, 3), (4, 2), (4, 50), (7, 0)])
 def test_so_many_different_blocks(size, count, causal) -> None:

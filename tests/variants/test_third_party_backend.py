@@ -118,6 +118,7 @@ with warnings.catch_warnings():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "reason"),
     [

@@ -70,6 +70,7 @@ def test_a_variant_of_the_user_runs_on_every_backend(backend, q_offset) -> None:
     assert np.isneginf(lse).any() == (q_offset != 0), "rows outside all rings are empty"
 
 
+@pytest.mark.slow
 def test_a_variant_of_the_user_composes() -> None:
     rng = np.random.default_rng(1)
     query, key, value = (rng.normal(size=(4, 10, 8)) for _ in range(3))

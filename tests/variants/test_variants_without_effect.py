@@ -42,6 +42,7 @@ WITHOUT_EFFECT = [
 ]
 
 
+@pytest.mark.slow
 @BACKENDS
 @pytest.mark.sampled("variant", WITHOUT_EFFECT, one_in=4, ids=lambda v: f"{v!r:.40}")
 def test_a_variant_without_effect_changes_no_bit(backend, variant) -> None:

@@ -7,6 +7,7 @@ import pytest
 import qkv
 
 
+@pytest.mark.slow
 def test_finite_gradients_pass() -> None:
     x = jnp.linspace(-1.0, 1.0, 96).reshape(1, 2, 6, 8)
     with jax.debug_nans(True):

@@ -81,6 +81,7 @@ def jitted(kwargs: dict[str, Any]) -> Any:
     return jax.jit(lambda q, k, v: qkv.jax.dot_product_attention(q, k, v, **kwargs))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("name", list(ARGUMENTS), one_in=3)
 def test_values(name: str) -> None:
     kwargs = ARGUMENTS[name]
@@ -92,6 +93,7 @@ def test_values(name: str) -> None:
     close(qkv.jax.dot_product_attention(q, k, v, **kwargs), right, 3e-6 + rounding)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_gradients_of_arguments(name: str) -> None:
     q, k, v = arrays()
@@ -119,6 +121,7 @@ def test_dtypes(dtype: str) -> None:
         jax.tree.map(lambda got, exact: close(got, exact, atol), found, right)
 
 
+@pytest.mark.slow
 def test_without_batch() -> None:
     q, k, v = (a[0] for a in arrays())
     found = qkv.jax.dot_product_attention(q, k, v, mask=mask(N, T, S), return_residual=True)
@@ -153,6 +156,7 @@ def test_vmap() -> None:
     close(found, right)
 
 
+@pytest.mark.slow
 def test_the_one_difference() -> None:
     """A row that may see nothing: 0 here, the mean of all values there; NaN behind a mask."""
     q, k, v = arrays()

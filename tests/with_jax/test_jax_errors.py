@@ -132,6 +132,7 @@ def test_results_lie_where_jax_takes_them() -> None:
     assert qkv.plan(X, X, X).backend
 
 
+@pytest.mark.slow
 def test_vjp_takes_jax_arrays() -> None:
     bias = qkv.Bias(jnp.zeros((5, 5)))
     out, pullback = qkv.vjp(X, X, X, bias, qkv.Causal())

@@ -39,6 +39,7 @@ def written_out(x):
     return jax.nn.softmax(scores) @ jnp.cos(x)
 
 
+@pytest.mark.slow
 def test_a_saved_function_runs_in_another_process(tmp_path: Path) -> None:
     program = export.export(jax.jit(attend), disabled_checks=ALLOWED)(X)
     file, results = tmp_path / "program.bin", tmp_path / "results.npz"

@@ -123,6 +123,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @X64
 @pytest.mark.parametrize(
     ("kind", "jit"),
@@ -202,6 +203,7 @@ SECOND = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @X64
 @pytest.mark.parametrize("kind", ["bias", "sinks"])
 @pytest.mark.sampled("way", SECOND, one_in=2)
@@ -210,6 +212,7 @@ def test_second_derivatives(way: Any, kind: str) -> None:
     close(found, jax.jit(lambda: way(lambda *given: formula(kind, *given)))())
 
 
+@pytest.mark.slow
 @X64
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
 def test_matrices_and_layouts(layout: str) -> None:
@@ -234,6 +237,7 @@ def test_matrices_and_layouts(layout: str) -> None:
         close(jax.jvp(turned, (q,), (dq,)), jax.jvp(jax.vmap(jax.vmap(right)), (q,), (dq,)))
 
 
+@pytest.mark.slow
 @X64
 def test_integers_and_masks_have_no_tangents() -> None:
     q, k, v, *_ = arrays()
@@ -257,6 +261,7 @@ def test_integers_and_masks_have_no_tangents() -> None:
     close(moved_lse[..., rows], right[..., rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tangents_have_the_type_of_the_output(dtype: str) -> None:
     given, along = ([a.astype(dtype) for a in arrays(seed)[:3]] for seed in (0, 1))
@@ -304,6 +309,7 @@ def test_only_the_forward_pass_and_tangents_are_computed(monkeypatch: pytest.Mon
     assert [name for name, _ in seen] == ["_forward", "_backward"]
 
 
+@pytest.mark.slow
 @X64
 def test_where_xla_does_not_take_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax_rules, "is_registered", lambda: False)
@@ -377,6 +383,7 @@ print(len(jax.devices()))
 """
 
 
+@pytest.mark.slow
 def test_shard_map() -> None:
     """On two devices, outside of jit and inside, and derivatives on either side of it."""
     run_on_devices(SHARDED, 2, JAX_ENABLE_X64="1")

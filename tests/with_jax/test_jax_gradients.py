@@ -63,6 +63,7 @@ def arrays_of(variant: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.sampled("variant", EXAMPLES, one_in=7)
 def test_every_variant(variant: Any) -> None:
@@ -104,6 +105,7 @@ def test_every_variant(variant: Any) -> None:
     close(lse, known.lse)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_a_score_mod() -> None:
     """Traced arrays in its closure have gradients, each its own."""
@@ -139,6 +141,7 @@ SECOND = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("variant", SECOND, ids=lambda v: type(v).__name__)
 def test_second_derivatives(variant: Any) -> None:
@@ -180,6 +183,7 @@ def test_second_derivatives(variant: Any) -> None:
     jax.tree.map(close, found, second(right)(along, q, k, v, own))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
 def test_a_hessian_of_matrices(layout: str) -> None:
@@ -256,6 +260,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", ["jit", "eager", "callback"])
 @pytest.mark.sampled("way", WAYS, one_in=3)
 def test_the_way_back_runs_no_forward_pass(
@@ -327,6 +332,7 @@ def test_rows_without_keys_have_gradient_zero() -> None:
     assert not gradients[2][..., 3, :].any()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("dtype", ["bfloat16", "float16"], one_in=2)
 def test_16_bits(dtype: str) -> None:
     """Within three times the error of the formula in that type, in the worst of a few orders."""

@@ -12,6 +12,7 @@ def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
 def test_gradients_are_those_over_all_keys(layout) -> None:
     shapes = [(2, 3, n, 8) for n in (5, 11, 11)]

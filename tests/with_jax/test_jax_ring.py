@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.with_jax.ring_of_devices import CASES
 
 
+@pytest.mark.slow
 def test_four_devices() -> None:
     script = Path(__file__).with_name("ring_of_devices.py")
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}

@@ -64,6 +64,7 @@ def test_layout_and_shapes() -> None:
     assert empty.shape == (2, 4, 0, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_vmap_is_a_stack_of_calls(depth: int, layout: str) -> None:
@@ -108,6 +109,7 @@ def test_vmap_leaves_what_it_does_not_map_in_one_piece() -> None:
     near(out, truth(q, k[:1], v[:1], [qkv.Causal()]).out)
 
 
+@pytest.mark.slow
 def test_vmap_over_arrays_of_variants() -> None:
     """A bias, lengths and slopes of one's own in each place."""
     q, k, v = arrays(3, 2)
@@ -253,6 +255,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("async", "wait"), ("sync", "wait"), ("async", "leave")])
 @pytest.mark.one_in(2)
 def test_a_process_ends(arguments: tuple[str, str]) -> None:
@@ -292,11 +295,13 @@ print(len(jax.devices()))
 """
 
 
+@pytest.mark.slow
 def test_shard_map() -> None:
     """Each device its rows, at the same time; a bias that all share has the sum of gradients."""
     run_on_devices(SHARDED, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other_device", [False, True], ids=["refused", "other device"])
 def test_where_xla_does_not_take_the_function(
     monkeypatch: pytest.MonkeyPatch, other_device: bool

@@ -101,6 +101,7 @@ WHOLE = ("many",)
 
 
 # Both draw the same sample, and share its kernels.
+@pytest.mark.slow
 @pytest.mark.sampled("name", list(VARIANTS), one_in=8)
 def test_gradcheck(name: str) -> None:
     function, inputs = case(name)
@@ -111,6 +112,7 @@ def test_gradcheck(name: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("name", list(VARIANTS), one_in=8)
 def test_gradgradcheck(name: str) -> None:
     function, inputs = case(name)
@@ -133,6 +135,7 @@ def ours(query, key, value, *arrays):
     return qkv.attention(query, key, value, *arrays)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     ("transform", "arrays"),
     list(product([jacrev, jacfwd, hessian], [(), ((HEADS, Q_LEN, KV_LEN),)])),
@@ -296,6 +299,7 @@ NAIVE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     ("name", "dtype"),
     list(product(NAIVE, [torch.float32, torch.bfloat16, torch.float16])),

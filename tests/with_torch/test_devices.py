@@ -70,6 +70,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
 def test_gradients_are_those_of_the_compiled_backend(device: str, layout: str) -> None:
@@ -132,6 +133,7 @@ def test_transforms(name: str, kind: str, device: str) -> None:
     assert_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.one_in(2)

@@ -48,6 +48,7 @@ def naive(query, key, value, attn_mask=None, is_causal=False, **_):
     return scores.softmax(-1) @ value
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str, one_in=3)
 def test_the_samples_of_torch(dtype) -> None:
     """float64 within 64 eps; others twice the naive error and a unit, gradients three times."""
@@ -69,6 +70,7 @@ def test_the_samples_of_torch(dtype) -> None:
     assert count > 5
 
 
+@pytest.mark.slow
 def test_dropout_keeps_the_mean_and_follows_the_generator() -> None:
     query, key = normal(1, 2, 8, 4), normal(1, 2, 64, 4, seed=1)
     ones = torch.ones(1, 2, 64, 1, dtype=torch.float64)
@@ -215,6 +217,7 @@ class TestTheModuleOfTheTexts:
         assert weights[:2].isnan().all()  # where it may be seen, it is
         assert output[:2].isnan().all()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     @pytest.mark.parametrize("masked", [False, True])
     def test_weights_of_scores_beyond_float16(self, dtype, masked) -> None:
@@ -323,6 +326,7 @@ class TestMultiHeadAttention:
         shorter = layer(query, key[:, :4])
         assert_close(layer(query, key, None, qkv.KeyLengths(torch.tensor([4, 4]))), shorter)
 
+    @pytest.mark.slow
     def test_it_trains(self) -> None:
         torch.manual_seed(0)
         layer = MultiHeadAttention(8, 2, causal=True, dropout=0.1)

@@ -11,6 +11,7 @@ import pytest
 import qkv._dynamo
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensors", "arrays"])
 @pytest.mark.one_in(2)
 def test_every_public_function(kind: str) -> None:
@@ -33,6 +34,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.one_in(2)
 def test_the_compiler_is_told_whoever_imports_it(order: str) -> None:

@@ -19,6 +19,7 @@ import qkv
 SCRIPT = Path(__file__).with_name("exotic_tensors.py")
 
 
+@pytest.mark.slow
 def test_exotic_tensors() -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=300, check=False

@@ -61,6 +61,7 @@ def exported(model: torch.nn.Module, **options: Any) -> Any:
     return torch.onnx.export(model, inputs, dynamo=True, verbose=False, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("name", list(CALLS), one_in=2)
 def test_onnx_programs_give_the_same_in_onnx_runtime(name: str) -> None:
     """No value behind a mask, and zeros of rows without keys; the right values are NumPy's way."""
@@ -76,6 +77,7 @@ def test_onnx_programs_give_the_same_in_onnx_runtime(name: str) -> None:
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_onnx_programs_of_any_length_are_refused() -> None:
     lengths = {2: "q_len"}, None, None, {0: "q_len"}
     with pytest.raises(Exception, match="Export without dynamic_shapes"):
@@ -95,6 +97,7 @@ torch.testing.assert_close(program(query, key, value), out)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("way", ["operator", "package"], one_in=2)
 def test_compiled_packages_run_in_another_process(way: str, tmp_path: Path) -> None:
     """They give the operator None for an empty list of masks."""

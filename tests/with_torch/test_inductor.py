@@ -37,6 +37,7 @@ def derived(function, inputs):
     return [*outs, *torch.autograd.grad(total, leaves, materialize_grads=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(
     ("name", "dtype"),
     [(name, dtype) for name in FUNCTIONS for dtype in (torch.float32, torch.bfloat16)],
@@ -53,6 +54,7 @@ def test_functions(name: str, dtype: torch.dtype) -> None:
         assert_close(one, other, **room)
 
 
+@pytest.mark.slow
 def test_a_module_of_lengths_that_change() -> None:
     torch.compiler.reset()
     module = MultiHeadAttention(32, 4, causal=True, rope=qkv.RoPE())
@@ -76,6 +78,7 @@ def decayed(score, batch, head, q_pos, kv_pos):
 OUTSIDE = qkv.ScoreMod(decayed)
 
 
+@pytest.mark.slow
 def test_score_mods_that_are_made_inside() -> None:
     """They lost their function, and the call failed when the graph ran."""
     x = torch.randn(2, 4, 9, 8)
@@ -104,6 +107,7 @@ print(float((compiled(x, b) - function(x, b)).abs().max()))
 """
 
 
+@pytest.mark.slow
 def test_the_first_call_with_a_variant_may_be_a_compiled_one() -> None:
     """Which fields a class has was found out while torch read the call, which it cannot."""
     done = subprocess.run(

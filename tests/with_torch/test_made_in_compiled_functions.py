@@ -47,6 +47,7 @@ VARIANTS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.one_in(4)
 def test_variants(name: str) -> None:

@@ -52,6 +52,7 @@ def test_gradients_are_those_over_all_keys(layout: str, backend: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
 def test_float16(layout: str) -> None:
     """Parts are rounded to float16, and so are the results: two units of a number up to 4."""

@@ -40,6 +40,7 @@ def test_the_output_is_like_the_query(kinds: tuple[str, ...]) -> None:
     near(found, RIGHT)
 
 
+@pytest.mark.slow
 def test_gradients_reach_the_tensors_among_them() -> None:
     query, key, bias = (tensor(a).requires_grad_() for a in (ARRAYS[0], ARRAYS[1], BIAS))
     qkv.attention(query, key, ARRAYS[2], bias, qkv.Causal()).square().sum().backward()

@@ -17,6 +17,7 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 def test_one_tensor_as_query_key_and_value_of_compiled_code() -> None:
     """Dynamo takes no tensor twice where gradients are wanted."""
     torch.compiler.reset()

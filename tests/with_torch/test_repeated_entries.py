@@ -31,6 +31,7 @@ OF_TORCH = torch.nn.functional.scaled_dot_product_attention
 RIGHT = torch.func.grad(lambda b: expanded(OF_TORCH, b))(BIAS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_expanded_bias_has_the_sum(compiled: bool) -> None:
     bias = BIAS.clone().requires_grad_()
@@ -84,6 +85,7 @@ def test_frequencies_that_are_to_be_learned_are_refused_at_once() -> None:
         qkv.attention(Q, K, V, rope)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning")
 def test_a_learned_soft_cap_is_refused_and_its_advice_learns_it() -> None:
     """It trained nothing, in silence."""

@@ -344,6 +344,7 @@ def test_a_registered_backend_is_seen(watched) -> None:
     assert Loud.calls == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_threads")
 def test_many_threads() -> None:
     """Each call has its own memory, whether Python's lock is free during it or not."""

@@ -92,6 +92,7 @@ VARIANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.one_in(4)
@@ -104,6 +105,7 @@ def test_both_passes_are_the_first_ones_tried(only_prepared, name, dtype) -> Non
         check(operands(seed=seed, dtype=dtype), allowed, *variants)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_repeated_training_call_looks_nothing_up(name) -> None:
     """A call after one of another type is looked up, which takes some 24 functions more."""

@@ -55,6 +55,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.one_in(4)
 def test_functions_of_torch(name: str) -> None:
@@ -149,6 +150,7 @@ def test_tensors_are_found_and_learned(name: str) -> None:
 
 
 # Dynamo looks at `grad` of the tensors that it finds where its graph breaks.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.sampled("name", list(CAPTURES), one_in=4)
 @pytest.mark.parametrize("place", ["inside", "outside"])
@@ -166,6 +168,7 @@ def test_tensors_are_learned_in_compiled_functions(name: str, place: str) -> Non
         assert_close(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled("name", list(CAPTURES), one_in=4)
 @pytest.mark.parametrize("place", ["inside", "outside"])
 def test_tensors_are_learned_in_one_graph(name: str, place: str) -> None:
@@ -191,6 +194,7 @@ def in_one_graph(mod: Any, query: torch.Tensor = QUERY) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.one_in(4)
 def test_functions_of_torch_in_one_graph(name: str) -> None:
@@ -199,6 +203,7 @@ def test_functions_of_torch_in_one_graph(name: str) -> None:
     assert_close(in_one_graph(mod), right, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_indices_of_positions_and_constants_in_one_graph() -> None:
     bias = torch.linspace(-1, 1, 4 * 81 * 2, dtype=torch.float64).reshape(2, 2, 9, 9, 2)
     array = np.linspace(0.0, 1.0, 2)
@@ -214,6 +219,7 @@ def test_indices_of_positions_and_constants_in_one_graph() -> None:
     assert_close(in_one_graph(mod), written_out(right, QUERY))
 
 
+@pytest.mark.slow
 def test_sizes_that_change_are_part_of_one_graph() -> None:
     torch.compiler.reset()
     compiled = torch.compile(
@@ -263,6 +269,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_function_of_scores_is_refused_in_one_graph(name: str) -> None:
     mod, words = REFUSED[name]
@@ -270,6 +277,7 @@ def test_what_is_no_function_of_scores_is_refused_in_one_graph(name: str) -> Non
         in_one_graph(mod)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_masks_that_are_functions_are_part_of_a_graph(fullgraph: bool) -> None:
     document = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
@@ -317,6 +325,7 @@ class Exported(torch.nn.Module):
 NEAR = qkv.ScoreMod(lambda s, b, h, i, j: s - 0.5 * abs(i - j))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mod", "strict"),
     [(NEAR, True), (NEAR, False), (None, False), (None, True)],

@@ -87,6 +87,7 @@ def test_inspection_and_plans_take_tensors() -> None:
     assert qkv.plan(query, key, value).backend == "cpu"
 
 
+@pytest.mark.slow
 def test_vjp_of_tensors_names_the_very_variants() -> None:
     query, key, value = operands()
     bias, slopes = qkv.Bias(normal(9, 11)), qkv.ALiBi(torch.full((4,), 0.2))
@@ -116,6 +117,7 @@ SAMPLES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(("name", "layout"), list(product(SAMPLES, ["bhld", "blhd"])), one_in=5)
 def test_opcheck(name: str, layout: str) -> None:
     """torch's own tests of an operator: schema, fake tensors, dispatch under compilation."""
@@ -160,6 +162,7 @@ def gradients(function, *tensors):
     return [out, *torch.autograd.grad(out.square().sum(), tensors)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile(backend: str) -> None:
     torch.compiler.reset()
@@ -169,6 +172,7 @@ def test_compile(backend: str) -> None:
         assert_close(a, b)
 
 
+@pytest.mark.slow
 def test_the_first_call_of_a_process_may_be_a_compiled_one() -> None:
     """What is found out later must not be found out while torch traces."""
     code = """
@@ -181,6 +185,7 @@ print(float((compiled(x) - 1).abs().max()))
     assert done.stdout == "0.0\n", done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_compile_for_lengths_that_change() -> None:
     torch.compiler.reset()
     query, key, value = operands()
@@ -261,6 +266,7 @@ def test_fake_tensors_that_do_not_fit(what: str, layout: str) -> None:
         make_fx(lambda *t: qkv.attention(*t, layout=layout), tracing_mode="symbolic")(*tensors)
 
 
+@pytest.mark.slow
 def test_autocast() -> None:
     inputs = [*operands(), normal(4, 9, 11)]
     with torch.autocast("cpu", torch.bfloat16):
