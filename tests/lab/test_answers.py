@@ -21,6 +21,7 @@ from qkv.lab.parameters import Parameters
 from qkv.lab.session import Session
 from qkv.lab.sources import open_file, source_of
 from qkv.lab.weight_map import TILE, WeightMaps, levels_of
+from qkv.mechanisms.registry import mechanism_class
 from qkv.samples import shared_example
 
 GOLDENS = json.loads(
@@ -113,20 +114,60 @@ def test_the_scaling_curve_has_the_numbers_of_the_texts() -> None:
             assert point["entropy_nats"] == pytest.approx(expected["entropy_nats"], abs=0.003)
 
 
+LISTINGS = {
+    "scaled-dot-product": "attention",
+    "self": "SelfAttention",
+    "causal": "causal_attention",
+    "cross": "CrossAttention",
+    "multi-head": "MultiHeadAttention",
+}
+
+
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_the_code_that_is_shown_computes_what_is_shown_beside_it(library: str) -> None:
+@pytest.mark.parametrize("name", LISTINGS)
+def test_the_code_that_is_shown_computes_what_is_shown_beside_it(library: str, name: str) -> None:
+    """And what the mechanism of that name computes, which holds other code."""
     module = pytest.importorskip(library)
-    found = ask(Session(), "code")
-    example = shared_example()
-    rows = [module.asarray(array) for array in (example.q, example.k, example.v)]
+    mechanism: Any = mechanism_class(name).example()
+    found = ask(Session(), "code")["listings"][name]
     scope = {"np": np, library: module}
-    exec("\n".join(found[library]), scope)
-    exact = GOLDENS["cases"]["shared_example"]["exact"]
-    np.testing.assert_allclose(np.asarray(scope["attention"](*rows)), exact["output"], atol=1e-12)
-    last = str(len(found[library]) - 1)
-    shown = [[float(n) for n in text.split(", ")] for text in found["values"][last]]
-    np.testing.assert_allclose(shown, exact["output"], atol=5.1e-5)
-    assert set(found["values"]) == set(found["notes"]) == set(map(str, range(len(found["torch"]))))
+    exec("\n".join(line for line in found[library] if line is not None), scope)
+    called = scope[LISTINGS[name]]
+    rows = mechanism.example_arguments()
+    expected = np.asarray(mechanism(*rows))
+    if isinstance(called, type):
+        weights = [mechanism.weights[f"{side}_proj.weight"].T for side in "qkv"]
+        more = [np.eye(4), 2] if name == "multi-head" else []
+        given = [module.asarray(x) if np.ndim(x) else x for x in (*weights, *more)]
+        called = called(*given)
+    else:
+        example = shared_example()
+        rows = example.q, example.k, example.v
+    out = called(*map(module.asarray, rows))
+    out = out.detach().numpy() if library == "torch" else out
+    np.testing.assert_allclose(out, expected, atol=1e-12)
+    shown = [[float(n) for n in text.split(", ")] for text in found["values"][-1]]
+    np.testing.assert_allclose(shown, expected, atol=5.1e-5)
+    for line, note, shows, values in zip(
+        found[library], found["note"], found["shows"], found["values"], strict=True
+    ):
+        assert bool(note) is (line != ""), "every line says what it does"
+        assert (shows is None) is (values is None)
+
+
+def test_the_rows_of_a_causal_mask_are_shown() -> None:
+    found = ask(Session(), "code")["listings"]["causal"]
+    line = found["shows"].index("seen")
+    assert found["values"][line][2] == "1, 1, 1, 0, 0"
+    assert found["values"][line + 1][1].endswith("0.0000, -inf, -inf, -inf")
+
+
+def test_the_class_of_every_mechanism_can_be_read() -> None:
+    known = ask(Session(), "code")["mechanisms"]
+    assert set(LISTINGS) < set(known)
+    for name in known:
+        lines = ask(Session(), "code", mechanism=name)["lines"]
+        assert lines[0] == f"class {mechanism_class(name).__name__}(" + lines[0].partition("(")[2]
 
 
 def test_no_erratum_is_an_answer() -> None:

@@ -14,14 +14,13 @@ from qkv.errata import ERRATA
 from qkv.exercises import EXERCISES, check
 from qkv.inspection.trace import Trace
 from qkv.inspection.trace_fields import TracedMechanism
-from qkv.lab.code_lines import PLAIN, code_lines
+from qkv.lab.code_lines import class_lines, listings
 from qkv.lab.examples import LONGEST, Example
 from qkv.lab.parameters import MissingError, Parameters
 from qkv.lab.walkthrough import walkthrough
 from qkv.ledger import ledger, memory, score_entries, symbols
 from qkv.mechanisms.comparison import compare
 from qkv.mechanisms.lookup.scaled_dot_product import ScaledDotProduct
-from qkv.mechanisms.registry import mechanism_class
 from qkv.saturation import scaling_curve
 
 __all__ = ["SmallMethods"]
@@ -75,10 +74,9 @@ class SmallMethods:
         return _mechanisms()
 
     def code(self, given: Parameters) -> dict[str, Any]:
-        """Source of a mechanism, and what each line computes."""
-        name = given.text("mechanism", 60) or PLAIN
-        mechanism_class(name)
-        return code_lines(name, _trace_of(self._example(given, "name", "shared"), (), None))
+        """Listings with what each line makes; or the source of the class of a mechanism."""
+        name = given.text("mechanism", 60)
+        return class_lines(name) if name else listings()
 
     def errata(self, given: Parameters) -> dict[str, Any]:
         """What the classical texts print wrongly."""

@@ -135,6 +135,25 @@ def test_lines_of_code_show_their_values(lab: Any) -> None:
     assert lab.numbers('[data-line="2"]') == [3, 0, 2, 1, 0.5]
 
 
+def test_every_listing_says_what_its_lines_do(lab: Any) -> None:
+    page = lab.open("code", code="self", token=1)
+    assert "class SelfAttention" in page.inner_text(".code")
+    weights = '[role="option"]:has-text("weights = ") .values'
+    assert page.inner_text(weights) == "0.4026, 0.0898, 0.2442, 0.1481, 0.1153"
+    page.click('label:has-text("torch")')
+    assert "torch.nn.Module" in page.inner_text(".code")
+    assert page.inner_text(weights).startswith("0.4026")
+    lab.open("code", code="causal", token=1)
+    assert page.inner_text('[role="option"]:has-text("seen = ") .values') == "1, 1, 0, 0, 0"
+    assert page.inner_text(".py-keyword >> nth=0") == "def"
+    for line in page.query_selector_all('[role="option"]'):
+        line.click()
+        assert line.query_selector(".note").inner_text()
+    lab.open("code", code="causal", ex="three")
+    page.click('button:has-text("the shared example")')
+    page.wait_for_selector('[role="option"]:has-text("seen = ") .values')
+
+
 def test_no_erratum_is_displayed_as_right(lab: Any) -> None:
     page = lab.open("errata")
     assert len(page.query_selector_all(".errata > li")) == len(ERRATA)
