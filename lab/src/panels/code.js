@@ -54,7 +54,7 @@ export function Code() {
     event.currentTarget.querySelectorAll('[role="option"]')[inside(to, lines.length)].focus();
   };
   return html`<p class="lead">The same steps as code. Every line says what it does and shows what it makes for the chosen query.</p>
-    <${ExampleBar} withMask=${false} />
+    <${ExampleBar} withMask=${false} withScale=${own} />
     <div class="row">${libraries.length > 1 && html`<${Choice} label="Written" value=${library} onChange=${(lib) => set({ lib, line: 0 })} options=${libraries} />`}
       ${names.length > 1 && html`<${Select} label="Mechanism" value=${name} onChange=${(code) => set({ code, line: 0 })} options=${names.map((each) => [each, each])} />`}
       <${Copy} rows=${() => lines.map(({ text }) => [text])} what="code" /></div>

@@ -4,7 +4,7 @@ import { html, examplesOf, useExample, useLab, inside } from "./lab.js";
 import { Choice, Select, Whole } from "./basics.js";
 import { shown } from "../format.js";
 
-export function ExampleBar({ withMask = true, withToken = true }) {
+export function ExampleBar({ withMask = true, withScale = true, withToken = true }) {
   const { view, set, client } = useLab();
   const { example, fixed, rows, name } = useExample();
   const names = examplesOf(client).map(({ name, title }) => [name, title ?? name]);
@@ -17,7 +17,7 @@ export function ExampleBar({ withMask = true, withToken = true }) {
       ${view.mask === "padding" && html`<${Whole} label="Real keys" value=${Math.min(view.keys, rows.length)} least=${0} most=${rows.length} onChange=${(keys) => set({ keys })} />`}
       ${view.mask === "window" && html`<${Whole} label="Keys before" value=${view.left} least=${0} most=${63} onChange=${(left) => set({ left })} />
         <${Whole} label="Keys after" value=${view.right} least=${0} most=${63} onChange=${(right) => set({ right })} />`}
-      `}${!fixed && html`<${Choice} label="Scores" value=${view.scaled ? 1 : 0} onChange=${(scaled) => set({ scaled })} options=${[[1, "÷ √d"], [0, "not divided"]]} />`}
+      `}${withScale && !fixed && html`<${Choice} label="Scores" value=${view.scaled ? 1 : 0} onChange=${(scaled) => set({ scaled })} options=${[[1, "÷ √d"], [0, "not divided"]]} />`}
     ${fixed && html`<p class="faint">A trace of Python: ${example.trace.problem.summary}.</p>`}
     ${withToken && html`<${Choice} label="Query" class="tokens" value=${inside(view.token, rows.length)} onChange=${(token) => set({ token })}
       options=${rows.map((row, i) => [i, shown(example.tokens[row.q_index] ?? String(row.q_index))])} />`}
