@@ -95,12 +95,16 @@ export async function pngOf(svg) {
 
 const fileName = (title) => title.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 60) || "picture";
 
-/** Hand a picture to the browser as a file. @param {"svg"|"png"} kind */
-export async function save(svg, title, kind) {
-  const blob = kind === "svg" ? new Blob([svg], { type: "image/svg+xml" }) : await pngOf(svg);
+/** Hand something to the browser as a file. @param {Blob} blob */
+export function handOut(blob, name) {
   const link = document.createElement("a");
   link.href = URL.createObjectURL(blob);
-  link.download = `qkv-${fileName(title)}.${kind}`;
+  link.download = name;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+}
+
+/** Hand a picture to the browser as a file. @param {"svg"|"png"} kind */
+export async function save(svg, title, kind) {
+  handOut(kind === "svg" ? new Blob([svg], { type: "image/svg+xml" }) : await pngOf(svg), `qkv-${fileName(title)}.${kind}`);
 }

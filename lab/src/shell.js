@@ -1,6 +1,7 @@
 // What is around the panels: their list, the theme, the keys, the live region.
 
 import { html, Lab, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./parts/lab.js";
+import { Share } from "./parts/share.js";
 import { Working } from "./parts/working.js";
 import { Start } from "./panels/start.js";
 import { Scaling } from "./panels/scaling.js";
@@ -174,6 +175,7 @@ export function Shell({ client, store, root }) {
         <button type="button" class="small" aria-pressed=${view.digits === 12} onClick=${() => set({ digits: view.digits === 4 ? 12 : 4 })}>12 digits</button>
         <button type="button" class="small" onClick=${() => set({ theme: next(THEMES, view.theme) })} aria-label=${`Theme: ${THEME_NAMES[view.theme]}; change`}>
           <span aria-hidden="true">${theme === "dark" ? "☾" : "☀"}</span> ${THEME_NAMES[view.theme]}</button>
+        <${Share} id=${`share-title${own}`} />
         <button type="button" class="small" onClick=${() => help.current.showModal()}>Keys <kbd>?</kbd></button>
       </div>
     </header>

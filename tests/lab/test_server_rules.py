@@ -174,6 +174,34 @@ def test_bodies_of_other_types_are_refused(client: Client) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
         assert client.request("POST", "/call", ASK, {"Content-Type": kind})[0] == 415
         assert client.request("POST", "/file", ASK, {"Content-Type": kind})[0] == 415
+        assert client.request("POST", "/page", b'{"view":{}}', {"Content-Type": kind})[0] == 415
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"null", b"\xff", b"{}", b'{"view":[]}', b'{"view":{"own":[1]}}',
+     b'{"view":{"n":NaN}}', b'{"view":{"n":1e999}}', b'{"view":null}', b"[" * 100_000],
+)  # fmt: skip
+def test_what_is_no_view_is_a_clear_error(client: Client, body: bytes) -> None:
+    status, _, data = client.request("POST", "/page", body)
+    answer = json.loads(data)
+    assert (status, answer["ok"]) == (400, False)
+    assert answer["error"]["message"]
+
+
+def test_a_view_is_saved_as_a_page(client: Client) -> None:
+    own = "</script><script>alert(1)</script>"
+    body = json.dumps({"view": {"panel": "heatmap", "token": 3, "own": own}}).encode()
+    status, headers, data = client.request("POST", "/page", body)
+    assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
+    page = data.decode()
+    assert own not in page
+    carried = re.search(r'<script type="application/json" id="qkv-data">(.*?)</script>', page, re.S)
+    assert carried is not None
+    view = json.loads(carried[1])["view"]
+    assert (view["panel"], view["token"], view["own"]) == ("heatmap", 3, own)
+    client.cookie = "wrong"
+    assert client.request("POST", "/page", body)[0] == 401
 
 
 @pytest.mark.parametrize(
@@ -191,7 +219,7 @@ def test_what_is_no_call_is_a_clear_error(client: Client, body: bytes) -> None:
 def test_oversize_is_413(start: Callable[..., Client]) -> None:
     client = start(limits=Limits(call_bytes=1000, file_bytes=1000))
     client.enter()
-    for path, kind in (("/call", {}), ("/file", OCTETS)):
+    for path, kind in (("/call", {}), ("/page", {}), ("/file", OCTETS)):
         assert client.request("POST", path, b" " * 1001, kind)[0] == 413
         # What is said of the length is not believed: here the body comes in chunks.
         chunked = b"3e9\r\n" + b" " * 1001 + b"\r\n0\r\n\r\n"

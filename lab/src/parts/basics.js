@@ -25,7 +25,8 @@ export const Token = ({ text }) => html`<span class="token">${shown(text)}</span
 /** A token inside of a sentence, in quotes and as text. */
 export const Quoted = ({ text }) => html`<span class="token">${quoted(text)}</span>`;
 
-async function copied(text, holder) {
+/** Puts text on the clipboard. @param {Element} holder where a selection may be for a moment */
+export async function copied(text, holder) {
   try {
     await navigator.clipboard.writeText(text);
     return;

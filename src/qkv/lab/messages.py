@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +81,24 @@ def read_request(given: Any) -> Request:
     if not isinstance(method, str) or not isinstance(params, dict):
         raise ArgumentError("the request has no method, or parameters that are no object.")
     return Request(number, method, params)
+
+
+def read_view(given: Any) -> dict[str, str | int | float]:
+    """The view that a page sends to be saved: a flat object of texts and numbers.
+
+    Raises
+    ------
+    ArgumentError
+        It is something else.
+    """
+    view = given.get("view") if isinstance(given, dict) else None
+    if not isinstance(view, dict) or not all(map(_is_text_or_number, view.values())):
+        raise ArgumentError('a view is {"view": {name: text or number}}.')
+    return view
+
+
+def _is_text_or_number(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, int | float) and math.isfinite(value))
 
 
 def key_of(method: str, params: Mapping[str, Any] | None = None) -> str:

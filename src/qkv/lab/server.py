@@ -23,10 +23,10 @@ from starlette.routing import Route
 
 from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.files import read_array_bytes
-from qkv.lab.document import FILES, asset, served_page
+from qkv.lab.document import FILES, asset, export_data, offline_page, served_page
 from qkv.lab.guard import Guard
 from qkv.lab.jobs import Job, Jobs, StoppedError
-from qkv.lab.messages import failure, read_request
+from qkv.lab.messages import failure, read_request, read_view
 from qkv.lab.parameters import MissingError, TooLongError
 from qkv.lab.session import HEAVY, Session
 from qkv.lab.sources import Source, open_arrays, require_pairs
@@ -149,6 +149,33 @@ def application(
             return _stopped(asked.id)
         return found or _busy(asked.id)
 
+    async def saved(request: Request) -> Response:
+        """What is shown as a page of its own, which opens at the view that is given."""
+        if _type_of(request) != "application/json":
+            return _failed(0, ArgumentError("a view is application/json."), 415)
+        try:
+            view = read_view(json.loads(await _body(request, most.call_bytes, most)))
+        except _TooSlowError:
+            return _failed(0, ArgumentError("the view did not arrive."), 408)
+        except _TooLargeError:
+            error = ArgumentError(f"a view has at most {most.call_bytes} bytes.")
+            return _failed(0, error, 413)
+        except (ValueError, RecursionError) as error:
+            known = error if isinstance(error, QkvError) else ArgumentError("this is no JSON.")
+            return _failed(0, known, 400)
+
+        def write(job: Job) -> Response:
+            try:
+                return HTMLResponse(offline_page(export_data(session, view)))
+            except Exception as error:
+                return _failed(0, error, _status(error))
+
+        try:
+            found = await jobs.run("the page", write, request.is_disconnected)
+        except StoppedError:
+            return _stopped(0)
+        return found or _busy(0)
+
     async def upload(request: Request) -> Response:
         if _type_of(request) != "application/octet-stream":
             return _failed(0, ArgumentError("a file is application/octet-stream."), 415)
@@ -208,6 +235,7 @@ def application(
         *(Route(path, file, methods=["GET"]) for path in FILES),
         Route("/call", call, methods=["POST"]),
         Route("/file", upload, methods=["POST"]),
+        Route("/page", saved, methods=["POST"]),
         Route("/job", job, methods=["POST"]),
     ]
     app = Starlette(routes=routes)

@@ -1,0 +1,43 @@
+// A view for somebody else: as the end of an address, with its numbers, or as a page of its own.
+
+import { BUILT_IN, encode } from "./examples.js";
+import { HostError } from "./host.js";
+import { DEFAULTS } from "./view.js";
+
+/**
+ * The part of an address after #, for any page of the lab, which may open with another view.
+ * @param {typeof DEFAULTS} view
+ * @param {object} example what the view shows; its numbers are added if no other page has them
+ */
+export function sharedAddress(view, example) {
+  const known = !example || example.trace || BUILT_IN.some(({ name }) => name === example.name);
+  const all = known ? { ...view, ex: view.ex || (example && !example.trace ? example.name ?? "" : "") } : { ...view, ex: "own", own: encode(example) };
+  const said = new URLSearchParams();
+  for (const name of Object.keys(DEFAULTS)) if (name !== "panel" && name !== "theme" && all[name] !== DEFAULTS[name]) said.set(name, String(all[name]));
+  return `#${view.panel}${said.size ? "&" : ""}${said}`;
+}
+
+/** The page as one HTML file that opens at a view. @param {import("./host.js").Client} client */
+export async function sharedPage(client, view) {
+  if (client.host === "export") return thisPage(view);
+  let answer;
+  try {
+    answer = await fetch("/page", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ view }) });
+  } catch {
+    throw new HostError({ message: "The server does not answer.", action: "Start qkv lab again and open the address that it prints." });
+  }
+  if (!answer.ok) throw new HostError((await answer.json()).error);
+  return answer.text();
+}
+
+/** This file once more, with another view in its data; script and style keep their hashes. */
+function thisPage(view) {
+  const page = document.documentElement.cloneNode(true);
+  const place = page.querySelector("#qkv-lab");
+  place.replaceWith(Object.assign(document.createElement("div"), { id: "qkv-lab" }));
+  delete page.dataset.qkvTheme;
+  const data = page.querySelector("#qkv-data");
+  // In an element of a page no text may end it.
+  data.textContent = JSON.stringify({ ...JSON.parse(data.textContent), view }).replaceAll("<", "\\u003c");
+  return `<!doctype html>\n${page.outerHTML}\n`;
+}
