@@ -314,9 +314,8 @@ def test_a_mask_of_many_heads() -> None:
     assert np.abs(out[-2:] - last).max() < 1e-6
 
 
-def test_a_mask_of_more_than_two_to_the_31_bytes(pytestconfig: pytest.Config) -> None:
-    if not pytestconfig.getoption("every_case"):
-        pytest.skip("takes 2.2 GB and a minute; runs with --every-case")
+@pytest.mark.slow
+def test_a_mask_of_more_than_two_to_the_31_bytes() -> None:
     rows = normal(1, ROWS, 4)
     mask = np.zeros((ROWS, ROWS), bool)
     mask[:, ::700] = True
