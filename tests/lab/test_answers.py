@@ -170,6 +170,19 @@ def test_the_class_of_every_mechanism_can_be_read() -> None:
         assert lines[0] == f"class {mechanism_class(name).__name__}(" + lines[0].partition("(")[2]
 
 
+def test_every_mechanism_has_sentences_a_family_and_a_formula_that_is_set() -> None:
+    found = ask(Session(), "mechanisms")
+    for each in found["mechanisms"]:
+        assert each["family"] in found["families"], each["mechanism"]
+        assert all(re.search(r"[a-z]{2}.*\.$", text) for text in each["about"]), each["about"]
+        assert not any("Parameters" in text or "---" in text for text in each["about"])
+    names = {each["mechanism"] for each in found["mechanisms"]}
+    source = Path(__file__).parents[2] / "lab" / "src" / "formulas.json"
+    formulas = json.loads(source.read_text(encoding="utf-8"))
+    assert set(formulas) == names
+    assert all(re.fullmatch(r"\d{4}\.\d{4,5}", each["arxiv"]) for each in formulas.values())
+
+
 def test_no_erratum_is_an_answer() -> None:
     """What the texts print wrongly is nowhere but in the list of errata."""
     verdict = ask(Session(), "check", id="003.10", answer=1_000_000)

@@ -4,6 +4,7 @@ import { html, useAsk, useLab, useLayoutEffect, useMemo, useRef, inside } from "
 import { Block, Choice, DataTable, Failure, Num, Waiting } from "../parts/basics.js";
 import { Grid } from "../parts/grid.js";
 import { paint } from "../colours.js";
+import formulas from "../formulas.json";
 
 /** Some mechanisms mix with signs and beyond 1; all small pictures share one scale up to 1. */
 const share = (x) => (x === null ? null : Math.max(-1, Math.min(1, x)));
@@ -14,6 +15,20 @@ function Small({ matrix, theme }) {
     html`<rect x=${j * 10 + 0.4} y=${i * 10 + 0.4} width="9.2" height="9.2" rx="1.2" style=${{ fill: x === null ? "transparent" : paint(share(x), theme).background }} />`))}</svg>`;
 }
 
+/** The formula as mathematics, or as text for a mechanism that has none here. */
+const Formula = ({ name, text }) => name in formulas
+  ? html`<div class="formula set" tabindex="0" role="group" aria-label="Formula" dangerouslySetInnerHTML=${{ __html: formulas[name].mathml }} />`
+  : html`<p class="formula">${text}</p>`;
+
+/** Where it comes from, with a link to the first of the papers. */
+function Paper({ name, text }) {
+  const { arxiv } = formulas[name] ?? {};
+  return arxiv ? html`${text} (<a href=${`https://arxiv.org/abs/${arxiv}`} rel="noreferrer" target="_blank">arXiv:${arxiv}</a>)` : text;
+}
+
+/** A sentence of a docstring, with its code. */
+const Sentences = ({ of }) => of.map((text, i) => html`<p key=${i}>${text.split("`").map((part, j) => j % 2 ? html`<code>${part}</code>` : part)}</p>`);
+
 /** One mechanism at large. */
 function Detail({ chosen, tokens }) {
   const { view, set } = useLab();
@@ -22,7 +37,9 @@ function Detail({ chosen, tokens }) {
   const matrix = chosen.token_mixing[head];
   const columns = matrix[0].length === tokens.length ? tokens : matrix[0].map((_, j) => String(j));
   return html`<${Block} title=${chosen.mechanism} level=${3} class="chosen-mechanism">
-    <p class="formula">${chosen.formula}</p><p class="faint">${chosen.paper}. Largest difference of an output from full attention: <${Num} x=${chosen.difference_from_full_attention} />.</p>
+    <${Formula} name=${chosen.mechanism} text=${chosen.formula} />
+    <div class="sentences"><${Sentences} of=${chosen.about} /></div>
+    <p class="faint"><${Paper} name=${chosen.mechanism} text=${chosen.paper} />. Largest difference of an output from full attention: <${Num} x=${chosen.difference_from_full_attention} />.</p>
     ${heads > 1 && html`<${Choice} label="Head" value=${head} onChange=${(to) => set({ mhead: to })} options=${chosen.token_mixing.map((_, i) => [i, i])} />`}
     <div class="pair"><${Grid} title=${heads > 1 ? `Token mixing, head ${head}` : "Token mixing"} kind="heat" values=${matrix} rows=${tokens} columns=${columns} share=${share} />
       <${Grid} title="Output" kind="output" values=${chosen.output} rows=${tokens} /></div></${Block}>`;
@@ -44,14 +61,19 @@ export function Mechanisms() {
     list.current.querySelector(".detail").scrollIntoView({ block: "nearest" });
     list.current.querySelector('[aria-pressed="true"]').scrollIntoView({ block: "nearest" });
   }, [chosen]);
-  const cards = useMemo(() => all?.map((each) => html`<li key=${each.mechanism}><button type="button" aria-pressed=${each === chosen} onClick=${() => set({ mech: each.mechanism, mhead: 0 })}>
+  const cards = useMemo(() => {
+    const card = (each) => html`<li key=${each.mechanism}><button type="button" aria-pressed=${each === chosen} onClick=${() => set({ mech: each.mechanism, mhead: 0 })}>
       <${Small} matrix=${each.token_mixing[0]} theme=${theme} />
       <b>${each.mechanism}</b>
       <span class="faint">${each.difference_from_full_attention < 1e-12 ? "the same as full attention" : html`differs by <${Num} x=${each.difference_from_full_attention} digits=${3} />`}</span></button></li>
-      ${each === chosen && html`<li class="detail" key="detail"><${Detail} chosen=${chosen} tokens=${result.tokens} /></li>`}`), [all, chosen, theme, view.digits]);
+      ${each === chosen && html`<li class="detail" key="detail"><${Detail} chosen=${chosen} tokens=${result.tokens} /></li>`}`;
+    return Object.entries(result?.families ?? {}).map(([family, about]) => html`<section key=${family} class="family">
+      <h3>${family[0].toUpperCase() + family.slice(1)}</h3><p class="faint">${about}</p>
+      <ul class="multiples" aria-label=${`Mechanisms: ${family}`}>${all.filter((each) => each.family === family).map(card)}</ul></section>`);
+  }, [all, chosen, theme, view.digits]);
   if (error) return html`<${Failure} error=${error} />`;
   if (!all) return html`<${Waiting} what="all mechanisms" />`;
   return html`<p class="lead">The whole family on the same five tokens. Each square is how much a query (down) takes of a key (across); the number says how far the output is from that of full attention.</p>
-    <ul class="multiples" aria-label="Mechanisms" ref=${list}>${cards}</ul>
+    <div ref=${list}>${cards}</div>
     <${DataTable} title="All of them" class="texts" columns=${["mechanism", "difference", "formula", "paper"]} rows=${all.map((each) => ({ key: each.mechanism, class: each === chosen ? "here" : "", cells: [each.mechanism, { x: each.difference_from_full_attention }, each.formula, each.paper] }))} />`;
 }

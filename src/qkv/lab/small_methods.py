@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from qkv.lab.walkthrough import walkthrough
 from qkv.ledger import ledger, memory, score_entries, symbols
 from qkv.mechanisms.comparison import compare
 from qkv.mechanisms.lookup.scaled_dot_product import ScaledDotProduct
+from qkv.mechanisms.registry import mechanism_class
 from qkv.saturation import scaling_curve
 
 __all__ = ["SmallMethods"]
@@ -183,4 +186,19 @@ def _scaling() -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _mechanisms() -> dict[str, Any]:
-    return compare().to_dict()
+    compared = compare().to_dict()
+    families: dict[str, str] = {}
+    for each in compared["mechanisms"]:
+        mechanism = mechanism_class(each["mechanism"])
+        package = import_module(mechanism.__module__.rpartition(".")[0])
+        family = package.__name__.rpartition(".")[2].replace("_", " ")
+        families[family] = (package.__doc__ or "").partition("\n")[0]
+        each |= {"family": family, "about": _sentences(mechanism)}
+    return {**compared, "families": families}
+
+
+def _sentences(mechanism: type) -> list[str]:
+    """What the docstring of a class says before its parameters, without formulas on lines alone."""
+    text = (inspect.getdoc(mechanism) or "").partition("\n\nParameters\n")[0]
+    paragraphs = text.split("\n\n")
+    return [" ".join(part.split()) for part in paragraphs if not part.startswith(" ")]

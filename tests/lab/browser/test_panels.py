@@ -81,7 +81,18 @@ def test_tiles_rescale(lab: Any) -> None:
 def test_all_mechanisms_are_there(lab: Any) -> None:
     page = lab.open("mechanisms")
     names = [each.inner_text() for each in page.query_selector_all(".multiples b")]
-    assert names == list(MECHANISMS)
+    assert sorted(names) == sorted(MECHANISMS)
+    families = page.eval_on_selector_all(".family > h3", "all => all.map((each) => each.innerText)")
+    assert families == ["Lookup", "Heads", "Positions", "Sparse", "Linear time", "Streaming"]
+    for name in ("differential", "causal"):
+        page.click(f'.multiples button:has(b:text-is("{name}"))')
+        page.wait_for_selector(f'.chosen-mechanism h3:text-is("{name}")')
+        assert page.query_selector("section:has(h3:text-is('Heads')) .chosen-mechanism") is not None
+    mathematics = page.query_selector(".chosen-mechanism math mfrac msqrt")
+    assert mathematics.bounding_box()["height"] > 5
+    assert "a token sees itself and what came before" in page.inner_text(".sentences")
+    link = page.get_attribute(".chosen-mechanism a", "href")
+    assert link == "https://arxiv.org/abs/1706.03762"
     page.click('.multiples button:has-text("grouped-query")')
     page.click('fieldset:has-text("Head") label:has-text("3")')
     assert lab.grid("Token mixing, head 3").shape == (5, 5)
