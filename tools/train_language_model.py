@@ -196,7 +196,8 @@ class Layer(nn.Module):
         out = qkv.attention(*heads, qkv.Causal(), qkv.RoPE())
         x = x + self.out_proj(out.transpose(1, 2).reshape(x.shape))
         wide: Tensor = self.up_proj(norm(x))
-        return x + self.down_proj(wide.relu().square())
+        written: Tensor = x + self.down_proj(wide.relu().square())
+        return written
 
 
 class Transformer(nn.Module):
