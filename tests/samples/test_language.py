@@ -160,10 +160,11 @@ def test_the_trigram_model_is_a_distribution(
     for a, b in product(range(7), repeat=2):
         total = sum(trigrams.probability(a, b, c) for c in range(7))
         assert total == pytest.approx(1.0, abs=1e-12)
-    # By hand: 0 0 1 once, so c(001) = 1 of c(00) = 1, and each shorter context has one kind.
-    small = script.Trigrams(np.array([0, 0, 1]))
-    one = 0.25 + 0.75 / 7
-    assert small.probability(0, 0, 1) == pytest.approx(0.25 + 0.75 * (0.25 + 0.75 * one))
+    # By hand, of 001 twice, 010 and 100: a shorter context counts kinds, not how often.
+    small = script.Trigrams(np.array([0, 0, 1, 0, 0, 1]))
+    one = (1 - 0.75) / 3 + 0.75 * 2 / 3 / 7
+    two = (1 - 0.75) / 2 + 0.75 * 2 / 2 * one
+    assert small.probability(0, 0, 1) == pytest.approx((2 - 0.75) / 2 + 0.75 * 1 / 2 * two)
 
 
 def r_strings(lines: list[str]) -> bytes:
