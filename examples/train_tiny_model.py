@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 import qkv
 import qkv.torch
-from qkv.samples.tiny import ALPHABET, EPSILON, LAYERS, NUM_HEADS, TinyModel
+from qkv.samples.decoder import EPSILON
+from qkv.samples.tiny import ALPHABET, LAYERS, NUM_HEADS, TinyModel
 
 WIDTH = 64
 BATCH, LENGTH, SHORTEST_PERIOD = 32, 64, 8

@@ -11,6 +11,7 @@ import { Count } from "./panels/count.js";
 import { Tiles } from "./panels/tiles.js";
 import { Mechanisms } from "./panels/mechanisms.js";
 import { Inspect } from "./panels/inspect.js";
+import { Language } from "./panels/language.js";
 import { Code } from "./panels/code.js";
 import { Errata } from "./panels/errata.js";
 import { Exercises } from "./panels/exercises.js";
@@ -25,6 +26,7 @@ const PANELS = [
   ["tiles", "Tiles", Tiles],
   ["mechanisms", "Mechanisms", Mechanisms],
   ["inspect", "Inspect", Inspect],
+  ["language", "Language model", Language],
   ["code", "Code", Code],
   ["errata", "Errata", Errata],
   ["exercises", "Exercises", Exercises],

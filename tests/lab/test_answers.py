@@ -46,6 +46,14 @@ def dense(q: Any, k: Any, causal: bool = False) -> Any:
     return exp / exp.sum(axis=-1, keepdims=True)
 
 
+def test_the_language_model_is_in_a_page_whole() -> None:
+    stored = (Path(qkv.__file__).parent / "samples" / "language.safetensors").read_bytes()
+    assert base64.b64decode(ask(Session(), "language")["file"]) == stored
+    data = export_data(Session())
+    assert "language" in data["panels"]
+    assert base64.b64decode(data["results"]["language"]["file"]) == stored
+
+
 @pytest.mark.parametrize(
     ("case", "params"),
     [

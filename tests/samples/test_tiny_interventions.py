@@ -10,7 +10,7 @@ import pytest
 import qkv
 from qkv.inspection.model_record import ModelRecord
 from qkv.samples import tiny_model
-from qkv.samples.tiny import EPSILON
+from qkv.samples.decoder import EPSILON
 
 MODEL = tiny_model()
 IDS = MODEL.repeated_sequence()

@@ -1,16 +1,16 @@
 // A model, or captured arrays: every head by its scores, one head's keys and its map, and what if.
 
-import { html, useAsk, useLab, useLayoutEffect, useRef, useState, inside } from "../parts/lab.js";
+import { html, useAsk, useLab, useRef, useState, inside } from "../parts/lab.js";
 import { Block, Choice, DataTable, Failure, Num, Select, Token, Waiting, Whole } from "../parts/basics.js";
 import { Grid } from "../parts/grid.js";
 import { Bars } from "../parts/chart.js";
 import { WeightMap } from "../parts/map.js";
 import { Shown } from "../parts/shown.js";
+import { Words } from "../parts/words.js";
 import { UNCHOSEN } from "../view.js";
 import { shown } from "../format.js";
 
 const PAGE = 512;
-const AROUND = 250;
 const worded = (name) => name.replaceAll("_", " ");
 
 /** Over how many queries the mean of a score goes, in words. */
@@ -55,34 +55,6 @@ function HowToRead() {
     ${panels.includes("pipeline") && html`<p><a href="#pipeline" onClick=${open}>Where a weight comes from, step by step</a></p>`}</details>`;
 }
 
-/** The text as its tokens; each is shaded by the weight that the chosen query puts on it. */
-function Words({ tokens, query, strength, canChoose }) {
-  const { set } = useLab();
-  const list = useRef(null);
-  useLayoutEffect(() => {
-    // The query comes into sight in its list, without moving the page.
-    const here = list.current.querySelector(".here");
-    if (!here) return;
-    const [box, word] = [list.current, here].map((each) => each.getBoundingClientRect());
-    if (word.top < box.top || word.bottom > box.bottom) list.current.scrollTop += word.top - box.top - (box.height - word.height) / 2;
-  }, [query, tokens]);
-  const [low, high] = tokens.length <= 2 * AROUND ? [0, tokens.length] : [Math.max(0, query - AROUND), Math.min(tokens.length, query + AROUND + 1)];
-  const move = (event) => {
-    const to = { ArrowLeft: query - 1, ArrowRight: query + 1, Home: 0, End: tokens.length - 1 }[event.key];
-    if (to === undefined || !canChoose) return;
-    event.preventDefault();
-    event.stopPropagation();
-    set({ query: inside(to, tokens.length), kkey: UNCHOSEN });
-  };
-  return html`<p class="words" ref=${list} role="group" tabindex="0" data-keys aria-label="The text; left and right choose the query" onKeyDown=${move} onClick=${(event) => {
-    const index = event.target.dataset?.index;
-    if (index !== undefined && canChoose) set({ query: Number(index), kkey: UNCHOSEN });
-  }}>${low > 0 && "… "}${tokens.slice(low, high).map((token, i) => {
-    const weight = strength.get(low + i) ?? 0;
-    return html`<span key=${low + i} data-index=${low + i} class=${canChoose && low + i === query ? "here" : ""} style=${weight >= 0.005 ? { "--weight": String(Math.sqrt(weight)) } : undefined}>${shown(token)}</span><wbr />`;
-  })}${high < tokens.length && " …"}</p>`;
-}
-
 /** The best keys of the queries around one, as they are asked for together. */
 function useBestKeys({ layer, head, query, qLen }) {
   const first = Math.floor(query / PAGE) * PAGE;
@@ -101,7 +73,7 @@ function TopKeys({ best: { result, error }, query, tokens, qLen, kvLen }) {
   return html`<${Block} title="Where one query looks" rows=${() => [["key", "token", "weight"], ...rows.map(([key, weight]) => [key, name(key), weight])]}>
     <div class="row"><${Whole} label=${`Query, 0 to ${qLen - 1}`} value=${query} least=${0} most=${qLen - 1} onChange=${(to) => set({ query: to, kkey: UNCHOSEN })} />
       ${isThere && html`<p>entropy <b data-name="head-entropy"><${Num} x=${result.entropy[at]} /></b> nats</p>`}</div>
-    ${tokens && html`<${Words} tokens=${tokens} query=${query} strength=${new Map(rows)} canChoose=${qLen === kvLen} />`}
+    ${tokens && html`<${Words} tokens=${tokens} query=${query} strength=${new Map(rows)} onChoose=${qLen === kvLen ? (to) => set({ query: to, kkey: UNCHOSEN }) : undefined} />`}
     ${!isThere && html`<${Failure} error=${{ message: `Of each head the first ${result.first + result.count} of ${qLen} queries are in this page.`, action: "The others need Python: run qkv lab." }} />`}
     ${rows.length > 0 && html`<${Bars} label="Best keys" bars=${rows.map(([key, weight]) => ({ name: html`<span class="faint">${key}</span> ${tokens && html`<${Token} text=${name(key)} />`}`, value: weight, note: html`<${Num} x=${weight} />` }))} />
     <p class="faint">Weights of this one query; all other keys, and a sink if there is one, share <${Num} x=${rest} />.</p>`}</${Block}>`;

@@ -71,6 +71,7 @@ class Session:
             "count": small.count,
             "scaling": small.scaling,
             "mechanisms": small.mechanisms,
+            "language": small.language,
             "code": small.code,
             "errata": small.errata,
             "exercises": small.exercises,
@@ -99,9 +100,9 @@ class Session:
         Parameters
         ----------
         method : str
-            example, trace, tiles, count, scaling, mechanisms, code, errata, exercises, check;
-            of the model or arrays that are shown: model, head, tile, weight, intervene; open shows
-            others.
+            example, trace, tiles, count, scaling, mechanisms, language, code, errata, exercises,
+            check; of the model or arrays that are shown: model, head, tile, weight, intervene; open
+            shows others.
         params : mapping, optional
             As JSON gives them.
 
@@ -153,7 +154,7 @@ class Session:
         """Panels that have something to show; a file holds no sample that nobody asked for."""
         names = [
             "start", "scaling", "pipeline", "heatmap", "count", "tiles", "mechanisms", "inspect",
-            "code", "errata", "exercises",
+            "language", "code", "errata", "exercises",
         ]  # fmt: skip
         if host == "export" and not self._has_heads():
             names.remove("inspect")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -24,6 +25,7 @@ from qkv.ledger import ledger, memory, score_entries, symbols
 from qkv.mechanisms.comparison import compare
 from qkv.mechanisms.lookup.scaled_dot_product import ScaledDotProduct
 from qkv.mechanisms.registry import mechanism_class
+from qkv.samples.language import language_model_bytes
 from qkv.saturation import scaling_curve
 
 __all__ = ["SmallMethods"]
@@ -80,6 +82,10 @@ class SmallMethods:
         """Listings with what each line makes; or the source of the class of a mechanism."""
         name = given.text("mechanism", 60)
         return class_lines(name) if name else listings()
+
+    def language(self, given: Parameters) -> dict[str, Any]:
+        """The file of the small language model, which the page computes itself, as base64."""
+        return {"file": base64.b64encode(language_model_bytes()).decode("ascii")}
 
     def errata(self, given: Parameters) -> dict[str, Any]:
         """What the classical texts print wrongly."""

@@ -195,6 +195,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "qkv.cost.ModelCost": lambda: qkv.cost.model_cost(qkv.cost.model_names()[0]),
     "qkv.cost.Norm": lambda: qkv.cost.Norm(),
     "qkv.lab.Session": _session,
+    "qkv.samples.LanguageModel": lambda: qkv.samples.language_model(),
     "qkv.samples.TinyModel": lambda: qkv.samples.tiny_model(),
     "qkv.torch.Cache": lambda: qkv.torch.Cache(16),
     "qkv.hf.LayerCall": lambda: _layer_call(),

@@ -1,0 +1,161 @@
+// A small language model that runs in the page: type, see what comes next, and switch heads off.
+
+import { html, inside, useAsk, useLab, useLayoutEffect, useMemo, useRef } from "../parts/lab.js";
+import { Block, DataTable, Failure, Num, Token, Waiting } from "../parts/basics.js";
+import { Bars } from "../parts/chart.js";
+import { Words } from "../parts/words.js";
+import { paint, table } from "../colours.js";
+import { size } from "../format.js";
+import { fromBase64, losses, probabilities } from "../language.js";
+import { UNCHOSEN } from "../view.js";
+
+const BEST = 8;
+const LINES = 24;
+const HOTTEST = 3;
+const mean = (list) => list.reduce((sum, x) => sum + x, 0) / list.length;
+
+export function Language() {
+  const { result, error } = useAsk("language");
+  const model = useMemo(() => result && fromBase64(result.file), [result]);
+  if (error) return html`<${Failure} error=${error} />`;
+  if (!model) return html`<${Waiting} what="the model" />`;
+  return html`<${Reader} model=${model} />`;
+}
+
+/** The heads that are off, as "layer.head", of a view's text. */
+const offOf = (text) => new Set(text.split(" ").filter(Boolean));
+
+function timed(compute) {
+  const start = performance.now();
+  return { ...compute(), took: performance.now() - start };
+}
+
+function Reader({ model }) {
+  const { view, set, announce } = useLab();
+  const { text, temperature } = view;
+  const all = useMemo(() => model.encode(text), [text]);
+  const ids = all.slice(-model.context);
+  const off = offOf(view.off);
+  const plain = useMemo(() => timed(() => model.run(ids)), [text]);
+  const run = useMemo(() => (off.size ? model.run(ids, off) : plain), [text, view.off]);
+  const tokens = ids.map((id) => model.pieces[id]);
+  const layer = inside(view.llayer, model.layers.length);
+  const head = inside(view.lhead, model.numHeads);
+  const query = view.lquery === UNCHOSEN ? tokens.length - 1 : inside(view.lquery, tokens.length);
+  const append = (id) => {
+    set({ text: text + model.pieces[id], lquery: UNCHOSEN });
+    announce(`${model.pieces[id]} added`);
+  };
+  return html`<${About} model=${model} took=${plain.took} count=${ids.length} />
+    <label class="field own-text"><span>A sentence, for the model to read</span><textarea rows="3" maxlength="4096" spellcheck=${false} value=${text} onInput=${(event) => set({ text: event.currentTarget.value, lquery: UNCHOSEN })}></textarea></label>
+    ${all.length > ids.length && html`<p class="faint">The model reads the last ${ids.length} of ${all.length} tokens, as many as it was trained on.</p>`}
+    ${!ids.length && html`<p class="faint">Write something, and the model says what comes next.</p>`}
+    ${ids.length > 0 && html`<div class="two wide-left"><${Next} model=${model} logits=${run.logits.at(-1)} before=${off.size ? plain.logits.at(-1) : null} temperature=${temperature} onTake=${append} />
+      <${Loss} ids=${ids} plain=${plain} run=${run} off=${off} /></div>
+    <${Heads} model=${model} weights=${run.weights} off=${off} layer=${layer} head=${head} />
+    <${Head} weights=${run.weights[layer][head]} tokens=${tokens} query=${query} more=${model.measured["more without"]?.[layer]?.[head]} title=${`Layer ${layer}, head ${head}${off.has(`${layer}.${head}`) ? " (off)" : ""}`} />`}`;
+}
+
+function About({ model, took, count }) {
+  const { measured } = model;
+  return html`<p class="lead">A language model of ${measured.weights.toLocaleString("en-US")} weights in 8 bits (${size(model.bytes)}), which runs in this page. It was trained on the six novels of Jane Austen and knows nothing else: it continues a sentence as they might, with grammar and names, and without sense beyond a few words.</p>
+    <p class="faint" data-name="how-good">On text of the novels that it has not seen it loses <${Num} x=${measured.loss} /> nats for each token; a trigram model with Kneser-Ney smoothing, counted on the same text, <${Num} x=${measured["trigram loss"]} />. ${count > 0 && html`This text took ${(took / count).toFixed(1)} ms for each token here.`}</p>`;
+}
+
+/** The most probable tokens to come next, and those with all heads beside them. */
+function Next({ model, logits, before, temperature, onTake }) {
+  const { set } = useLab();
+  const p = probabilities(logits, temperature);
+  const old = before && probabilities(before, temperature);
+  const best = [...p.keys()].sort((a, b) => p[b] - p[a]).slice(0, BEST);
+  const draw = () => {
+    let left = Math.random();
+    const drawn = p.findIndex((x) => (left -= x) < 0);
+    onTake(drawn < 0 ? best[0] : drawn);
+  };
+  const rows = () => [["token", "probability", ...(old ? ["with all heads"] : [])], ...best.map((id) => [model.pieces[id], p[id], ...(old ? [old[id]] : [])])];
+  return html`<${Block} title="What comes next" rows=${rows}>
+    <div class="slider" data-keys><label for="temperature">Temperature</label><input id="temperature" type="range" min="0.1" max=${HOTTEST} step="0.1" value=${temperature} aria-valuetext=${temperature.toFixed(1)} onInput=${(event) => set({ temperature: Number(event.currentTarget.value) })} /><span>${temperature.toFixed(1)}</span></div>
+    <div data-name="next"><${Bars} label="Probabilities of the next token" bars=${best.map((id) => ({ name: html`<${Token} text=${model.pieces[id]} />`, value: p[id], note: html`<${Num} x=${p[id]} />` }))} /></div>
+    ${old && html`<p class="faint">With all heads: ${best.slice(0, 3).map((id, i) => html`${i ? ", " : ""}<${Token} text=${model.pieces[id]} /> <${Num} x=${old[id]} />`)}.</p>`}
+    <div class="row"><button type="button" onClick=${() => onTake(best[0])}>Add the most probable</button><button type="button" onClick=${draw}>Draw one and add it</button></div></${Block}>`;
+}
+
+function Loss({ ids, plain, run, off }) {
+  if (ids.length < 2) return null;
+  const [all, now] = [plain, run].map(({ logits }) => mean(losses(logits, ids)));
+  const rows = [{ cells: ["all heads", { x: all }] }, ...(off.size ? [{ class: "here", cells: [`${off.size} off`, { x: now }], key: "off" }] : [])];
+  return html`<div data-name="loss"><${DataTable} title="Loss of this text" columns=${["", "nats for each token"]} rows=${rows} note="The mean of −log p over its tokens but the first: low where the model expected what you wrote." /></div>`;
+}
+
+/** The weights of a head as a small picture, a pixel for each query and key. */
+function Thumbnail({ weights }) {
+  const { theme } = useLab();
+  const canvas = useRef(null);
+  useLayoutEffect(() => {
+    const n = weights.length;
+    Object.assign(canvas.current, { width: n, height: n });
+    const context = canvas.current.getContext("2d");
+    const image = context.createImageData(n, n);
+    const colours = table(theme);
+    weights.forEach((row, i) => row.forEach((weight, j) => {
+      const colour = colours[Math.round(255 * Math.sqrt(Math.min(1, weight)))];
+      image.data.set([...colour, 255], 4 * (i * n + j));
+    }));
+    context.putImageData(image, 0, 0);
+  }, [weights, theme]);
+  return html`<canvas ref=${canvas} aria-hidden="true"></canvas>`;
+}
+
+/** What most of a head's weight is on, in a word or two. */
+function reading(weights) {
+  const rows = weights.slice(1);
+  if (!rows.length) return "itself";
+  const on = (key) => mean(rows.map((row, i) => row[key(i + 1)]));
+  const [name, share] = [["itself", on((i) => i)], ["token before", on((i) => i - 1)], ["first token", on(() => 0)]].sort((a, b) => b[1] - a[1])[0];
+  return share >= 0.4 ? `${name} ${share.toFixed(2)}` : "spread";
+}
+
+function Heads({ model, weights, off, layer, head }) {
+  const { set, announce } = useLab();
+  const toggle = (name) => {
+    const next = new Set(off);
+    if (!next.delete(name)) next.add(name);
+    set({ off: [...next].sort().join(" ") });
+    announce(`head ${name} ${next.has(name) ? "off" : "on"}`);
+  };
+  return html`<${Block} title="Every head: layers down, heads across">
+    <p class="faint">Each picture is one head: a row for each token, and dark where it reads much of an earlier one. Choose a head to see it below; switch heads off, and what comes next is computed without them.</p>
+    <div class="smallheads" style=${{ "--heads": model.numHeads }}>${weights.map((heads, i) => heads.map((each, j) => {
+      const name = `${i}.${j}`;
+      return html`<div key=${name} class=${off.has(name) ? "off" : ""}><button type="button" aria-pressed=${i === layer && j === head} onClick=${() => set({ llayer: i, lhead: j })}><${Thumbnail} weights=${each} /><span><span class="unseen">Layer and head </span>${name} <small>${reading(each)}</small></span></button>
+        <label><input type="checkbox" checked=${!off.has(name)} aria-label=${`Head ${name} is on`} onChange=${() => toggle(name)} /> on</label></div>`;
+    }))}</div>
+    <div class="row"><button type="button" disabled=${!off.size} onClick=${() => set({ off: "" })}>All heads on</button></div></${Block}>`;
+}
+
+/** Lines from each token to those that it reads, in two columns: the strongest of the last tokens. */
+function Lines({ weights, tokens, query }) {
+  const { theme } = useLab();
+  const first = Math.max(0, tokens.length - LINES);
+  const [row, left, right, width] = [20, 118, 222, 340];
+  const y = (i) => 14 + row * (i - first);
+  const lines = weights.flatMap((keys, i) => [...keys].map((weight, j) => ({ i, j, weight }))).filter(({ i, j, weight }) => i >= first && j >= first && weight >= 0.04);
+  const colour = paint(0.8, theme).background;
+  return html`<svg class="lines" viewBox=${`0 0 ${width} ${row * (tokens.length - first) + 8}`} role="img" aria-label=${`Lines from each token on the left to the tokens that it reads on the right; token ${query} is drawn strongest`}>
+    ${lines.map(({ i, j, weight }) => html`<line key=${`${i}.${j}`} x1=${left} y1=${y(i)} x2=${right} y2=${y(j)} style=${{ stroke: colour, strokeWidth: 0.5 + 4 * weight, opacity: i === query ? 1 : 0.15 + 0.35 * weight }} />`)}
+    ${tokens.slice(first).map((token, i) => html`<text key=${i} x=${left - 6} y=${y(first + i) + 4} text-anchor="end" class=${first + i === query ? "here" : ""}>${token.replace("\n", "⏎")}</text><text key=${`k${i}`} x=${right + 6} y=${y(first + i) + 4}>${token.replace("\n", "⏎")}</text>`)}</svg>
+    ${first > 0 && html`<p class="faint">Lines are drawn between the last ${LINES} tokens.</p>`}`;
+}
+
+function Head({ weights, tokens, query, title, more }) {
+  const { set } = useLab();
+  const row = weights[query];
+  const best = [...row.keys()].sort((a, b) => row[b] - row[a]).slice(0, 6);
+  return html`<${Block} title=${title} rows=${() => [["query", "key", "weight"], ...weights.flatMap((keys, i) => [...keys].map((weight, j) => [tokens[i], tokens[j], weight]))]}>
+    ${more !== undefined && html`<p class="faint">Without this head alone, the model loses <${Num} x=${more} /> nats more for each token of the text that was held out.</p>`}
+    <div class="two wide-left"><div><${Words} tokens=${tokens} query=${query} strength=${new Map(row.entries())} onChoose=${(to) => set({ lquery: to })} />
+      <p>${html`<${Token} text=${tokens[query]} />`} reads:</p>
+      <div data-name="reads"><${Bars} label="Where the chosen token looks" bars=${best.map((key) => ({ name: html`<span class="faint">${key}</span> <${Token} text=${tokens[key]} />`, value: row[key], note: html`<${Num} x=${row[key]} />` }))} /></div></div>
+      <${Lines} weights=${weights} tokens=${tokens} query=${query} /></div></${Block}>`;
+}

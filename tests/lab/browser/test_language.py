@@ -1,0 +1,102 @@
+"""The language model that runs in the page has the digits of Python's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qkv.samples import language_model
+
+pytestmark = pytest.mark.browser
+
+SCRIPT = Path(__file__).parents[3] / "lab" / "test" / "language.mjs"
+TEXTS = ["Mr. Darcy was not of the party; and Ünder £5, she\nsaid, no. \U0001f600", "She", ""]
+TOLERANCE = 1e-10
+"""Of logits and losses: both are float64, and differ in the order of sums alone."""
+
+
+def test_tokens_scores_and_weights_are_those_of_python() -> None:
+    model = language_model()
+    asked = [
+        {"text": text, "off": ["2.1", "0.3"], "temperature": 0.7}
+        for text in (*TEXTS, "Elizabeth could not help smiling. " * 9)
+    ]
+    node = shutil.which("node")
+    assert node is not None
+    answer = subprocess.run(
+        [node, str(SCRIPT)], input=json.dumps(asked), capture_output=True, check=True, text=True
+    )
+    for given, found in zip(asked, json.loads(answer.stdout), strict=True):
+        ids, changes = model.encode(str(given["text"])), {(2, 1): "off", (0, 3): "off"}
+        assert found["ids"] == ids
+        if not ids:
+            continue
+        logits = model.logits(ids, changes)
+        np.testing.assert_allclose(found["logits"], logits, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(found["losses"], model.loss(ids, changes), atol=TOLERANCE)
+        warm = model.next_probabilities(ids, 0.7, changes)
+        np.testing.assert_allclose(found["next"], warm, rtol=0, atol=TOLERANCE)
+        # The heads of layer 0 read what no head has changed.
+        weights = model.inspect(ids, keep="weights")[0].weights[0]
+        for head, rows in enumerate(found["weights"][0]):
+            full = [row + [0.0] * (len(ids) - len(row)) for row in rows]
+            np.testing.assert_allclose(full, weights[head], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("host", ["lab", "served"])
+def test_a_typed_sentence_and_a_head_that_is_off(host: str, request: pytest.FixtureRequest) -> None:
+    lab = request.getfixturevalue(host)
+    model, text = language_model(), "The ladies were not at all"
+    page = lab.open("language")
+    page.wait_for_selector(".smallheads canvas")
+    page.fill(".own-text textarea", text)
+    ids = model.encode(text)
+    tokens = "all => all.map((each) => each.textContent.replaceAll('␣', ' '))"
+
+    def seen(temperature: float, changes: Any) -> None:
+        p = model.next_probabilities(ids, temperature, changes)
+        best = np.argsort(-p, kind="stable")[:8]
+        np.testing.assert_allclose(
+            lab.numbers('[data-name="next"]'), p[best], rtol=0, atol=TOLERANCE
+        )
+        names = page.eval_on_selector_all('[data-name="next"] .token', tokens)
+        assert names == model.tokens(best.tolist())
+
+    seen(1.0, {})
+    assert page.locator(".smallheads canvas").count() == 16
+    page.focus("#temperature")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    seen(0.8, {})
+    page.uncheck('input[aria-label="Head 2.1 is on"]')
+    page.uncheck('input[aria-label="Head 3.0 is on"]')
+    off: dict[tuple[int, int], str] = {(2, 1): "off", (3, 0): "off"}
+    seen(0.8, off)
+    losses = [model.loss(ids).mean(), model.loss(ids, off).mean()]
+    np.testing.assert_allclose(lab.numbers('[data-name="loss"]'), losses, atol=TOLERANCE)
+    page.click("text=All heads on")
+    seen(0.8, {})
+    page.click("text=Add the most probable")
+    added = model.tokens([int(model.logits(ids)[-1].argmax())])[0]
+    assert page.input_value(".own-text textarea") == text + added
+
+
+def test_the_weights_of_a_head_that_is_chosen(lab: Any) -> None:
+    model, text = language_model(), "She was very happy"
+    page = lab.open("language", text=text, llayer=1, lhead=2, lquery=2)
+    ids = model.encode(text)
+    row = model.inspect(ids, keep="weights")[1].weights[0, 2, 2]
+    shown = lab.numbers('[data-name="reads"]')
+    np.testing.assert_allclose(shown, np.sort(row[:3])[::-1][: len(shown)], rtol=0, atol=1e-6)
+    page.fill(".own-text textarea", "")
+    assert page.query_selector(".smallheads") is None
+
+
+def test_a_page_with_the_model_is_small(file_page: Path) -> None:
+    assert file_page.stat().st_size < 4e6
