@@ -150,7 +150,7 @@ export function Shell({ client, store, root }) {
     };
     const pressed = (event) => {
       if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
-      if (usesKeys(event.target) || help.current?.open) return;
+      if (usesKeys(event.target) || root.querySelector("dialog[open]")) return;
       const each = keys.get(event.key) ?? common[event.key];
       if (!each) return;
       event.preventDefault();

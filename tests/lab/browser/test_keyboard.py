@@ -94,11 +94,23 @@ def test_keys_that_the_list_names(lab: Any) -> None:
     press(page, "t")
     page.wait_for_selector('.qkv-lab[data-theme="dark"]')
     press(page, "?")
-    assert page.is_visible("dialog")
-    listed = page.inner_text("dialog")
+    listed = page.inner_text("dialog[open]")
     assert all(key in listed for key in ("[ and ]", "j and k", "Enter", "Esc"))
     press(page, "Escape")
-    assert not page.is_visible("dialog")
+    assert not page.is_visible("dialog[open]")
+
+
+def test_keys_wait_while_a_dialog_is_open(lab: Any) -> None:
+    page = lab.open("heatmap")
+    for name in ("Share", "Keys"):
+        page.click(f'header button:has-text("{name}")')
+        page.wait_for_selector("dialog[open]")
+        press(page, "m", "]", "d")
+        press(page, "Escape")
+        page.wait_for_selector("dialog[open]", state="detached")
+        assert page.is_checked('label:has-text("none") input')
+        assert page.url.endswith("#heatmap")
+        assert page.get_attribute("main", "data-panel") == "heatmap"
 
 
 def test_choices_and_the_slider(lab: Any) -> None:
