@@ -177,7 +177,6 @@ def is_known_alike(node: Node) -> bool:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.sampled("seed", range(3), one_in=3)
 def test_random_masks(seed) -> None:
     """Nothing is called empty or full wrongly; with enough reads as much is known as in NumPy."""

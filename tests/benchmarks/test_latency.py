@@ -107,7 +107,6 @@ def test_names_choose_rows_by_their_beginning() -> None:
         session.choose(["Alibi"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("front", ["NumPy", "torch transposed", "Hugging Face"])
 def test_one_row_is_measured_in_every_kind(front: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="not installed")

@@ -72,7 +72,6 @@ def test_parts_of_decoding_begin_with_the_first_single_row() -> None:
     assert (whole["products"], whole["outside"], "decoding" in whole) == (9.25, 4.5, False)
 
 
-@pytest.mark.slow
 @pytest.mark.sampled(
     ("name", "options"),
     [

@@ -55,7 +55,6 @@ def test_speed_beside_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(re.findall("torch's context_parallel", said)) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("ranks_of_the_tests")
 def test_predictions_beside_the_clock(capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks import ranks
@@ -66,7 +65,6 @@ def test_predictions_beside_the_clock(capsys: pytest.CaptureFixture[str]) -> Non
     assert len(re.findall(r"^ +[124]  (?:ring|gather|ulysses) .* s .* s ", said, re.MULTILINE)) == 7
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is measured by Linux's /proc")
 @pytest.mark.usefixtures("ranks_of_the_tests")
 def test_memory_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,6 @@ def look(rank: int, ranks: int, name: str, backend: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", "blocked"])
 @pytest.mark.parametrize("name", ["causal", "sinks", "packed documents", "mask array", "softcap"])
 @pytest.mark.one_in(4)
@@ -87,7 +86,6 @@ def _quantized(rows: torch.Tensor) -> qkv.Quantized:
     return qkv.Quantized(torch.round(rows / scales[..., None]).to(torch.int8), scales)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("storage", ["plain", "int8"])
 def test_a_decoding_step_over_tokens_on_three_ranks(group: Any, storage: str) -> None:
     found = group(3)(decode_step, storage)

@@ -117,7 +117,6 @@ def refused(rank: int, ranks: int, what: str, folder: str) -> str:
     return "no error"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "words"),
     [
