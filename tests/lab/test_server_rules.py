@@ -177,18 +177,6 @@ def test_bodies_of_other_types_are_refused(client: Client) -> None:
         assert client.request("POST", "/page", b'{"view":{}}', {"Content-Type": kind})[0] == 415
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"{", b"[]", b"null", b"\xff", b"{}", b'{"view":[]}', b'{"view":{"own":[1]}}',
-     b'{"view":{"n":NaN}}', b'{"view":{"n":1e999}}', b'{"view":null}', b"[" * 100_000],
-)  # fmt: skip
-def test_what_is_no_view_is_a_clear_error(client: Client, body: bytes) -> None:
-    status, _, data = client.request("POST", "/page", body)
-    answer = json.loads(data)
-    assert (status, answer["ok"]) == (400, False)
-    assert answer["error"]["message"]
-
-
 def test_a_view_is_saved_as_a_page(client: Client) -> None:
     own = "</script><script>alert(1)</script>"
     body = json.dumps({"view": {"panel": "heatmap", "token": 3, "own": own}}).encode()
@@ -204,13 +192,20 @@ def test_a_view_is_saved_as_a_page(client: Client) -> None:
     assert client.request("POST", "/page", body)[0] == 401
 
 
+NO_JSON = b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000
+REFUSED = {
+    "/call": (b'{"id":1}', b'{"id":"1","method":"errata"}',
+              b'{"id":1,"method":"errata","params":[]}'),
+    "/page": (b"{}", b'{"view":[]}', b'{"view":{"own":[1]}}', b'{"view":{"n":NaN}}',
+              b'{"view":{"n":1e999}}', b'{"view":null}'),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "body",
-    [b"", b"{", b"[]", b"null", b"\xff", b'{"id":1}', b'{"id":"1","method":"errata"}',
-     b'{"id":1,"method":"errata","params":[]}', b"[" * 100_000],
-)  # fmt: skip
-def test_what_is_no_call_is_a_clear_error(client: Client, body: bytes) -> None:
-    status, _, data = client.request("POST", "/call", body)
+    ("path", "body"), [(path, body) for path in REFUSED for body in (*NO_JSON, *REFUSED[path])]
+)
+def test_what_is_no_call_or_view_is_a_clear_error(client: Client, path: str, body: bytes) -> None:
+    status, _, data = client.request("POST", path, body)
     answer = json.loads(data)
     assert (status, answer["ok"]) == (400, False)
     assert answer["error"]["message"]

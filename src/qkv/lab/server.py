@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -33,6 +33,7 @@ from qkv.lab.sources import Source, open_arrays, require_pairs
 
 __all__ = ["Limits", "application", "listen", "serve"]
 
+_T = TypeVar("_T")
 _LOG = logging.getLogger("qkv.lab")
 
 _INTERRUPTED = 130
@@ -117,19 +118,25 @@ def application(
         path = request.url.path
         return Response(files[path], headers={"content-type": FILES[path]})
 
-    async def call(request: Request) -> Response:
+    async def read_json(request: Request, what: str, read: Callable[[Any], _T]) -> _T | Response:
+        """What `read` makes of a body of JSON, or the answer that refuses it."""
         if _type_of(request) != "application/json":
-            return _failed(0, ArgumentError("a call is application/json."), 415)
+            return _failed(0, ArgumentError(f"a {what} is application/json."), 415)
         try:
-            asked = read_request(json.loads(await _body(request, most.call_bytes, most)))
+            return read(json.loads(await _body(request, most.call_bytes, most)))
         except _TooSlowError:
-            return _failed(0, ArgumentError("the call did not arrive."), 408)
+            return _failed(0, ArgumentError(f"the {what} did not arrive."), 408)
         except _TooLargeError:
-            error = ArgumentError(f"a call has at most {most.call_bytes} bytes.")
+            error = ArgumentError(f"a {what} has at most {most.call_bytes} bytes.")
             return _failed(0, error, 413)
         except (ValueError, RecursionError) as error:
             known = error if isinstance(error, QkvError) else ArgumentError("this is no JSON.")
             return _failed(0, known, 400)
+
+    async def call(request: Request) -> Response:
+        asked = await read_json(request, "call", read_request)
+        if isinstance(asked, Response):
+            return asked
 
         def answer() -> Response:
             try:
@@ -151,18 +158,9 @@ def application(
 
     async def saved(request: Request) -> Response:
         """What is shown as a page of its own, which opens at the view that is given."""
-        if _type_of(request) != "application/json":
-            return _failed(0, ArgumentError("a view is application/json."), 415)
-        try:
-            view = read_view(json.loads(await _body(request, most.call_bytes, most)))
-        except _TooSlowError:
-            return _failed(0, ArgumentError("the view did not arrive."), 408)
-        except _TooLargeError:
-            error = ArgumentError(f"a view has at most {most.call_bytes} bytes.")
-            return _failed(0, error, 413)
-        except (ValueError, RecursionError) as error:
-            known = error if isinstance(error, QkvError) else ArgumentError("this is no JSON.")
-            return _failed(0, known, 400)
+        view = await read_json(request, "view", read_view)
+        if isinstance(view, Response):
+            return view
 
         def write(job: Job) -> Response:
             try:
