@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from qkv.mechanisms import MECHANISMS
 from qkv.mechanisms.background import background
+from scripts import script_module
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "mechanisms"
@@ -24,12 +24,7 @@ WORDS = {
 
 @pytest.fixture(scope="module")
 def made() -> dict[str, str]:
-    path = ROOT / "tools" / "mechanism_pages.py"
-    spec = importlib.util.spec_from_file_location("mechanism_pages", path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = script_module(ROOT / "tools" / "mechanism_pages.py")
     return dict(module.pages())
 
 

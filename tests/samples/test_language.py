@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import struct
 import zlib
@@ -21,6 +20,7 @@ from torch import Tensor
 import qkv
 from qkv.samples import LanguageModel, language_model
 from qkv.samples.language import language_model_bytes
+from scripts import script_module
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "train_language_model.py"
 TEXT = "Mr. Darcy was not of the party; and Ünder £5, she\nsaid, no one wished it. \U0001f600"
@@ -29,12 +29,7 @@ HEADS, HEAD_DIM = 4, 32
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_language_model", SCRIPT)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script_module(SCRIPT)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -20,6 +19,7 @@ from safetensors.torch import load_file
 
 import qkv
 from qkv.samples import TinyModel, tiny_model
+from scripts import script_module
 
 Array = NDArray[np.float64]
 
@@ -33,12 +33,7 @@ HELD_OUT = (101, 102, 103, 104)
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_tiny_model", SCRIPT)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script_module(SCRIPT)
 
 
 @pytest.fixture(scope="module")
