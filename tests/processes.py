@@ -9,7 +9,7 @@ import textwrap
 
 
 def in_a_process(script: str, *arguments: str, **environment: str) -> str:
-    """What a script prints that ends well within three minutes.
+    """What a script prints that ends well within three minutes, or in QKV_TEST_PATIENCE times that.
 
     Parameters
     ----------
@@ -25,7 +25,7 @@ def in_a_process(script: str, *arguments: str, **environment: str) -> str:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=180 * int(os.environ.get("QKV_TEST_PATIENCE", "1")),
         check=False,
     )
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"

@@ -60,6 +60,7 @@ def run(*args):
 
 @pytest.fixture(autouse=True)
 def default_threads():
+    qkv.set_num_threads(None)
     yield
     qkv.set_num_threads(None)
 

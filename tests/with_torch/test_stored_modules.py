@@ -97,13 +97,14 @@ def test_a_state_is_loaded_in_another_type(dtype: torch.dtype) -> None:
 
 
 def test_data_parallel_passes_gradients_through() -> None:
-    module = made("rotated, causal")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    module, rows = made("rotated, causal").to(device), ROWS.to(device)
     parallel = torch.nn.DataParallel(module)
     assert next(iter(parallel.state_dict())) == "module.q_proj.weight"
     found = []
     for called in (module, parallel):
         module.zero_grad()
-        called(ROWS).square().sum().backward()
+        called(rows).square().sum().backward()
         found.append([p.grad.clone() for p in module.parameters()])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)

@@ -163,6 +163,7 @@ def run(system: System, core: Core, asked: list[str], socket: Path) -> Outcome:
         "QKV_AARCH64_COMPILER": str(socket),
         "QKV_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
+        "QKV_TEST_PATIENCE": "10",
     }
     for name in ("QKV_ISA", "PYTEST_ADDOPTS", "VIRTUAL_ENV"):
         environment.pop(name, None)
