@@ -20,6 +20,7 @@ from qkv.lab.parameters import MissingError, Parameters
 from qkv.lab.shipped import sample_source, tiny_source
 from qkv.lab.small_methods import SmallMethods
 from qkv.lab.sources import Source
+from qkv.lab.thumbnails import queries_drawn, thumbnails
 from qkv.lab.weight_map import TILE, WeightMaps, levels_of
 
 __all__ = ["HEAVY", "Session"]
@@ -27,7 +28,9 @@ __all__ = ["HEAVY", "Session"]
 VERSION = 1
 """Of the data that a page is given."""
 
-HEAVY = frozenset({"head", "intervene", "mechanisms", "model", "open", "scaling", "tile"})
+HEAVY = frozenset(
+    {"head", "intervene", "mechanisms", "model", "open", "scaling", "thumbnails", "tile"}
+)
 """Methods that may take seconds; a host runs one of them at a time."""
 
 _MOST_QUERIES = 4096
@@ -78,6 +81,7 @@ class Session:
             "check": small.check,
             "model": self._model,
             "head": self._head,
+            "thumbnails": self._thumbnails,
             "tile": self._tile,
             "weight": self._weight,
             "intervene": self._intervene,
@@ -101,8 +105,8 @@ class Session:
         ----------
         method : str
             example, trace, tiles, count, scaling, mechanisms, language, code, errata, exercises,
-            check; of the model or arrays that are shown: model, head, tile, weight, intervene; open
-            shows others.
+            check; of the model or arrays that are shown: model, head, thumbnails, tile, weight,
+            intervene; open shows others.
         params : mapping, optional
             As JSON gives them.
 
@@ -229,6 +233,13 @@ class Session:
             found["received"] = layer.received()[head]
         result: dict[str, Any] = plain(found)
         return result
+
+    def _thumbnails(self, given: Parameters) -> Answer:
+        heads = self.heads()
+        layer = heads.layer(given.integer("layer", 0, max(len(heads.layers) - 1, 0)))
+        count = sum(each.num_heads for each in heads.layers)
+        result = {"layer": layer.index, "queries": queries_drawn(layer, count)}
+        return Answer(result, (thumbnails(layer, count),))
 
     def _tile(self, given: Parameters) -> Answer:
         layer, head = self._place(given)
