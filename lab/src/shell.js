@@ -4,6 +4,7 @@ import { html, Lab, useEffect, useLayoutEffect, useMemo, useRef, useState } from
 import { Share } from "./parts/share.js";
 import { Working } from "./parts/working.js";
 import { Start } from "./panels/start.js";
+import { Tour } from "./panels/tour.js";
 import { Scaling } from "./panels/scaling.js";
 import { Pipeline } from "./panels/pipeline.js";
 import { Heatmap } from "./panels/heatmap.js";
@@ -19,6 +20,7 @@ import { Exercises } from "./panels/exercises.js";
 /** Name in the address, title, component, and the results without which there is nothing to show. */
 const PANELS = [
   ["start", "Start", Start],
+  ["tour", "Tour", Tour],
   ["scaling", "Scaling", Scaling],
   ["pipeline", "Pipeline", Pipeline],
   ["heatmap", "Heatmap", Heatmap],
@@ -38,6 +40,7 @@ const KEYS = [
   ["↑ and ↓, Home, End", "in a grid: other rows; ends of a row, with Ctrl of the grid"],
   ["Enter or a digit", "in Q, K and V: edit the cell; Esc leaves it as it was"],
   ["j and k", "the next query, and the one before"],
+  ["p", "in the tour: play, and pause"],
   ["m", "the next mask"],
   ["s", "with and without the division by √d"],
   ["d", "4 or 12 digits"],

@@ -53,7 +53,7 @@ function Glance({ layers, layer, head, onOpen }) {
     heads: heads.map(({ kind }, j) => ({ name: layers.length > 1 ? `${index}.${j}` : String(j), note: kind, picture: pictures[i]?.[j] })),
   }));
   return html`<${Block} title="Every head as a picture" class="glance">
-    <p class="faint">A row for each query, and dark where it reads much of a key. ${queries[0] < qLen && `Of ${qLen.toLocaleString("en-US")} queries ${queries[0].toLocaleString("en-US")}, evenly spaced, are drawn. `}${!hasWeights && "Weights were not kept: the best keys of each query are drawn. "}</p>
+    <p class="faint">A row for each query, and the stronger a colour, the more it reads of a key. ${queries[0] < qLen && `Of ${qLen.toLocaleString("en-US")} queries ${queries[0].toLocaleString("en-US")}, evenly spaced, are drawn. `}${!hasWeights && "Weights were not kept: the best keys of each query are drawn. "}</p>
     ${error && html`<${Failure} error=${error} />`}
     <${HeadPictures} layers=${shownLayers} chosen=${[layers.findIndex(({ index }) => index === layer), head]} onOpen=${onOpen}
       onChoose=${(i, j) => set({ layer: layers[i].index, head: j, kkey: UNCHOSEN })} /></${Block}>`;
@@ -67,7 +67,7 @@ function HowToRead() {
   };
   return html`<details class="howto"><summary>How to read this page</summary>
     <p>A square of the grid is one head, coloured by the score that is chosen above it. Choose one to open that head.</p>
-    <p>In the map, each row is a query and each column a key; the colour is the weight that this query gives to this key. A row adds to one, or to less where a sink takes the rest. A dark column is a key that many queries read, a line along the diagonal a head that reads at a fixed distance.</p>
+    <p>In the map, each row is a query and each column a key; the colour is the weight that this query gives to this key. A row adds to one, or to less where a sink takes the rest. A column of strong colour is a key that many queries read, a line along the diagonal a head that reads at a fixed distance.</p>
     <p>Colours follow the fourth root of the weight, so that small weights are seen too; “linear” shows them as they are.</p>
     <p>Choose a point of the map, or a word of the text, and the keys of that query are listed. Entropy, in nats, says how widely it reads: 0 where one key has all.</p>
     ${panels.includes("pipeline") && html`<p><a href="#pipeline" onClick=${open}>Where a weight comes from, step by step</a></p>`}</details>`;

@@ -84,8 +84,8 @@ function Next({ model, logits, before, temperature, onTake }) {
 function Loss({ ids, plain, run, off }) {
   if (ids.length < 2) return null;
   const [all, now] = [plain, run].map(({ logits }) => mean(losses(logits, ids)));
-  const rows = [{ cells: ["all heads", { x: all }] }, ...(off.size ? [{ class: "here", cells: [`${off.size} off`, { x: now }], key: "off" }] : [])];
-  return html`<div data-name="loss"><${DataTable} title="Loss of this text" columns=${["", "nats for each token"]} rows=${rows} note="The mean of −log p over its tokens but the first: low where the model expected what you wrote." /></div>`;
+  const rows = [{ cells: ["all on", { x: all }] }, ...(off.size ? [{ class: "here", cells: [`${off.size} off`, { x: now }], key: "off" }] : [])];
+  return html`<div data-name="loss"><${DataTable} title="Loss of this text" columns=${["heads", "nats for each token"]} rows=${rows} note="The mean of −log p over its tokens but the first: low where the model expected what you wrote." /></div>`;
 }
 
 /** What most of a head's weight is on, in a word or two. */
@@ -108,7 +108,7 @@ function Heads({ model, weights, off, layer, head }) {
   const pictures = useMemo(() => weights.map((heads) => heads.map((each) => ({ picture: pictureOf(each), note: reading(each) }))), [weights]);
   const layers = pictures.map((heads, i) => ({ name: `layer ${i}`, heads: heads.map((each, j) => ({ ...each, name: `${i}.${j}`, off: off.has(`${i}.${j}`) })) }));
   return html`<${Block} title="Every head: layers down, heads across">
-    <p class="faint">Each picture is one head: a row for each token, and dark where it reads much of an earlier one. Choose a head to see it below; switch heads off, and what comes next is computed without them.</p>
+    <p class="faint">Each picture is one head: a row for each token, and the stronger a colour, the more it reads of an earlier one. Choose a head to see it below; switch heads off, and what comes next is computed without them.</p>
     <${HeadPictures} layers=${layers} chosen=${[layer, head]} onChoose=${(i, j) => set({ llayer: i, lhead: j })} below=${(i, j) => {
       const { name } = layers[i].heads[j];
       return html`<label><input type="checkbox" checked=${!off.has(name)} aria-label=${`Head ${name} is on`} onChange=${() => toggle(name)} /> on</label>`;

@@ -157,8 +157,8 @@ class Session:
     def panels(self, host: str) -> list[str]:
         """Panels that have something to show; a file holds no sample that nobody asked for."""
         names = [
-            "start", "scaling", "pipeline", "heatmap", "count", "tiles", "mechanisms", "inspect",
-            "language", "code", "errata", "exercises",
+            "start", "tour", "scaling", "pipeline", "heatmap", "count", "tiles", "mechanisms",
+            "inspect", "language", "code", "errata", "exercises",
         ]  # fmt: skip
         if host == "export" and not self._has_heads():
             names.remove("inspect")
