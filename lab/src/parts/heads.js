@@ -62,8 +62,8 @@ export function HeadPictures({ layers, chosen: [row, column], onChoose, onOpen, 
       if (!heads[j]) return html`<span key=${`${i}.${j}`}></span>`;
       const { name, note, picture, off } = heads[j];
       const isChosen = i === row && j === column;
-      return html`<div key=${`${i}.${j}`} class=${off ? "off" : ""}><button type="button" data-place=${`${i}.${j}`} tabindex=${isChosen ? 0 : -1} aria-pressed=${isChosen} title=${dense ? `${name}${note ? `: ${note}` : ""}` : undefined}
-        onClick=${(event) => { onChoose(i, j); onOpen?.(event.detail === 0); }}>${picture ? html`<${HeadPicture} picture=${picture} />` : html`<span class="nopicture"></span>`}<span class=${dense ? "unseen" : ""}><span class="unseen">Head </span>${name} <small>${note ?? ""}</small></span></button>${below?.(i, j)}</div>`;
+      return html`<div key=${`${i}.${j}`} class=${off ? "off" : ""}><button type="button" data-place=${`${i}.${j}`} tabindex=${isChosen ? 0 : -1} aria-pressed=${isChosen} aria-label=${`Head ${name} ${note ?? ""}`.trim()} title=${dense ? `${name}${note ? `: ${note}` : ""}` : undefined}
+        onClick=${(event) => { onChoose(i, j); onOpen?.(event.detail === 0); }}>${picture ? html`<${HeadPicture} picture=${picture} />` : html`<span class="nopicture"></span>`}${!dense && html`<span>${name} <small>${note ?? ""}</small></span>`}</button>${below?.(i, j)}</div>`;
     })}`)}</div></div>`;
 }
 

@@ -22,17 +22,18 @@ from qkv.extras import install_command
 from qkv.files.contents import shown
 from qkv.inspection.model_record import Keep, ModelRecord
 from qkv.inspection.token_texts import token_texts
+from qkv.samples.shipped_models import LANGUAGE, SHIPPED_MODELS
 
 if TYPE_CHECKING:
     from qkv.lab.sources import Source
 
-__all__ = ["about", "inspect_model", "lab_source"]
+__all__ = ["about", "inspect_model", "lab_source", "sentence_is_text"]
 
 Progress = Callable[[int, int], None]
 SeeValue = Callable[[ModelRecord, Any], None]
 """Given a record, right after its newest layer was added, and the value of that layer."""
 
-TINY = "tiny"
+_ARRAYS = (".safetensors", ".npz", ".npy")
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _WEIGHTS_AFTER_ATTENTION = re.compile(r"(^|\.)(\w*pooler|\w*head|classifier|score)\.")
 """Modules behind the attention layers, whose weights checkpoints of other tasks may lack."""
@@ -54,13 +55,12 @@ def inspect_model(
     QkvError
         The model or the text cannot be used; the message says why.
     """
-    if options.model == TINY:
-        from qkv.samples import tiny_model
-
-        model = tiny_model()
+    if options.model in SHIPPED_MODELS:
+        shipped = SHIPPED_MODELS[options.model]
+        model = shipped.load()
         text = None if options.text is None else given_text(options.text)
-        ids = model.repeated_sequence() if text is None else model.encode(text)
-        return model.inspect(ids[: options.tokens], keep=keep, progress=progress, see=see)
+        ids = shipped.ids(model, text)[: options.tokens]
+        return model.inspect(ids, keep=keep, progress=progress, see=see)
     loaded = _load_transformer(options.model, options.download)
     return loaded.run(_chosen_text(options), options.tokens, progress, keep, see).record
 
@@ -69,20 +69,18 @@ def about(options: argparse.Namespace) -> str:
     """What the model of `--model` reads, in a sentence; nothing if that was said with `--text`."""
     if options.text is not None:
         return ""
-    if options.model == TINY:
-        from qkv.lab.shipped import TINY_ABOUT
-
-        return TINY_ABOUT
+    if options.model in SHIPPED_MODELS:
+        return SHIPPED_MODELS[options.model].about
     return "The model reads a paragraph that comes with qkv."
 
 
 def lab_source(options: argparse.Namespace, progress: Progress) -> Source:
     """The model of `--model` on its text as a source of the lab, with the weights of all layers."""
-    from qkv.lab.shipped import tiny_source
+    from qkv.lab.shipped import shipped_source
 
-    if options.model == TINY:
+    if options.model in SHIPPED_MODELS:
         text = None if options.text is None else given_text(options.text)
-        return tiny_source(text, options.tokens, progress)
+        return shipped_source(options.model, text, options.tokens, progress)
     loaded = _load_transformer(options.model, options.download, predicts=True)
     ran = loaded.run(_chosen_text(options), options.tokens, progress, "weights")
     return _transformer_source(loaded, ran, about(options))
@@ -104,6 +102,21 @@ def _transformer_source(loaded: _Loaded, ran: _ModelRun, about: str = "") -> Sou
 
     heads = heads_of_model(ran.record, about)
     return Source(ran.record.model, heads=heads, intervene=intervene, read=read)
+
+
+def sentence_is_text(options: argparse.Namespace) -> None:
+    """A sentence in the place of FILE is what the model reads, `language` if none is named."""
+    said = options.file
+    if said is None or not any(map(str.isspace, said.strip())):
+        return
+    if said.endswith(_ARRAYS) or os.path.exists(said):
+        return
+    if options.text is not None:
+        raise ArgumentError(
+            f"{said!r:.80} and --text are two texts.", action="Leave one of them out."
+        )
+    options.file, options.text = None, said
+    options.model = options.model or LANGUAGE
 
 
 def given_text(said: str) -> str:
@@ -218,7 +231,7 @@ def _load_transformer(name: str, download: bool, predicts: bool = False) -> _Loa
         except ImportError as error:
             raise UnsupportedError(
                 f"--model needs torch and transformers, and {error.name} is not installed.",
-                action=f"{install_command('hf')}, or --model tiny, which needs neither.",
+                action=f"{install_command('hf')}, or --model language, which needs neither.",
             ) from error
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
@@ -234,7 +247,7 @@ def _require_safetensors(name: str) -> None:
         if not _NAME.fullmatch(name) or "--" in name or ".." in name:
             raise ArgumentError(
                 f"{quoted} is no folder, and no name that a model can have.",
-                action="Pass a folder, a name such as openai-community/gpt2, or tiny.",
+                action="Pass a folder, a name such as openai-community/gpt2, tiny or language.",
             )
         return
     if not folder.is_dir():
@@ -356,7 +369,7 @@ def _loading_errors(name: str, download: bool) -> Iterator[None]:
         if isinstance(error, OSError) and not Path(name).is_dir() and not download:
             raise FileError(
                 f"{quoted} is no folder, and no model of that name is on this machine.",
-                action="Add --download to fetch it, or use --model tiny.",
+                action="Add --download to fetch it, or use --model language.",
             ) from error
         raise FileError(
             f"{quoted} cannot be loaded: {reason}", action="Check the files of the model."

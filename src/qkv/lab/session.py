@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from threading import Lock
 from typing import Any
 
@@ -17,11 +17,12 @@ from qkv.lab.heads import HeadLayer, Heads, shown
 from qkv.lab.messages import Answer, key_of, plain
 from qkv.lab.notable import notable_place
 from qkv.lab.parameters import MissingError, Parameters
-from qkv.lab.shipped import sample_source, tiny_source
+from qkv.lab.shipped import sample_source, shipped_source
 from qkv.lab.small_methods import SmallMethods
 from qkv.lab.sources import Source
 from qkv.lab.thumbnails import queries_drawn, thumbnails
 from qkv.lab.weight_map import TILE, WeightMaps, levels_of
+from qkv.samples.shipped_models import SHIPPED_MODELS
 
 __all__ = ["HEAVY", "Session"]
 
@@ -178,7 +179,8 @@ class Session:
     def _model(self, given: Parameters) -> dict[str, Any]:
         heads, source = self.heads(), self.source
         summary = heads.summary(lambda layer: levels_of(layer.q_len, layer.kv_len))
-        others = [("sample", _sample().title), ("tiny", "a small model that comes with qkv")]
+        others = [("sample", _sample().title)]
+        others += [(name, shipped.title) for name, shipped in SHIPPED_MODELS.items()]
         if self._first is not None and self._first.heads is not None:
             others.insert(0, ("given", self._first.title))
         return {
@@ -197,18 +199,19 @@ class Session:
             if text is not None:
                 self.open(self._read(text))
             else:
-                what = given.choice("what", ("given", "sample", "tiny"), "sample")
                 made: dict[str, Callable[[], Source | None]] = {
-                    "given": lambda: self._first, "sample": _sample, "tiny": tiny_source,
-                }  # fmt: skip
-                self.open(made[what]())
+                    "given": lambda: self._first,
+                    "sample": _sample,
+                    **{name: partial(shipped_source, name) for name in SHIPPED_MODELS},
+                }
+                self.open(made[given.choice("what", tuple(made), "sample")]())
             return {"data": self.data(host)}
 
     def _read(self, text: str) -> Source:
         if self.source is None or self.source.read is None:
             raise UnsupportedError(
                 "no model is open that could read another text.",
-                action="Choose the small model of qkv, or start qkv lab with --model.",
+                action="Choose a model that comes with qkv, or start qkv lab with --model.",
             )
         if not text.strip():
             raise ArgumentError("the text is empty.", action="Write a sentence.")

@@ -56,7 +56,8 @@ def thumbnails(layer: HeadLayer, num_heads: int) -> NDArray[np.uint8]:
             np.maximum.at(picture, places, np.nan_to_num(weights[there]))
         else:
             _draw(picture, layer.replay, head, queries)
-    return np.rint(255 * np.sqrt(np.clip(found, 0, 1))).astype(np.uint8)
+    steps: NDArray[np.uint8] = np.rint(255 * np.sqrt(np.clip(found, 0, 1))).astype(np.uint8)
+    return steps
 
 
 def _draw(picture: NDArray[Any], replay: Replay, head: int, count: int) -> None:
