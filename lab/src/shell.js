@@ -173,9 +173,9 @@ export function Shell({ client, store, root }) {
     set({ panel: to });
   };
   return html`<${Lab.Provider} value=${{ view, set, client, theme, announce, keys, replace, data: client.data, shown: shown.map(([each]) => each) }}>
-    <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); main.current.focus(); }}>To the panel</a>
     <header class="top">
-      <p class="brand"><b>qkv</b> lab</p>
+      <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); main.current.focus(); }}>To the panel</a>
+      <h1 class="brand"><b>qkv</b> lab</h1>
       <div class="tools">
         <button type="button" class="small" aria-pressed=${view.digits === 12} onClick=${() => set({ digits: view.digits === 4 ? 12 : 4 })}>12 digits</button>
         <button type="button" class="small" onClick=${() => set({ theme: next(THEMES, view.theme) })} aria-label=${`Theme: ${THEME_NAMES[view.theme]}; change`}>

@@ -7,7 +7,7 @@ output could not be written or memory ran out, 2 for bad input, 130 for Ctrl-C.
     inspect_json           the numbers of `qkv inspect` as JSON; `inspection.summaries` has the text
     explain_mechanism      `qkv explain --mechanism`
     inputs                 arrays of a file or sample that a command is given
-    model_loading          models and texts; model_layer has one layer as arrays
+    model_loading          models; given_text has what they read, model_layer one layer as arrays
     variants               variants as options
     enter_key              what Enter does while a command runs
 """
@@ -166,7 +166,7 @@ class Parser(argparse.ArgumentParser):
 
 def _run_inspect(options: argparse.Namespace) -> str:
     from qkv.cli import inspect_command, model_command
-    from qkv.cli.model_loading import sentence_is_text
+    from qkv.cli.given_text import sentence_is_text
     from qkv.inspection.model_file import is_model_record
 
     sentence_is_text(options)

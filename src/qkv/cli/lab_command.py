@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> str:
     """The output of the command; while the page is served, its address is all."""
     if not 0 <= options.port < 1 << 16:
         raise ArgumentError(f"--port {options.port} is no port.", action="Pass 0 to 65535.")
-    from qkv.cli.model_loading import sentence_is_text
+    from qkv.cli.given_text import sentence_is_text
 
     sentence_is_text(options)
     if options.model is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,28 +16,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qkv.cli.given_text import given_text
 from qkv.errors import ArgumentError, FileError, QkvError, UnsupportedError
 from qkv.extras import install_command
 from qkv.files.contents import shown
 from qkv.inspection.model_record import Keep, ModelRecord
 from qkv.inspection.token_texts import token_texts
-from qkv.samples.shipped_models import LANGUAGE, SHIPPED_MODELS
+from qkv.samples.shipped_models import SHIPPED_MODELS
 
 if TYPE_CHECKING:
     from qkv.lab.sources import Source
 
-__all__ = ["about", "inspect_model", "lab_source", "sentence_is_text"]
+__all__ = ["about", "inspect_model", "lab_source"]
 
 Progress = Callable[[int, int], None]
 SeeValue = Callable[[ModelRecord, Any], None]
 """Given a record, right after its newest layer was added, and the value of that layer."""
 
-_ARRAYS = (".safetensors", ".npz", ".npy")
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _WEIGHTS_AFTER_ATTENTION = re.compile(r"(^|\.)(\w*pooler|\w*head|classifier|score)\.")
 """Modules behind the attention layers, whose weights checkpoints of other tasks may lack."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.model", "*.spm")
-_MAX_BYTES = 1 << 26
 _MAX_REASON_LENGTH = 300
 
 
@@ -102,64 +100,6 @@ def _transformer_source(loaded: _Loaded, ran: _ModelRun, about: str = "") -> Sou
 
     heads = heads_of_model(ran.record, about)
     return Source(ran.record.model, heads=heads, intervene=intervene, read=read)
-
-
-def sentence_is_text(options: argparse.Namespace) -> None:
-    """A sentence in the place of FILE is what the model reads, `language` if none is named."""
-    said = options.file
-    if said is None or not any(map(str.isspace, said.strip())):
-        return
-    if said.endswith(_ARRAYS) or os.path.exists(said):
-        return
-    if options.text is not None:
-        raise ArgumentError(
-            f"{said!r:.80} and --text are two texts.", action="Leave one of them out."
-        )
-    options.file, options.text = None, said
-    options.model = options.model or LANGUAGE
-
-
-def given_text(said: str) -> str:
-    """The text of `--text`: standard input for "-", a file if it is one, else what was said."""
-    if said == "-":
-        text = sys.stdin.read(_MAX_BYTES)
-        if not text.strip():
-            raise ArgumentError("standard input held no text.", action="Pipe a text into it.")
-        return text
-    # A word with an ending or a folder was meant as a file, also where there is none.
-    names_a_file = not any(map(str.isspace, said)) and (os.sep in said or "." in said[:-1])
-    if said.strip() and not names_a_file and not os.path.exists(said):
-        return said
-    return _read_text(said)
-
-
-def _read_text(path: str) -> str:
-    """A text file, whole."""
-    name = shown(path)
-    try:
-        found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode):
-            raise FileError(f"{name} is no regular file.", action="Pass a file of text.")
-        if found.st_size > _MAX_BYTES:
-            raise FileError(
-                f"{name} has {found.st_size} bytes; at most {_MAX_BYTES} are read.",
-                action="Cut the text.",
-            )
-        text = Path(path).read_text(encoding="utf-8")
-    except FileError:
-        raise
-    except UnicodeDecodeError as error:
-        raise FileError(
-            f"{name} is not UTF-8 text: byte {error.start} is none.", action="Convert it to UTF-8."
-        ) from error
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise FileError(
-            f"{name} cannot be read: {reason}.", action="Check the path of --text."
-        ) from error
-    if not text.strip():
-        raise FileError(f"{name} holds no text.", action="Write a sentence into it.")
-    return text
 
 
 # --- models of transformers ----------------------------------------------------------------------
