@@ -21,7 +21,7 @@ _SIDE, _SMALL_SIDE = 64, 32
 _MOST_LARGE = 256
 """Heads of a model up to which pictures have the larger side."""
 
-_WEIGHTS = 1 << 20
+_WEIGHTS = 1 << 18
 """Weights that are computed for one picture, if its queries are more than its rows."""
 
 _STEP = 1 << 22
