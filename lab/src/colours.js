@@ -43,7 +43,8 @@ const css = ([r, g, b]) => `rgb(${r} ${g} ${b})`;
 export function paint(t, theme) {
   const share = bounded(Math.abs(t));
   const colour = table(theme, t < 0 ? "negative" : "positive")[Math.round(share * (STEPS - 1))];
-  const [r, g, b] = colour.map((c) => (c / 255) ** 2.2);
+  const [r, g, b] = colour.map((c) => (c <= 10 ? c / 3294 : ((c / 255 + 0.055) / 1.055) ** 2.4));
   const light = 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  return { background: css(colour), color: light > 0.19 ? "#14130f" : "#ffffff" };
+  // Black from here on, and white below, have a contrast of 4.5 or more.
+  return { background: css(colour), color: light > 0.179 ? "#000000" : "#ffffff" };
 }

@@ -93,8 +93,8 @@ export async function opened(file) {
   return result.data;
 }
 
-const ITEM_SIZES = { float32: 4, float64: 8 };
-const ARRAYS = { float32: Float32Array, float64: Float64Array };
+const ITEM_SIZES = { uint8: 1, float32: 4, float64: 8 };
+const ARRAYS = { uint8: Uint8Array, float32: Float32Array, float64: Float64Array };
 
 /** An error in the words of the Python side. */
 export class HostError extends Error {

@@ -55,9 +55,11 @@ export class LanguageModel {
   /**
    * Scores of every token to follow each position, and the weights of every head.
    * @param {number[]} ids @param {Set<string>} [off] heads that write nothing, as "layer.head"
+   * @param {(layer: {x: Float64Array[], query: Float64Array[], key: Float64Array[], value: Float64Array[], weights: Float64Array[][], out: Float64Array[], mixed: Float64Array[], transformed: Float64Array[]}) => void} [see]
+   * given all of each layer: the rows that it reads, its heads, and what is added to the rows
    * @returns {{logits: Float64Array[], weights: Float64Array[][][]}} by position; by layer, head and query
    */
-  run(ids, off = new Set()) {
+  run(ids, off = new Set(), see = undefined) {
     const width = this.embedding.columns;
     const rows = ids.map((id) => normed(this.embedding.values.subarray(id * width, (id + 1) * width)));
     const weights = this.layers.map((layer, index) => {
@@ -69,14 +71,23 @@ export class LanguageModel {
       const out = rows.map(() => new Float64Array(width));
       const heads = Array.from({ length: this.numHeads }, (_, head) =>
         attend(query, key, value, head * size, size, off.has(`${index}.${head}`) ? null : out));
-      rows.forEach((row, i) => {
-        add(row, product(layer.out, out[i]));
-        const wide = product(layer.up, normed(row)).map((x) => (x > 0 ? x * x : 0));
-        add(row, product(layer.down, wide));
+      const x = see && rows.map((row) => row.slice());
+      const mixed = out.map((row) => product(layer.out, row));
+      const transformed = rows.map((row, i) => {
+        add(row, mixed[i]);
+        const wide = product(layer.up, normed(row)).map((each) => (each > 0 ? each * each : 0));
+        return product(layer.down, wide);
       });
+      rows.forEach((row, i) => add(row, transformed[i]));
+      see?.({ x, query, key, value, weights: heads, out, mixed, transformed });
       return heads;
     });
-    return { logits: rows.map((row) => product(this.embedding, normed(row))), weights };
+    return { logits: rows.map((row) => this.scores(row)), weights };
+  }
+
+  /** Scores of every token to follow, of a row. @param {Float64Array} row */
+  scores(row) {
+    return product(this.embedding, normed(row));
   }
 }
 

@@ -70,6 +70,7 @@ export function drawnSvg(element, title, theme) {
   copy.querySelectorAll("*").forEach((each, i) => {
     const style = getComputedStyle(originals[i]);
     INLINED.forEach((name) => each.setAttribute(name, style.getPropertyValue(name)));
+    if (style.transform !== "none") each.setAttribute("transform", style.transform);
     each.removeAttribute("class");
     each.removeAttribute("style");
   });

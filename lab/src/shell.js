@@ -4,6 +4,7 @@ import { html, Lab, useEffect, useLayoutEffect, useMemo, useRef, useState } from
 import { Share } from "./parts/share.js";
 import { Working } from "./parts/working.js";
 import { Start } from "./panels/start.js";
+import { Tour } from "./panels/tour.js";
 import { Scaling } from "./panels/scaling.js";
 import { Pipeline } from "./panels/pipeline.js";
 import { Heatmap } from "./panels/heatmap.js";
@@ -19,6 +20,7 @@ import { Exercises } from "./panels/exercises.js";
 /** Name in the address, title, component, and the results without which there is nothing to show. */
 const PANELS = [
   ["start", "Start", Start],
+  ["tour", "Tour", Tour],
   ["scaling", "Scaling", Scaling],
   ["pipeline", "Pipeline", Pipeline],
   ["heatmap", "Heatmap", Heatmap],
@@ -38,6 +40,7 @@ const KEYS = [
   ["↑ and ↓, Home, End", "in a grid: other rows; ends of a row, with Ctrl of the grid"],
   ["Enter or a digit", "in Q, K and V: edit the cell; Esc leaves it as it was"],
   ["j and k", "the next query, and the one before"],
+  ["p", "in the tour: play, and pause"],
   ["m", "the next mask"],
   ["s", "with and without the division by √d"],
   ["d", "4 or 12 digits"],
@@ -170,9 +173,9 @@ export function Shell({ client, store, root }) {
     set({ panel: to });
   };
   return html`<${Lab.Provider} value=${{ view, set, client, theme, announce, keys, replace, data: client.data, shown: shown.map(([each]) => each) }}>
-    <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); main.current.focus(); }}>To the panel</a>
     <header class="top">
-      <p class="brand"><b>qkv</b> lab</p>
+      <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); main.current.focus(); }}>To the panel</a>
+      <h1 class="brand"><b>qkv</b> lab</h1>
       <div class="tools">
         <button type="button" class="small" aria-pressed=${view.digits === 12} onClick=${() => set({ digits: view.digits === 4 ? 12 : 4 })}>12 digits</button>
         <button type="button" class="small" onClick=${() => set({ theme: next(THEMES, view.theme) })} aria-label=${`Theme: ${THEME_NAMES[view.theme]}; change`}>

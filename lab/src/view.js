@@ -9,7 +9,7 @@ export const DEFAULTS = {
   digits: 4, token: 0, key: 0, stage: "weights", step: 0, dk: 64, count: 0, n: 1024, d: 64,
   block: 2, tile: 0, mech: "", mhead: 0, layer: UNCHOSEN, head: UNCHOSEN, score: "entropy", query: UNCHOSEN,
   kkey: UNCHOSEN, zoom: -99, reduce: "max", ramp: "root", x: 0, y: 0, lib: "numpy", line: 0, code: "scaled-dot-product",
-  theme: "", text: "Elizabeth could not help smiling at her", temperature: 1, off: "", llayer: 1, lhead: 1, lquery: UNCHOSEN,
+  theme: "", text: "Elizabeth could not help smiling at her", temperature: 1, sentence: "He was a very pleasant young", tour: 0, off: "", llayer: 1, lhead: 1, lquery: UNCHOSEN,
 };
 
 /** The view of heads that were just opened. */

@@ -4,6 +4,7 @@ import { readFileSync } from "node:fs";
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { answerOf, check } from "../src/answers.js";
+import { paint } from "../src/colours.js";
 import { BUILT_IN, complaint, decode, encode, matrixOf } from "../src/examples.js";
 import { arraysOf, exampleOf } from "../src/files.js";
 import { shown, size, tsv, written } from "../src/format.js";
@@ -50,6 +51,16 @@ test("numbers for reading", () => {
   assert.equal(size(4 * 131072 ** 2), "64 GiB");
   assert.equal(shown("a\n\u202eb\u0000"), "a⏎�b�");
   assert.equal(tsv([["a\tb", null], [1, 0.5]]), "a b\t-inf\n1\t0.5");
+});
+
+test("text on every colour can be read", () => {
+  const lightness = (rgb) => rgb.map((c) => c / 255).map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  for (const theme of ["light", "dark"]) for (let t = -1; t <= 1; t += 1 / 256) {
+    const { background, color } = paint(t, theme);
+    const [a, b] = [lightness(background.match(/\d+/g).map(Number)), color === "#ffffff" ? 1 : 0].sort((x, y) => y - x);
+    assert.ok((a + 0.05) / (b + 0.05) >= 4.5, `${theme} ${t}`);
+  }
 });
 
 test("keys of results are those of Python", () => {

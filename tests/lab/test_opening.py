@@ -13,7 +13,7 @@ from qkv.cli import main
 from qkv.errors import QkvError
 from qkv.lab.session import Session
 from qkv.lab.sources import source_of
-from qkv.samples import real_sample, tiny_model
+from qkv.samples import language_model, real_sample, tiny_model
 
 
 def ask(session: Session, method: str, **params: Any) -> Any:
@@ -41,7 +41,7 @@ def test_another_source_is_chosen_in_the_page() -> None:
     x = np.random.default_rng(0).normal(size=(5, 3))
     session = Session(source_of(qkv.inspect(x, x, x), list("abcde")))
     others = [each["what"] for each in ask(session, "model")["others"]]
-    assert others == ["given", "sample", "tiny"]
+    assert others == ["given", "sample", "tiny", "language"]
     data = ask(session, "open", what="tiny")["data"]
     assert data["view"] == {"panel": "inspect"}
     model = ask(session, "model")
@@ -53,6 +53,26 @@ def test_another_source_is_chosen_in_the_page() -> None:
     assert not ask(session, "model")["can_read"]
     with pytest.raises(QkvError, match="no model is open that could read"):
         session.answer("open", {"text": "another"})
+
+
+def test_the_language_model_is_opened_reads_and_is_changed() -> None:
+    session = Session()
+    ask(session, "open", what="language")
+    assert ask(session, "model")["tokens"][:3] == ["It", " is", " a"]
+    text = "She was very happy"
+    ask(session, "open", text=text)
+    model = ask(session, "model")
+    assert "".join(model["tokens"]) == text
+    assert [len(layer["heads"]) for layer in model["layers"]] == [4] * 4
+    own = language_model()
+    ids = own.encode(text)
+    off: dict[tuple[int, int], str] = {(1, 1): "off"}
+    answer = ask(session, "intervene", changes=[{"layer": 1, "head": 1, "what": "off"}])
+    for side, changes in (("before", {}), ("after", off)):
+        assert answer[side]["loss"] == pytest.approx(own.loss(ids, changes).mean())
+        p = own.next_probabilities(ids, changes=changes)
+        best = np.argsort(-p)[:5]
+        assert [each["token"] for each in answer[side]["prediction"]] == own.tokens(best.tolist())
 
 
 def test_a_text_of_the_reader_changes_everything() -> None:

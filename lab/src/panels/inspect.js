@@ -5,6 +5,8 @@ import { Block, Choice, DataTable, Failure, Num, Select, Token, Waiting, Whole }
 import { Grid } from "../parts/grid.js";
 import { Bars } from "../parts/chart.js";
 import { WeightMap } from "../parts/map.js";
+import { HeadPictures, usePictures } from "../parts/heads.js";
+import { Lines } from "../parts/lines.js";
 import { Shown } from "../parts/shown.js";
 import { Words } from "../parts/words.js";
 import { UNCHOSEN } from "../view.js";
@@ -41,6 +43,22 @@ function HeadGrid({ layers, score, layer, head, onOpen }) {
     ${grouped && html`<p class="faint">Heads under one bracket read the same keys and values.</p>`}`;
 }
 
+/** All heads at a glance. */
+function Glance({ layers, layer, head, onOpen }) {
+  const { set } = useLab();
+  const { pictures, queries, error } = usePictures(layers);
+  const { q_len: qLen, has_weights: hasWeights } = layers[0];
+  const shownLayers = layers.map(({ index, heads }, i) => ({
+    name: `layer ${index}`,
+    heads: heads.map(({ kind }, j) => ({ name: layers.length > 1 ? `${index}.${j}` : String(j), note: kind, picture: pictures[i]?.[j] })),
+  }));
+  return html`<${Block} title="Every head as a picture" class="glance">
+    <p class="faint">A row for each query, and the stronger a colour, the more it reads of a key. ${queries[0] < qLen && `Of ${qLen.toLocaleString("en-US")} queries ${queries[0].toLocaleString("en-US")}, evenly spaced, are drawn. `}${!hasWeights && "Weights were not kept: the best keys of each query are drawn. "}</p>
+    ${error && html`<${Failure} error=${error} />`}
+    <${HeadPictures} layers=${shownLayers} chosen=${[layers.findIndex(({ index }) => index === layer), head]} onOpen=${onOpen}
+      onChoose=${(i, j) => set({ layer: layers[i].index, head: j, kkey: UNCHOSEN })} /></${Block}>`;
+}
+
 function HowToRead() {
   const { set, shown: panels } = useLab();
   const open = (event) => {
@@ -49,7 +67,7 @@ function HowToRead() {
   };
   return html`<details class="howto"><summary>How to read this page</summary>
     <p>A square of the grid is one head, coloured by the score that is chosen above it. Choose one to open that head.</p>
-    <p>In the map, each row is a query and each column a key; the colour is the weight that this query gives to this key. A row adds to one, or to less where a sink takes the rest. A dark column is a key that many queries read, a line along the diagonal a head that reads at a fixed distance.</p>
+    <p>In the map, each row is a query and each column a key; the colour is the weight that this query gives to this key. A row adds to one, or to less where a sink takes the rest. A column of strong colour is a key that many queries read, a line along the diagonal a head that reads at a fixed distance.</p>
     <p>Colours follow the fourth root of the weight, so that small weights are seen too; “linear” shows them as they are.</p>
     <p>Choose a point of the map, or a word of the text, and the keys of that query are listed. Entropy, in nats, says how widely it reads: 0 where one key has all.</p>
     ${panels.includes("pipeline") && html`<p><a href="#pipeline" onClick=${open}>Where a weight comes from, step by step</a></p>`}</details>`;
@@ -77,6 +95,16 @@ function TopKeys({ best: { result, error }, query, tokens, qLen, kvLen }) {
     ${!isThere && html`<${Failure} error=${{ message: `Of each head the first ${result.first + result.count} of ${qLen} queries are in this page.`, action: "The others need Python: run qkv lab." }} />`}
     ${rows.length > 0 && html`<${Bars} label="Best keys" bars=${rows.map(([key, weight]) => ({ name: html`<span class="faint">${key}</span> ${tokens && html`<${Token} text=${name(key)} />`}`, value: weight, note: html`<${Num} x=${weight} />` }))} />
     <p class="faint">Weights of this one query; all other keys, and a sink if there is one, share <${Num} x=${rest} />.</p>`}</${Block}>`;
+}
+
+/** Lines to the best keys of the queries around one. */
+function BestLines({ best: { result }, query, tokens, qLen, kvLen }) {
+  const { set } = useLab();
+  if (!result || query >= result.first + result.count) return null;
+  const { first, count, top_keys: keys, top_weights: weights } = result;
+  return html`<${Lines} first=${first} stop=${first + count} kvLen=${kvLen} query=${query} queryTokens=${qLen === kvLen ? tokens : null} keyTokens=${tokens}
+    read=${(each) => keys[each - first].map((key, i) => [key, weights[each - first][i]])} onChoose=${(to) => set({ query: to, kkey: UNCHOSEN })}
+    note=${`Of each query the ${keys[0]?.length ?? 0} best keys have lines.`} />`;
 }
 
 const WHATS = [["off", "off"], ["uniform", "uniform"], ["copy", "as for another prompt"]];
@@ -150,13 +178,15 @@ export function Inspect() {
     <${Choice} label="Heads coloured by" value=${score} onChange=${(to) => set({ score: to })} options=${scores.map((name) => [name, worded(name)])} />
     <p class="faint" data-name="about-score">${model.meanings[score] ? `Weight on ${model.meanings[score]}. ` : ""}${meanOf(score, current)}.</p>
     <${HeadGrid} layers=${layers} score=${score} layer=${layer} head=${head} onOpen=${read} />
+    <${Glance} layers=${layers} layer=${layer} head=${head} onOpen=${read} />
     <h3 class="part">${layers.length > 1 ? `Layer ${layer}, head ${head}` : `Head ${head}`}${kind ? html` <span class="kind">${kind}</span>` : ""}</h3>
     <div class="row">${layers.length > 1 && html`<${Select} label="Layer" value=${layer} onChange=${(to) => set({ layer: Number(to), kkey: UNCHOSEN })} options=${layers.map(({ index, name }) => [index, name ? `${index}: ${name}` : String(index)])} />`}
       <${Select} label="Head" value=${head} onChange=${(to) => set({ head: Number(to), kkey: UNCHOSEN })} options=${current.heads.map((each, i) => [i, each.kind ? `${i}: ${each.kind}` : String(i)])} /></div>
     ${kind && html`<p class="faint">It puts ${model.threshold} or more of its weight on ${model.meanings[kind]}, which is what the word says and no more.</p>`}
     <div class="two">
       ${hasMap ? html`<${WeightMap} key=${client.opening} layer=${layer} head=${head} query=${query} chosenKey=${key} qLen=${qLen} kvLen=${kvLen} levels=${current.levels} tokens=${tokens} onOpen=${read} />` : html`<p class="faint">The map of weights is not in this page; it needs Python: <code>qkv lab</code>.</p>`}
-      <div ref=${text}><${TopKeys} best=${best} query=${query} tokens=${tokens} qLen=${qLen} kvLen=${kvLen} /></div></div>
+      <div ref=${text}><${TopKeys} best=${best} query=${query} tokens=${tokens} qLen=${qLen} kvLen=${kvLen} />
+        <${BestLines} best=${best} query=${query} tokens=${tokens} qLen=${qLen} kvLen=${kvLen} /></div></div>
     <${DataTable} title="All heads in numbers" sortable=${true} columns=${["head", "kind", ...scores.map(worded)]} under=${["", "", ...scores.map((name) => (name === "max_logit" ? "largest" : `of ${current.counted[name]}`))]}
       rows=${layers.flatMap((each) => each.heads.map((one, i) => ({ key: `${each.index}.${i}`, class: each.index === layer && i === head ? "here" : "", cells: [layers.length > 1 ? `${each.index}.${i}` : i, one.kind ?? "", ...scores.map((name) => ({ x: one[name] ?? NaN }))] })))}
       note="Each column is a mean over the queries that have such a key; under its name stands how many they are. The columns of a row are means over different queries, so they are not parts of one whole." />

@@ -1,16 +1,16 @@
 // A small language model that runs in the page: type, see what comes next, and switch heads off.
 
-import { html, inside, useAsk, useLab, useLayoutEffect, useMemo, useRef } from "../parts/lab.js";
+import { html, inside, useAsk, useLab, useMemo } from "../parts/lab.js";
 import { Block, DataTable, Failure, Num, Token, Waiting } from "../parts/basics.js";
 import { Bars } from "../parts/chart.js";
+import { HeadPictures, pictureOf } from "../parts/heads.js";
+import { Lines } from "../parts/lines.js";
 import { Words } from "../parts/words.js";
-import { paint, table } from "../colours.js";
 import { size } from "../format.js";
 import { fromBase64, losses, probabilities } from "../language.js";
 import { UNCHOSEN } from "../view.js";
 
 const BEST = 8;
-const LINES = 24;
 const HOTTEST = 3;
 const mean = (list) => list.reduce((sum, x) => sum + x, 0) / list.length;
 
@@ -84,27 +84,8 @@ function Next({ model, logits, before, temperature, onTake }) {
 function Loss({ ids, plain, run, off }) {
   if (ids.length < 2) return null;
   const [all, now] = [plain, run].map(({ logits }) => mean(losses(logits, ids)));
-  const rows = [{ cells: ["all heads", { x: all }] }, ...(off.size ? [{ class: "here", cells: [`${off.size} off`, { x: now }], key: "off" }] : [])];
-  return html`<div data-name="loss"><${DataTable} title="Loss of this text" columns=${["", "nats for each token"]} rows=${rows} note="The mean of −log p over its tokens but the first: low where the model expected what you wrote." /></div>`;
-}
-
-/** The weights of a head as a small picture, a pixel for each query and key. */
-function Thumbnail({ weights }) {
-  const { theme } = useLab();
-  const canvas = useRef(null);
-  useLayoutEffect(() => {
-    const n = weights.length;
-    Object.assign(canvas.current, { width: n, height: n });
-    const context = canvas.current.getContext("2d");
-    const image = context.createImageData(n, n);
-    const colours = table(theme);
-    weights.forEach((row, i) => row.forEach((weight, j) => {
-      const colour = colours[Math.round(255 * Math.sqrt(Math.min(1, weight)))];
-      image.data.set([...colour, 255], 4 * (i * n + j));
-    }));
-    context.putImageData(image, 0, 0);
-  }, [weights, theme]);
-  return html`<canvas ref=${canvas} aria-hidden="true"></canvas>`;
+  const rows = [{ cells: ["all on", { x: all }] }, ...(off.size ? [{ class: "here", cells: [`${off.size} off`, { x: now }], key: "off" }] : [])];
+  return html`<div data-name="loss"><${DataTable} title="Loss of this text" columns=${["heads", "nats for each token"]} rows=${rows} note="The mean of −log p over its tokens but the first: low where the model expected what you wrote." /></div>`;
 }
 
 /** What most of a head's weight is on, in a word or two. */
@@ -124,28 +105,15 @@ function Heads({ model, weights, off, layer, head }) {
     set({ off: [...next].sort().join(" ") });
     announce(`head ${name} ${next.has(name) ? "off" : "on"}`);
   };
+  const pictures = useMemo(() => weights.map((heads) => heads.map((each) => ({ picture: pictureOf(each), note: reading(each) }))), [weights]);
+  const layers = pictures.map((heads, i) => ({ name: `layer ${i}`, heads: heads.map((each, j) => ({ ...each, name: `${i}.${j}`, off: off.has(`${i}.${j}`) })) }));
   return html`<${Block} title="Every head: layers down, heads across">
-    <p class="faint">Each picture is one head: a row for each token, and dark where it reads much of an earlier one. Choose a head to see it below; switch heads off, and what comes next is computed without them.</p>
-    <div class="smallheads" style=${{ "--heads": model.numHeads }}>${weights.map((heads, i) => heads.map((each, j) => {
-      const name = `${i}.${j}`;
-      return html`<div key=${name} class=${off.has(name) ? "off" : ""}><button type="button" aria-pressed=${i === layer && j === head} onClick=${() => set({ llayer: i, lhead: j })}><${Thumbnail} weights=${each} /><span><span class="unseen">Layer and head </span>${name} <small>${reading(each)}</small></span></button>
-        <label><input type="checkbox" checked=${!off.has(name)} aria-label=${`Head ${name} is on`} onChange=${() => toggle(name)} /> on</label></div>`;
-    }))}</div>
+    <p class="faint">Each picture is one head: a row for each token, and the stronger a colour, the more it reads of an earlier one. Choose a head to see it below; switch heads off, and what comes next is computed without them.</p>
+    <${HeadPictures} layers=${layers} chosen=${[layer, head]} onChoose=${(i, j) => set({ llayer: i, lhead: j })} below=${(i, j) => {
+      const { name } = layers[i].heads[j];
+      return html`<label><input type="checkbox" checked=${!off.has(name)} aria-label=${`Head ${name} is on`} onChange=${() => toggle(name)} /> on</label>`;
+    }} />
     <div class="row"><button type="button" disabled=${!off.size} onClick=${() => set({ off: "" })}>All heads on</button></div></${Block}>`;
-}
-
-/** Lines from each token to those that it reads, in two columns: the strongest of the last tokens. */
-function Lines({ weights, tokens, query }) {
-  const { theme } = useLab();
-  const first = Math.max(0, tokens.length - LINES);
-  const [row, left, right, width] = [20, 118, 222, 340];
-  const y = (i) => 14 + row * (i - first);
-  const lines = weights.flatMap((keys, i) => [...keys].map((weight, j) => ({ i, j, weight }))).filter(({ i, j, weight }) => i >= first && j >= first && weight >= 0.04);
-  const colour = paint(0.8, theme).background;
-  return html`<svg class="lines" viewBox=${`0 0 ${width} ${row * (tokens.length - first) + 8}`} role="img" aria-label=${`Lines from each token on the left to the tokens that it reads on the right; token ${query} is drawn strongest`}>
-    ${lines.map(({ i, j, weight }) => html`<line key=${`${i}.${j}`} x1=${left} y1=${y(i)} x2=${right} y2=${y(j)} style=${{ stroke: colour, strokeWidth: 0.5 + 4 * weight, opacity: i === query ? 1 : 0.15 + 0.35 * weight }} />`)}
-    ${tokens.slice(first).map((token, i) => html`<text key=${i} x=${left - 6} y=${y(first + i) + 4} text-anchor="end" class=${first + i === query ? "here" : ""}>${token.replace("\n", "⏎")}</text><text key=${`k${i}`} x=${right + 6} y=${y(first + i) + 4}>${token.replace("\n", "⏎")}</text>`)}</svg>
-    ${first > 0 && html`<p class="faint">Lines are drawn between the last ${LINES} tokens.</p>`}`;
 }
 
 function Head({ weights, tokens, query, title, more }) {
@@ -157,5 +125,5 @@ function Head({ weights, tokens, query, title, more }) {
     <div class="two wide-left"><div><${Words} tokens=${tokens} query=${query} strength=${new Map(row.entries())} onChoose=${(to) => set({ lquery: to })} />
       <p>${html`<${Token} text=${tokens[query]} />`} reads:</p>
       <div data-name="reads"><${Bars} label="Where the chosen token looks" bars=${best.map((key) => ({ name: html`<span class="faint">${key}</span> <${Token} text=${tokens[key]} />`, value: row[key], note: html`<${Num} x=${row[key]} />` }))} /></div></div>
-      <${Lines} weights=${weights} tokens=${tokens} query=${query} /></div></${Block}>`;
+      <${Lines} read=${(each) => [...weights[each].entries()]} first=${0} stop=${tokens.length} kvLen=${tokens.length} query=${query} queryTokens=${tokens} keyTokens=${tokens} onChoose=${(to) => set({ lquery: to })} /></div></${Block}>`;
 }

@@ -37,7 +37,7 @@ function Paste({ onGiven }) {
 }
 
 export function Start() {
-  const { view, set, announce, client, replace } = useLab();
+  const { view, set, announce, client, replace, shown: panels } = useLab();
   const { example, rows, fixed, trace } = useExample();
   const rowName = (row) => example.tokens[row.q_index] ?? String(row.q_index);
   const [error, setError] = useState(null);
@@ -86,6 +86,7 @@ export function Start() {
 
   return html`<p class="lead">Attention lets every token look at the others and take from each what it needs. Here is one small case of it, with every number; change any of them, and all panels follow.</p>
     <p class="headline" aria-label="output = softmax of Q K transposed over root d, times V">output = softmax(<i class="q">Q</i> <i class="k">K</i><sup>T</sup> ÷ √d) <i class="v">V</i></p>
+    ${panels.includes("tour") && html`<p><button type="button" class="main" onClick=${() => set({ panel: "tour", tour: 0 })}>Take the tour</button> <span class="faint">twelve steps from a sentence to its next token</span></p>`}
     <${Figures} />
     <h3 class="part">The example</h3>
     <${ExampleBar} />

@@ -79,7 +79,7 @@ export function Block({ title, rows, svg, children, class: kind = "", level = 3 
 
 const isCell = (value) => value !== null && typeof value === "object";
 const rawOf = (value) => (!isCell(value) ? value : "x" in value ? value.x : value.props?.text ?? "");
-const isNumeric = (value) => typeof rawOf(value) === "number" || /^[\d,.−e+ ]+( [KMGTP]iB| bytes)?$/.test(String(rawOf(value)));
+const isNumeric = (value) => typeof rawOf(value) === "number" || rawOf(value) === null || /^[\d,.−e+ ]+( [KMGTP]iB| bytes)?$/.test(String(rawOf(value)));
 
 /**
  * A table that can be copied. Cells are strings, numbers, {x: number} for all digits, or html.

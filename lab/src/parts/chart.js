@@ -4,11 +4,11 @@ import { html, useLab, useRef } from "./lab.js";
 import { Save } from "./basics.js";
 import { drawnSvg } from "../picture.js";
 
-/** A figure whose SVG can be saved. */
-export function Figure({ title, children }) {
+/** A figure whose SVG can be saved; a quiet one does not show its title. */
+export function Figure({ title, quiet = false, children }) {
   const { theme } = useLab();
   const figure = useRef(null);
-  return html`<figure ref=${figure}><figcaption>${title} <${Save} title=${title} svg=${() => drawnSvg(figure.current.querySelector("svg"), title, theme)} /></figcaption>${children}</figure>`;
+  return html`<figure ref=${figure}><figcaption><span class=${quiet ? "unseen" : undefined}>${title}</span> <${Save} title=${title} svg=${() => drawnSvg(figure.current.querySelector("svg"), title, theme)} /></figcaption>${children}</figure>`;
 }
 
 /**

@@ -10,6 +10,7 @@ const WORDS = {
   mechanisms: "all mechanisms",
   model: "the scores of all heads",
   scaling: "the scaling curve",
+  thumbnails: "the pictures of all heads",
   tile: "a map of weights",
 };
 

@@ -7,7 +7,7 @@ output could not be written or memory ran out, 2 for bad input, 130 for Ctrl-C.
     inspect_json           the numbers of `qkv inspect` as JSON; `inspection.summaries` has the text
     explain_mechanism      `qkv explain --mechanism`
     inputs                 arrays of a file or sample that a command is given
-    model_loading          models and texts; model_layer has one layer as arrays
+    model_loading          models; given_text has what they read, model_layer one layer as arrays
     variants               variants as options
     enter_key              what Enter does while a command runs
 """
@@ -35,6 +35,7 @@ _EXAMPLES = """\
 examples:
   qkv inspect                          a layer of a real model, every head in a row
   qkv inspect --query 75 --head 3      where one token looks
+  qkv inspect "a sentence"             every head of a small language model reads it
   qkv inspect FILE --causal            arrays q, k, v from a safetensors or npz file
   qkv inspect --model tiny             a map of a whole model: which kind each head is
   qkv inspect --model tiny --layer 1   the heads of one layer; --head and --query look closer
@@ -165,8 +166,10 @@ class Parser(argparse.ArgumentParser):
 
 def _run_inspect(options: argparse.Namespace) -> str:
     from qkv.cli import inspect_command, model_command
+    from qkv.cli.given_text import sentence_is_text
     from qkv.inspection.model_file import is_model_record
 
+    sentence_is_text(options)
     if options.model is not None:
         return model_command.run(options)
     if options.file is not None and is_model_record(options.file):
@@ -226,7 +229,8 @@ def _make_parser() -> Parser:
         "Entropy in nats, the share of weight on the first, previous, own and next token, and the "
         "strongest pairs (query -> key) of each head, averaged over all queries. Pairs with the "
         "first key, which many heads use as a resting place, are in the JSON only. Without FILE: "
-        "a layer of all-MiniLM-L6-v2 that reads a paragraph. With --model: every head of a model.",
+        "a layer of all-MiniLM-L6-v2 that reads a paragraph. With --model: every head of a model; "
+        "a sentence in place of FILE is what it reads, a small language model if none is named.",
     )
     _add_problem(inspect)
     inspect.add_argument(
@@ -360,7 +364,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
 def _add_model(parser: argparse.ArgumentParser, title: str, about: str) -> None:
     model = parser.add_argument_group(title, about)
     model.add_argument(
-        "--model", metavar="NAME", help="folder or name of a transformers model, or tiny"
+        "--model", metavar="NAME", help="folder or name of a transformers model, tiny, language"
     )
     model.add_argument("--layer", type=int, metavar="L", help="one layer, in the order of calls")
     model.add_argument(

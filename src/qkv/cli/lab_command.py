@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-open", action="store_true", help="do not open a browser")
     parser.add_argument("--export", metavar="FILE", help="write the page as one file instead")
     parser.add_argument(
-        "--model", metavar="NAME", help="folder or name of a transformers model, or tiny"
+        "--model", metavar="NAME", help="folder or name of a transformers model, tiny, language"
     )
     parser.add_argument(
         "--text", metavar="TEXT", help="what it reads: a text, a file, or - (default: a paragraph)"
@@ -53,6 +53,9 @@ def run(options: argparse.Namespace) -> str:
     """The output of the command; while the page is served, its address is all."""
     if not 0 <= options.port < 1 << 16:
         raise ArgumentError(f"--port {options.port} is no port.", action="Pass 0 to 65535.")
+    from qkv.cli.given_text import sentence_is_text
+
+    sentence_is_text(options)
     if options.model is None:
         for attribute, name in (("text", "--text"), ("tokens", "--tokens")):
             if getattr(options, attribute) is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qkv.cli.given_text import given_text
 from qkv.errors import ArgumentError, FileError, QkvError, UnsupportedError
 from qkv.extras import install_command
 from qkv.files.contents import shown
 from qkv.inspection.model_record import Keep, ModelRecord
 from qkv.inspection.token_texts import token_texts
+from qkv.samples.shipped_models import SHIPPED_MODELS
 
 if TYPE_CHECKING:
     from qkv.lab.sources import Source
@@ -32,12 +33,10 @@ Progress = Callable[[int, int], None]
 SeeValue = Callable[[ModelRecord, Any], None]
 """Given a record, right after its newest layer was added, and the value of that layer."""
 
-TINY = "tiny"
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _WEIGHTS_AFTER_ATTENTION = re.compile(r"(^|\.)(\w*pooler|\w*head|classifier|score)\.")
 """Modules behind the attention layers, whose weights checkpoints of other tasks may lack."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.model", "*.spm")
-_MAX_BYTES = 1 << 26
 _MAX_REASON_LENGTH = 300
 
 
@@ -54,13 +53,12 @@ def inspect_model(
     QkvError
         The model or the text cannot be used; the message says why.
     """
-    if options.model == TINY:
-        from qkv.samples import tiny_model
-
-        model = tiny_model()
+    if options.model in SHIPPED_MODELS:
+        shipped = SHIPPED_MODELS[options.model]
+        model = shipped.load()
         text = None if options.text is None else given_text(options.text)
-        ids = model.repeated_sequence() if text is None else model.encode(text)
-        return model.inspect(ids[: options.tokens], keep=keep, progress=progress, see=see)
+        ids = shipped.ids(model, text)[: options.tokens]
+        return model.inspect(ids, keep=keep, progress=progress, see=see)
     loaded = _load_transformer(options.model, options.download)
     return loaded.run(_chosen_text(options), options.tokens, progress, keep, see).record
 
@@ -69,20 +67,18 @@ def about(options: argparse.Namespace) -> str:
     """What the model of `--model` reads, in a sentence; nothing if that was said with `--text`."""
     if options.text is not None:
         return ""
-    if options.model == TINY:
-        from qkv.lab.shipped import TINY_ABOUT
-
-        return TINY_ABOUT
+    if options.model in SHIPPED_MODELS:
+        return SHIPPED_MODELS[options.model].about
     return "The model reads a paragraph that comes with qkv."
 
 
 def lab_source(options: argparse.Namespace, progress: Progress) -> Source:
     """The model of `--model` on its text as a source of the lab, with the weights of all layers."""
-    from qkv.lab.shipped import tiny_source
+    from qkv.lab.shipped import shipped_source
 
-    if options.model == TINY:
+    if options.model in SHIPPED_MODELS:
         text = None if options.text is None else given_text(options.text)
-        return tiny_source(text, options.tokens, progress)
+        return shipped_source(options.model, text, options.tokens, progress)
     loaded = _load_transformer(options.model, options.download, predicts=True)
     ran = loaded.run(_chosen_text(options), options.tokens, progress, "weights")
     return _transformer_source(loaded, ran, about(options))
@@ -104,49 +100,6 @@ def _transformer_source(loaded: _Loaded, ran: _ModelRun, about: str = "") -> Sou
 
     heads = heads_of_model(ran.record, about)
     return Source(ran.record.model, heads=heads, intervene=intervene, read=read)
-
-
-def given_text(said: str) -> str:
-    """The text of `--text`: standard input for "-", a file if it is one, else what was said."""
-    if said == "-":
-        text = sys.stdin.read(_MAX_BYTES)
-        if not text.strip():
-            raise ArgumentError("standard input held no text.", action="Pipe a text into it.")
-        return text
-    # A word with an ending or a folder was meant as a file, also where there is none.
-    names_a_file = not any(map(str.isspace, said)) and (os.sep in said or "." in said[:-1])
-    if said.strip() and not names_a_file and not os.path.exists(said):
-        return said
-    return _read_text(said)
-
-
-def _read_text(path: str) -> str:
-    """A text file, whole."""
-    name = shown(path)
-    try:
-        found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode):
-            raise FileError(f"{name} is no regular file.", action="Pass a file of text.")
-        if found.st_size > _MAX_BYTES:
-            raise FileError(
-                f"{name} has {found.st_size} bytes; at most {_MAX_BYTES} are read.",
-                action="Cut the text.",
-            )
-        text = Path(path).read_text(encoding="utf-8")
-    except FileError:
-        raise
-    except UnicodeDecodeError as error:
-        raise FileError(
-            f"{name} is not UTF-8 text: byte {error.start} is none.", action="Convert it to UTF-8."
-        ) from error
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise FileError(
-            f"{name} cannot be read: {reason}.", action="Check the path of --text."
-        ) from error
-    if not text.strip():
-        raise FileError(f"{name} holds no text.", action="Write a sentence into it.")
-    return text
 
 
 # --- models of transformers ----------------------------------------------------------------------
@@ -218,7 +171,7 @@ def _load_transformer(name: str, download: bool, predicts: bool = False) -> _Loa
         except ImportError as error:
             raise UnsupportedError(
                 f"--model needs torch and transformers, and {error.name} is not installed.",
-                action=f"{install_command('hf')}, or --model tiny, which needs neither.",
+                action=f"{install_command('hf')}, or --model language, which needs neither.",
             ) from error
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
@@ -234,7 +187,7 @@ def _require_safetensors(name: str) -> None:
         if not _NAME.fullmatch(name) or "--" in name or ".." in name:
             raise ArgumentError(
                 f"{quoted} is no folder, and no name that a model can have.",
-                action="Pass a folder, a name such as openai-community/gpt2, or tiny.",
+                action="Pass a folder, a name such as openai-community/gpt2, tiny or language.",
             )
         return
     if not folder.is_dir():
@@ -356,7 +309,7 @@ def _loading_errors(name: str, download: bool) -> Iterator[None]:
         if isinstance(error, OSError) and not Path(name).is_dir() and not download:
             raise FileError(
                 f"{quoted} is no folder, and no model of that name is on this machine.",
-                action="Add --download to fetch it, or use --model tiny.",
+                action="Add --download to fetch it, or use --model language.",
             ) from error
         raise FileError(
             f"{quoted} cannot be loaded: {reason}", action="Check the files of the model."

@@ -6,7 +6,8 @@ answers, and a session answers with traces, ledgers and records of the rest of t
 
 session         one session; it answers by the name of a question
 small_methods   its answers about small examples; code_lines, walkthrough
-heads           its layers and heads; weight_map draws their weights at any length
+heads           its layers and heads; weight_map draws their weights at any length, thumbnails
+                a small picture of each head
 what_if         its predictions of a model with heads changed
 shipped         what it shows of heads where nothing else was opened; notable: which head first
 sources         what it is opened with: a file, a record, arrays

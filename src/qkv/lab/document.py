@@ -134,9 +134,9 @@ def to_html(shown: Any = None, tokens: Sequence[str] | None = None) -> str:
     Returns
     -------
     str
-        Some 1.7 MB, of which 1.3 MB are the language model, and what is shown: 0.3 kB for each
-        head, 0.1 kB for each head and query, and the map of each head of at most 256 tokens whose
-        query and key were kept.
+        Some 1.7 MB, of which 1.3 MB are the language model, and what is shown: for each head at
+        most 6 kB, 0.1 kB for each of its queries, and its map if its query and key were kept and
+        have at most 256 tokens.
 
     Raises
     ------
@@ -180,6 +180,9 @@ def _head_results(session: Session, heads: Heads) -> dict[str, Any]:
     results = session.results(("model", {}))
     # A file has no server that could run the model again.
     results["model"] |= {"can_intervene": False, "can_read": False, "others": []}
+    for layer in heads.layers:
+        picture = {"layer": layer.index}
+        results[key_of("thumbnails", picture)] = _with_bytes(session.answer("thumbnails", picture))
     places = [(layer, head) for layer in heads.layers for head in range(layer.num_heads)]
     most = min(_MOST_QUERIES, max(_MOST_ROWS // max(len(places), 1), 1))
     for layer, head in places:

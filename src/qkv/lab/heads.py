@@ -16,7 +16,7 @@ from qkv.inspection.record import Record
 from qkv.inspection.replay import Replay
 from qkv.inspection.tokens import printable
 
-__all__ = ["NOTE", "HeadLayer", "Heads", "heads_of_model", "heads_of_record", "shown"]
+__all__ = ["EXACT_KEYS", "NOTE", "HeadLayer", "Heads", "heads_of_model", "heads_of_record", "shown"]
 
 Array = NDArray[Any]
 
@@ -27,7 +27,7 @@ NOTE = (
 
 _LONGEST_TOKEN = 40
 _TOP = 4
-_EXACT_KEYS = 1 << 13
+EXACT_KEYS = 1 << 13
 """Keys up to which rows are computed in float64."""
 _ROWS = 1 << 22
 """Weights that are computed at once for the best keys of some queries."""
@@ -264,7 +264,7 @@ def best_keys(replay: Replay, head: int, first: int, stop: int) -> tuple[Array, 
     keys = np.arange(kv_len)
     for start in range(first, stop, step):
         rows = np.arange(start, min(start + step, stop))
-        weights_of = replay.exact if kv_len <= _EXACT_KEYS else replay.whole_rows
+        weights_of = replay.exact if kv_len <= EXACT_KEYS else replay.whole_rows
         weights = np.minimum(np.nan_to_num(weights_of(0, head, rows, keys)), 1)
         some = np.argpartition(-weights, count - 1, axis=1)[:, :count]
         found = np.take_along_axis(weights, some, axis=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from threading import Lock
 from typing import Any
 
@@ -17,17 +17,21 @@ from qkv.lab.heads import HeadLayer, Heads, shown
 from qkv.lab.messages import Answer, key_of, plain
 from qkv.lab.notable import notable_place
 from qkv.lab.parameters import MissingError, Parameters
-from qkv.lab.shipped import sample_source, tiny_source
+from qkv.lab.shipped import sample_source, shipped_source
 from qkv.lab.small_methods import SmallMethods
 from qkv.lab.sources import Source
+from qkv.lab.thumbnails import queries_drawn, thumbnails
 from qkv.lab.weight_map import TILE, WeightMaps, levels_of
+from qkv.samples.shipped_models import SHIPPED_MODELS
 
 __all__ = ["HEAVY", "Session"]
 
 VERSION = 1
 """Of the data that a page is given."""
 
-HEAVY = frozenset({"head", "intervene", "mechanisms", "model", "open", "scaling", "tile"})
+HEAVY = frozenset(
+    {"head", "intervene", "mechanisms", "model", "open", "scaling", "thumbnails", "tile"}
+)
 """Methods that may take seconds; a host runs one of them at a time."""
 
 _MOST_QUERIES = 4096
@@ -78,6 +82,7 @@ class Session:
             "check": small.check,
             "model": self._model,
             "head": self._head,
+            "thumbnails": self._thumbnails,
             "tile": self._tile,
             "weight": self._weight,
             "intervene": self._intervene,
@@ -101,8 +106,8 @@ class Session:
         ----------
         method : str
             example, trace, tiles, count, scaling, mechanisms, language, code, errata, exercises,
-            check; of the model or arrays that are shown: model, head, tile, weight, intervene; open
-            shows others.
+            check; of the model or arrays that are shown: model, head, thumbnails, tile, weight,
+            intervene; open shows others.
         params : mapping, optional
             As JSON gives them.
 
@@ -153,8 +158,8 @@ class Session:
     def panels(self, host: str) -> list[str]:
         """Panels that have something to show; a file holds no sample that nobody asked for."""
         names = [
-            "start", "scaling", "pipeline", "heatmap", "count", "tiles", "mechanisms", "inspect",
-            "language", "code", "errata", "exercises",
+            "start", "tour", "scaling", "pipeline", "heatmap", "count", "tiles", "mechanisms",
+            "inspect", "language", "code", "errata", "exercises",
         ]  # fmt: skip
         if host == "export" and not self._has_heads():
             names.remove("inspect")
@@ -174,7 +179,8 @@ class Session:
     def _model(self, given: Parameters) -> dict[str, Any]:
         heads, source = self.heads(), self.source
         summary = heads.summary(lambda layer: levels_of(layer.q_len, layer.kv_len))
-        others = [("sample", _sample().title), ("tiny", "a small model that comes with qkv")]
+        others = [("sample", _sample().title)]
+        others += [(name, shipped.title) for name, shipped in SHIPPED_MODELS.items()]
         if self._first is not None and self._first.heads is not None:
             others.insert(0, ("given", self._first.title))
         return {
@@ -193,18 +199,19 @@ class Session:
             if text is not None:
                 self.open(self._read(text))
             else:
-                what = given.choice("what", ("given", "sample", "tiny"), "sample")
                 made: dict[str, Callable[[], Source | None]] = {
-                    "given": lambda: self._first, "sample": _sample, "tiny": tiny_source,
-                }  # fmt: skip
-                self.open(made[what]())
+                    "given": lambda: self._first,
+                    "sample": _sample,
+                    **{name: partial(shipped_source, name) for name in SHIPPED_MODELS},
+                }
+                self.open(made[given.choice("what", tuple(made), "sample")]())
             return {"data": self.data(host)}
 
     def _read(self, text: str) -> Source:
         if self.source is None or self.source.read is None:
             raise UnsupportedError(
                 "no model is open that could read another text.",
-                action="Choose the small model of qkv, or start qkv lab with --model.",
+                action="Choose a model that comes with qkv, or start qkv lab with --model.",
             )
         if not text.strip():
             raise ArgumentError("the text is empty.", action="Write a sentence.")
@@ -229,6 +236,13 @@ class Session:
             found["received"] = layer.received()[head]
         result: dict[str, Any] = plain(found)
         return result
+
+    def _thumbnails(self, given: Parameters) -> Answer:
+        heads = self.heads()
+        layer = heads.layer(given.integer("layer", 0, max(len(heads.layers) - 1, 0)))
+        count = sum(each.num_heads for each in heads.layers)
+        result = {"layer": layer.index, "queries": queries_drawn(layer, count)}
+        return Answer(result, (thumbnails(layer, count),))
 
     def _tile(self, given: Parameters) -> Answer:
         layer, head = self._place(given)

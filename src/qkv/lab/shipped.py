@@ -1,4 +1,4 @@
-"""What the panel Inspect shows without a file or a model of the reader: both come with qkv."""
+"""What the panel Inspect shows without a file or a model of the reader: what comes with qkv."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ from qkv.backends import Progress
 from qkv.files import Arrays
 from qkv.lab.heads import heads_of_model
 from qkv.lab.sources import Source, open_arrays
-from qkv.lab.what_if import tiny_what_if
+from qkv.lab.what_if import shipped_what_if
+from qkv.samples.shipped_models import SHIPPED_MODELS
 
-__all__ = ["TINY_ABOUT", "sample_source", "tiny_source"]
-
-TINY_ABOUT = (
-    "The model reads random characters, and then the same ones again. No language helps with the "
-    "first half; the second can be predicted by a head that finds the character before and reads "
-    "what followed it."
-)
+__all__ = ["sample_source", "shipped_source"]
 
 
 def sample_source() -> Source:
@@ -27,26 +22,27 @@ def sample_source() -> Source:
     return open_arrays(arrays, sample.title, about=about)
 
 
-def tiny_source(
-    text: str | None = None, count: int | None = None, progress: Progress | None = None
+def shipped_source(
+    name: str, text: str | None = None, count: int | None = None, progress: Progress | None = None
 ) -> Source:
-    """The small model that comes with qkv, on a text or on random characters, twice.
+    """A model that comes with qkv, on a text or on what it reads without one.
 
     Parameters
     ----------
+    name : str
+        A key of `SHIPPED_MODELS`.
     text : str, optional
     count : int, optional
-        Only so many of the characters are read.
+        Only so many of the tokens are read.
     progress : callable (done, all), optional
     """
-    from qkv.samples import tiny_model
-
-    model = tiny_model()
-    ids = (model.repeated_sequence() if text is None else model.encode(text))[:count]
+    shipped = SHIPPED_MODELS[name]
+    model = shipped.load()
+    ids = shipped.ids(model, text)[:count]
     record = model.inspect(ids, keep="weights", progress=progress)
     return Source(
         record.model,
-        heads=heads_of_model(record, TINY_ABOUT if text is None else ""),
-        intervene=tiny_what_if(ids),
-        read=tiny_source,
+        heads=heads_of_model(record, shipped.about if text is None else ""),
+        intervene=shipped_what_if(model, ids),
+        read=lambda another: shipped_source(name, another),
     )

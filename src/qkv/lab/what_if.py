@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from qkv.errors import ArgumentError
 from qkv.lab.heads import shown
 from qkv.lab.parameters import Parameters, TooLongError
+from qkv.samples.decoder import Decoder
 
-__all__ = ["WhatIf", "tiny_what_if", "transformer_what_if"]
+__all__ = ["WhatIf", "shipped_what_if", "transformer_what_if"]
 
 Array = NDArray[Any]
 Changes: TypeAlias = Mapping[tuple[int, int], str | Sequence[int]]
@@ -100,17 +101,15 @@ class WhatIf:
         }
 
 
-def tiny_what_if(ids: Sequence[int]) -> WhatIf:
-    """The small model that comes with qkv.
+def shipped_what_if(model: Decoder, ids: Sequence[int]) -> WhatIf:
+    """A model that comes with qkv.
 
     Parameters
     ----------
+    model : Decoder
     ids : sequence of int
         What it reads where a request has no prompt.
     """
-    from qkv.samples import tiny_model
-
-    model = tiny_model()
     return WhatIf(
         model.encode, lambda index: model.tokens([index])[0], model.logits, ids, most=4096
     )

@@ -20,8 +20,8 @@ ARGUMENTS = [
 ]  # fmt: skip
 
 PANELS = (
-    "start", "scaling", "pipeline", "heatmap", "count", "tiles", "mechanisms", "inspect",
-    "language", "code", "errata", "exercises",
+    "start", "tour", "scaling", "pipeline", "heatmap", "count", "tiles", "mechanisms",
+    "inspect", "language", "code", "errata", "exercises",
 )  # fmt: skip
 
 HOSTILE = (

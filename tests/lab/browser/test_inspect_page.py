@@ -110,8 +110,8 @@ def test_a_click_on_a_map_leads_to_the_text(opened: Any, sample_page: Path, widt
     page.click('.heads td[data-column="6"]')
     assert is_in_sight(page, ".words")
     page.wait_for_selector('canvas[data-missing="0"]')
-    page.locator("canvas").scroll_into_view_if_needed()
-    page.click("canvas", position={"x": 60, "y": 120})
+    page.locator(".mapholder canvas").scroll_into_view_if_needed()
+    page.click(".mapholder canvas", position={"x": 60, "y": 120})
     assert is_in_sight(page, ".words")
     query = int(page.input_value(".field input[type=number]"))
     assert query > 0
@@ -127,7 +127,7 @@ def test_a_click_on_a_map_leads_to_the_text(opened: Any, sample_page: Path, widt
 
 def test_keys_lead_from_the_maps_to_the_text(opened: Any, sample_page: Path) -> None:
     page = plainly(opened(sample_page))
-    for place in ('.heads td[tabindex="0"]', "canvas"):
+    for place in ('.heads td[tabindex="0"]', ".mapholder canvas"):
         page.locator(place).focus()
         page.keyboard.press("Enter")
         assert page.evaluate("document.activeElement.classList.contains('words')")

@@ -129,7 +129,7 @@ def test_choices_and_the_slider(lab: Any) -> None:
 def test_the_map(lab: Any) -> None:
     page = lab.open("inspect", layer=1, head=1, query=40, kkey=0)
     page.wait_for_selector('canvas[data-missing="0"]')
-    tab_to(page, "canvas")
+    tab_to(page, ".mapholder canvas")
     press(page, "ArrowRight", "ArrowRight", "ArrowDown")
     assert page.inner_text('.readout [data-name="query"]').endswith(" 41")
     assert page.inner_text('.readout [data-name="key"]').endswith(" 2")

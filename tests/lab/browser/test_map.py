@@ -19,7 +19,7 @@ QUERY = ".field input[type=number]"
 
 
 SEES = """([query, key]) => {
-    const canvas = document.querySelector("canvas").getBoundingClientRect();
+    const canvas = document.querySelector(".mapholder canvas").getBoundingClientRect();
     const view = new URLSearchParams(location.hash);
     const [x, y] = ["x", "y"].map((name) => Number(view.get(name)));
     return key >= x && key < x + canvas.width / 32 && query >= y && query < y + canvas.height / 32;
@@ -34,7 +34,7 @@ def is_marked(page: Any, query: int, key: int) -> None:
 def test_what_was_clicked_stays_chosen(lab: Any) -> None:
     page = lab.open("inspect", layer=1, head=1, query=40, kkey=9)
     page.wait_for_selector('canvas[data-missing="0"]')
-    canvas = page.locator("canvas")
+    canvas = page.locator(".mapholder canvas")
     canvas.scroll_into_view_if_needed()
     canvas.hover(position={"x": 100, "y": 200})
     page.wait_for_selector('.readout[data-over="pointer"]')
@@ -56,7 +56,7 @@ def test_what_was_clicked_stays_chosen(lab: Any) -> None:
 
 def test_the_wheel_scrolls_the_page_and_zooms_with_ctrl(lab: Any) -> None:
     page = lab.open("inspect", layer=1, head=1)
-    canvas = page.locator("canvas")
+    canvas = page.locator(".mapholder canvas")
     canvas.scroll_into_view_if_needed()
     canvas.hover()
     before = page.evaluate("scrollY")
@@ -76,7 +76,7 @@ def test_axes_have_labels(lab: Any) -> None:
     across, down = page.locator(".axis").all()
     assert "keys" in across.text_content()
     assert "queries" in down.text_content()
-    canvas = page.locator("canvas").bounding_box()
+    canvas = page.locator(".mapholder canvas").bounding_box()
     for axis, along in ((across, "x"), (down, "y")):
         ticks = axis.locator("text:not(.axis-title)").all()
         assert len(ticks) > 3
@@ -139,7 +139,8 @@ def test_inspect_opens_the_sample_and_then_a_text_of_the_reader(bare: Lab) -> No
     page.click("text=Read it")
     page.wait_for_function(f"() => document.querySelectorAll('.words span').length === {len(text)}")
     assert f"{len(text)} queries" in page.inner_text(".lead")
-    assert f"{len(text)} queries down" in (page.get_attribute("canvas", "aria-label") or "")
+    label = page.get_attribute(".mapholder canvas", "aria-label") or ""
+    assert f"{len(text)} queries down" in label
     page.wait_for_selector('canvas[data-missing="0"]')
     page.click("text=Add this head")
     page.click("text=Run the model")

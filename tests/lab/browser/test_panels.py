@@ -121,7 +121,7 @@ def test_a_map_shows_the_weight_under_the_pointer(lab: Any) -> None:
     assert abs(weight - float(keys["9"][1])) < 1e-6
     painted = page.evaluate(
         """() => {
-            const canvas = document.querySelector("canvas");
+            const canvas = document.querySelector(".mapholder canvas");
             const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
             return new Set(new Uint32Array(pixels.data.buffer)).size;
         }"""
