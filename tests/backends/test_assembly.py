@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from qkv.backends.cpu.bf16_tiles.kernel import emit_bf16_tiles
 from qkv.backends.cpu.compiler.compile import optimized_for
 from qkv.backends.cpu.decode.kernel import DecodeKey, emit_decode
 from qkv.backends.cpu.forward.bf16_dot import emit_bf16_dot
@@ -59,7 +60,9 @@ def assembly(triple: str, cpu: str, shape: TileShape, dtype: str) -> str:
     """The forward kernel without variants, for a processor by name."""
     key = ForwardKey(plain_spec(dtype), shape, 32, False, False, dtype, False)
     emit = emit_forward
-    if shape.product != "elements":
+    if shape.chunks:
+        emit = emit_bf16_tiles
+    elif shape.product != "elements":
         emit = emit_bf16_dot if shape.terms == 1 else emit_split_forward
     return compiled(emit(key), triple, cpu)
 
@@ -145,18 +148,25 @@ def test_pairs_of_bfloat16_stay_in_registers(cpu) -> None:
         assert not [line for line in loop if _STACK.search(line)]
 
 
-def test_four_products_share_four_loaded_tiles() -> None:
+@pytest.mark.parametrize(("chunks", "value_tiles"), [(2, 4), (4, 8)])
+def test_weights_of_bfloat16_are_computed_between_products(chunks, value_tiles) -> None:
+    """A step has 32 keys of 16 queries, whose weights take five multiply-adds each."""
     shape = Host("sapphirerapids", "", "amx").bfloat16_shape
+    shape = replace(shape, chunks=chunks, value_tiles=value_tiles, q_blocks_per_task=1)
     text = assembly(LINUX, "sapphirerapids", shape, "bfloat16")
-    loops = [loop for loop in innermost_loops(text) if "tdpbf16ps" in " ".join(loop)]
-    assert len(loops) == 2
-    for loop in loops:
-        assert sum(line.startswith("tdpbf16ps") for line in loop) == 4
-        assert sum(line.startswith("tileloadd") for line in loop) == 4
-        assert not [line for line in loop if _STACK.search(line)]
+    lines = [line for line in straight_lines(text) if number_of(line, "vfmadd") >= 32 * 5]
+    assert len(lines) == 1
+    (step,) = lines
+    assert number_of(step, "tdpbf16ps") == 2 * chunks + 4
+    assert number_of(step, "vfmadd") == 32 * 5
+    between = "".join("p" if "tdpbf16ps" in line else "m" for line in step if MIXED.match(line))
+    longest = max(map(len, between.split("p")))
+    assert longest <= 5 * 2 * -(-16 // (2 * chunks + 4)), "as many after each product"
+    assert sum(bool(SPILLED.search(line)) for line in step) <= 2
     assert text.count("ldtilecfg") == text.count("tilerelease") == 1
 
 
+MIXED = re.compile(r"tdpbf16ps|vfmadd")
 SPILLED = re.compile(r"%zmm.*\(%rsp|\(%rsp.*%zmm")
 """A vector, on the way to the stack or back; addresses may well be kept there."""
 

@@ -8,7 +8,9 @@ and packages on one line do not import one another:
     passes        one call of a kernel: the choice of it, its argument block, its tasks and threads
     plan | rows   plan: which blocks are computed at all, and what a kernel is compiled for
                   rows: compiled passes over single rows, for rotary embedding and sinks
-    split_bf16    kernels for float32 and float16 as sums of bfloat16 on matrix tiles (AMX)
+    split_bf16 | bf16_tiles
+                  split_bf16: kernels for float32 and float16 as sums of bfloat16 on matrix tiles
+                  bf16_tiles: the forward kernel for bfloat16 on matrix tiles (AMX)
     backward | decode | replay
                   the kernels for gradients, for few queries, and for questions about weights
     forward       the kernels for many queries

@@ -68,6 +68,7 @@ def digest(emit: Callable[..., str], arguments: tuple[Any, ...], host: Host) -> 
 EMITTERS = (
     "backends/cpu/emit", "backends/cpu/products", "backends/cpu/forward", "backends/cpu/decode",
     "backends/cpu/backward", "backends/cpu/replay", "backends/cpu/split_bf16", "backends/cpu/rows",
+    "backends/cpu/bf16_tiles",
     "backends/cpu/python_calls/code.py",
     "backends/cpu/threads/floating_mode.py", "backends/cpu/threads/gate.py",
     "backends/cpu/threads/openmp_code.py", "backends/cpu/threads/pool_code.py",

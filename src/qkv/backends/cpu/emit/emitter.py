@@ -330,6 +330,17 @@ class Emitter:
     def as_floats(self, bits: Value) -> Value:
         return self.builder.bitcast(bits, self.vector)
 
+    def settled(self, x: Value) -> Value:
+        """The vector x, computed before anything that is written after it.
+
+        Otherwise LLVM may move the sums of a long stretch of code to its end, and keep in memory
+        until then what is to be added. Where kernels are emulated, this does nothing.
+        """
+        if self.emulated:
+            return x
+        kind = ir.FunctionType(x.type, [x.type])
+        return self.builder.asm(kind, "", "=v,0", [x], side_effect=True)
+
     def is_nan(self, x: Value) -> Value:
         return self.builder.fcmp_unordered("uno", x, x)
 

@@ -1,7 +1,8 @@
 """The forward kernels: online softmax over blocks of keys, for many queries.
 
 kernel          the kernel for every dtype and machine
-bf16_dot        the kernel for bfloat16 on machines that multiply it
+bf16_dot        the kernel for bfloat16 on machines that multiply pairs of it
+bf16_rows       rows of bfloat16: copied, packed, transposed
 pair_kernel     what kernels for pairs of bfloat16 share: bf16_dot and those of split_bf16
 score_blocks    one block of queries with one block of keys, in a pair_kernel
 boundary_blocks blocks that the boundary of a mask crosses, in `kernel`

@@ -30,9 +30,12 @@ from qkv.problem.expressions import TRUE
 from qkv.problem.tiles import TileKind
 
 QUARTERS = 4
+LAST_PARTIAL = 3
+"""The kind of a block of keys of which all quarters that are seen are `TileKind.FULL` but the last.
+Like that of `TileKind.PARTIAL`, and of no other kind, its lowest bit is 1."""
 BLOCK_RUN = (*RUN, "first", "last")
 """Words of a run of blocks of keys. `partial`, `first` and `last` hold two bits for each block of
-queries: its `TileKind`, and the first and the last quarter of the keys that it sees."""
+queries: its kind, and the first and the last quarter of the keys that it sees."""
 
 
 class Buffers(NamedTuple):
@@ -257,7 +260,7 @@ class ScoreBlocks:
                 quarter = self.frame.block_kv // QUARTERS
                 start = e.mul(first, quarter)
                 count = e.sub(e.least(e.mul(e.add(last, 1), quarter), count), start)
-            partial = b.icmp_signed("==", kind, e.index(TileKind.PARTIAL))
+            partial = b.icmp_signed("!=", b.and_(kind, e.index(TileKind.PARTIAL)), e.index(0))
             with b.if_then(b.icmp_signed("!=", kind, e.index(TileKind.EMPTY))):
                 body(ScoreBlock(i, partial, e.add(keys.start, start), start, count))
 

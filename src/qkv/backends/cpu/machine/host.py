@@ -34,7 +34,7 @@ _SHAPES = {
 """The tile shape for float32, for each instruction set."""
 _BFLOAT16_SHAPES = {
     "amx": TileShape(
-        lanes=16, vectors=2, keys=2, halves=True, product="tiles", q_blocks_per_task=8
+        lanes=16, vectors=2, keys=2, halves=True, product="tiles", q_blocks_per_task=32
     ),
     "avx512-bf16": TileShape(
         lanes=16, vectors=4, keys=6, halves=True, product="pairs", q_blocks_per_task=4

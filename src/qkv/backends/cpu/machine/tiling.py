@@ -31,6 +31,10 @@ class TileShape:
     """Whether products of a query and a key are added in float64 and rounded once."""
     q_blocks_per_task: int = 1
     """Number of blocks of queries in one task."""
+    chunks: int = 0
+    """Number of tiles of 32 elements along head_dim, for a kernel that is made for it."""
+    value_tiles: int = 0
+    """Number of tiles of 16 elements along v_head_dim, likewise."""
     nearest: bool = True
     """Whether rows that are read once are prefetched into the first-level cache."""
     reach: int = 12 * 1024

@@ -7,6 +7,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from qkv._threads import get_num_threads
+from qkv.backends.cpu.bf16_tiles.kernel import BF16_TILES, tiles_shape
 from qkv.backends.cpu.compiler.compile import Kernel, Runnable, build
 from qkv.backends.cpu.forward.bf16_dot import BF16_DOT
 from qkv.backends.cpu.forward.boundary_blocks import skips_keys_within_blocks
@@ -122,14 +124,16 @@ def _shape_without_split(spec: Spec, here: Host) -> TileShape:
         or 2 * spec.q_len <= shape.lanes
     ):
         return here.shape_of(spec.compute_dtype)
-    return shape
+    return tiles_shape(spec, shape, get_num_threads()) if shape.product == "tiles" else shape
 
 
 def _kernel_of(shape: TileShape) -> ForwardKernel:
     """The kernel that multiplies as the shape says."""
     if shape.product == "elements":
         return ONLINE_SOFTMAX
-    return BF16_DOT if shape.terms == 1 else split_bf16.FORWARD
+    if shape.terms > 1:
+        return split_bf16.FORWARD
+    return BF16_TILES if shape.product == "tiles" else BF16_DOT
 
 
 def scratch_of(spec: Spec, shape: TileShape) -> int:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from qkv.backends.cpu.forward.boundary_blocks import skips_keys_within_blocks
 from qkv.backends.cpu.forward.frame import RUN, TASK
-from qkv.backends.cpu.forward.score_blocks import QUARTERS
+from qkv.backends.cpu.forward.score_blocks import LAST_PARTIAL, QUARTERS
 from qkv.problem.expressions import Load, Node, Op, conjunction, tables, variables, walk
 from qkv.problem.spec import Problem, Spec
 from qkv.problem.tiles import TileGrid, TileKind
@@ -266,7 +266,7 @@ def _schedule(
                 rows, found = _find_runs(words, block_kv, grid.kv_len, seen)
                 found = found if in_quarters else found[:, : len(RUN)]
             if q_blocks_per_task == 1 and (block_kv is None or not in_quarters):
-                found[:, 2] = found[:, 2] == TileKind.PARTIAL
+                found[:, 2] &= TileKind.PARTIAL
             runs.append(found)
             counts.append(np.bincount(rows, minlength=min(step, blocks - first)))
     every_run, count = np.concatenate(runs), np.concatenate(counts)
@@ -300,7 +300,10 @@ def _packed_kinds(kinds: Array, q_blocks_per_task: int) -> Array:
 
 
 def _kinds_and_quarters(kinds: Array, tiles: int) -> tuple[Array, Array, Array]:
-    """Kind, first used quarter and last used quarter of each block of `tiles` tiles."""
+    """Kind, first used quarter and last used quarter of each block of `tiles` tiles.
+
+    A kind is a `TileKind` or `LAST_PARTIAL`.
+    """
     rows, columns = kinds.shape
     padded = np.full((rows, -(-columns // tiles) * tiles), TileKind.EMPTY, kinds.dtype)
     padded[:, :columns] = kinds
@@ -311,6 +314,10 @@ def _kinds_and_quarters(kinds: Array, tiles: int) -> tuple[Array, Array, Array]:
     full = (blocks == TileKind.FULL).sum(axis=-1) == after - first
     kind = np.where(full, TileKind.FULL, TileKind.PARTIAL)
     first, last = first * QUARTERS // tiles, after * QUARTERS // tiles - 1
+    number = np.arange(tiles) * QUARTERS // tiles
+    before = (number >= first[..., None]) & (number < last[..., None])
+    is_full = ((blocks == TileKind.FULL) | ~before).all(axis=-1) & (last > first)
+    kind = np.where((kind == TileKind.PARTIAL) & is_full, LAST_PARTIAL, kind)
     kind, first, last = (np.where(some, word, 0) for word in (kind, first, last))
     return kind, first, last
 

@@ -26,57 +26,6 @@ Products = tuple[tuple[int, int], ...]
 """Which products of terms are added: the number of a term of the left factor, and of the right."""
 
 
-def add_product(e: Emitter, name: str, vectors: int, *, onto: bool) -> Value:
-    """A function `(rows, packed, out, row, count, pairs)`:
-
-        out[i, :] = (out[i, :] if onto else 0) + sum_p rows[i, p] . packed[p, :]
-
-    `rows` are `row` bytes apart, their pairs adjacent; a row of `packed` and `out` is `vectors`
-    vectors. Memory holds `count` rows rounded up to 32, and `pairs` rounded up to 16. Four tiles of
-    sums, two by two, are held at once, so that four products share four loaded tiles.
-    """
-    across = min(vectors, 2)
-    width = e.index(vectors * TILE_BYTES)
-    totals = [[2 * m + n for n in range(across)] for m in range(2)]
-    left, right = (4, 5), (6, 7)
-
-    with e.function(name, [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
-        rows, packed, out, row, count, pairs = args
-        tiles = tiles_of(e)
-
-        def multiply_block(i: Value, _: list[Value]) -> None:
-            for first in range(0, vectors, across):
-                corner = e.at(out, e.mul(i, width), first * TILE_BYTES)
-                places = [
-                    (tile, e.at(corner, m * TILE_ROWS * vectors * TILE_BYTES, n * TILE_BYTES))
-                    for m in range(2)
-                    for n, tile in enumerate(totals[m])
-                ]
-                for tile, place in places:
-                    if onto:
-                        tiles.load(tile, place, width)
-                    else:
-                        tiles.zero(tile)
-
-                def multiply_chunk(p: Value, _: list[Value], first: int = first) -> None:
-                    for m, tile in enumerate(left):
-                        place = e.at(rows, e.mul(e.add(i, m * TILE_ROWS), row), e.mul(p, 4))
-                        tiles.load(tile, place, row)
-                    for n, tile in enumerate(right[:across]):
-                        place = e.at(packed, e.mul(p, width), (first + n) * TILE_BYTES)
-                        tiles.load(tile, place, width)
-                    for m in range(2):
-                        for n in range(across):
-                            tiles.multiply_add(totals[m][n], left[m], right[n])
-
-                e.loop(0, pairs, TILE_ROWS, [], multiply_chunk)
-                for tile, place in places:
-                    tiles.store(tile, place, width)
-
-        e.loop(0, count, 2 * TILE_ROWS, [], multiply_block)
-    return function
-
-
 @dataclass(frozen=True, slots=True)
 class SideWork:
     """Work for the vector units while tiles are multiplied, in equal steps.
@@ -113,7 +62,7 @@ def multiply(
     products: Products,
     side_work: SideWork | None = None,
 ) -> None:
-    """Emit `add_product` for factors that are sums of bfloat16 terms:
+    """Emit a product of factors that are sums of bfloat16 terms:
 
         out[i, :] = (out[i, :] if onto else 0) + sum_ab sum_p rows[a][i, p] . packed[b][p, :]
 

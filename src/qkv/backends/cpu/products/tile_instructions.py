@@ -39,6 +39,8 @@ class TileInstructions(Protocol):
 
     def load(self, tile: int, place: Value, row: Value) -> None: ...
 
+    def load_once(self, tile: int, place: Value, row: Value) -> None: ...
+
     def store(self, tile: int, place: Value, row: Value) -> None: ...
 
     def multiply_add(self, total: int, left: int, right: int) -> None: ...
@@ -81,6 +83,10 @@ class MatrixUnit:
     def load(self, tile: int, place: Value, row: Value) -> None:
         self._emit("tileloadd64", tile, place, row)
 
+    def load_once(self, tile: int, place: Value, row: Value) -> None:
+        """Load what will not be needed again soon, which leaves more of the first-level cache."""
+        self._emit("tileloaddt164", tile, place, row)
+
     def store(self, tile: int, place: Value, row: Value) -> None:
         self._emit("tilestored64", tile, place, row)
 
@@ -115,6 +121,8 @@ class EmulatedTiles:
     def load(self, tile: int, place: Value, row: Value) -> None:
         e = self._e
         e.builder.call(self._copy(), [place, row, self._at(tile), e.index(TILE_BYTES)])
+
+    load_once = load
 
     def store(self, tile: int, place: Value, row: Value) -> None:
         e = self._e

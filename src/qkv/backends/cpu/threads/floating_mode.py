@@ -7,12 +7,17 @@ setting of the thread that began it.
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 from llvmlite import ir
 
-from qkv.backends.cpu.emit.emitter import INT64, POINTER, VOID, Emitter, Value
+from qkv.backends.cpu.emit.emitter import INT32, INT64, POINTER, VOID, Emitter, Value
+from qkv.backends.cpu.emit.frame import WORD
 
+_FLUSH = 1 << 15
+"""The bit of MXCSR that makes subnormal results 0."""
 Processor: TypeAlias = Literal["x86", "arm", "other"]
 
 
@@ -40,6 +45,23 @@ def adopt_floating_mode(e: Emitter, processor: Processor, word: Value) -> None:
         b.call(_intrinsic(e, "x86.sse.ldmxcsr", VOID, POINTER), [b.bitcast(word, POINTER)])
     elif processor == "arm":
         b.call(_intrinsic(e, "aarch64.set.fpcr", VOID, INT64), [b.load(word)])
+
+
+@contextmanager
+def flushing(e: Emitter) -> Iterator[None]:
+    """On x86, code during which subnormal results of this thread become 0.
+
+    There a vector with a subnormal result takes some 150 cycles. The code must be calls of
+    functions: LLVM does not know that arithmetic depends on this setting.
+    """
+    before, now = e.stack_words(), e.stack_words()
+    for word in (before, now):
+        save_floating_mode(e, "x86", word)
+    mode = e.builder.or_(e.load(now, INT32, WORD), ir.Constant(INT32, _FLUSH))
+    e.store(mode, now, WORD)
+    adopt_floating_mode(e, "x86", now)
+    yield
+    adopt_floating_mode(e, "x86", before)
 
 
 def _intrinsic(e: Emitter, name: str, result: Any, *kinds: Any) -> Value:

@@ -1,0 +1,500 @@
+"""One unit of the kernel: 16 queries over neighbouring keys, of which V and K lie in tiles.
+
+It goes over the keys in groups of 32. A step multiplies tiles for two groups, and computes the
+weights of a third between these products, so that the matrix unit and the vector units work at the
+same time:
+
+    scores of group i + 1   S = K Q^T        two tiles of 16 keys, stored as vectors of queries
+    weights of group i      P = exp(S - shift)
+    output of group i - 1   O += V^T P       the first 64 elements of O stay in four tiles
+
+P of all keys of the unit is kept. The other elements of O, 64 at a time, are added afterwards.
+Where weights take many instructions, all scores come first, then all weights, then the output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from qkv.backends.cpu.bf16_tiles.weights import MOST_BITS, Queries, Row, Weights
+from qkv.backends.cpu.emit import vector_math
+from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
+from qkv.backends.cpu.emit.frame import WORD
+from qkv.backends.cpu.emit.transpose import transpose_tables, transposed_loads
+from qkv.backends.cpu.forward.frame import ForwardFrame
+from qkv.backends.cpu.products.bfloat16 import CHUNK
+from qkv.backends.cpu.products.tile_instructions import (
+    TILE_BYTES,
+    TILE_SIZE,
+    TileInstructions,
+    tiles_of,
+)
+from qkv.problem.expressions import Op, walk
+
+GROUP = CHUNK
+"""Number of keys in one step."""
+PAIRS = GROUP // 2
+MOST_GROUPS = 16
+"""The most groups of keys of one unit."""
+SCORE_BYTES = GROUP * TILE_BYTES
+"""Scores of one group of keys."""
+_HELD = 4
+"""Tiles that hold O."""
+_MOST_OPERATIONS = 12
+"""Operations of score mods and masks up to which weights are computed between products."""
+_LONG = frozenset({"div", "exp", "floordiv", "log", "mod", "sqrt", "tanh"})
+"""Operations that take many instructions, or cycles."""
+_LEFT, _SCORES = 6, 7
+"""The tile of a left factor, and that of scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Tiles along head_dim, of 32 elements, and along v_head_dim, of 16."""
+
+    chunks: int
+    value_tiles: int
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of K of one group."""
+        return 2 * self.chunks * TILE_SIZE
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of V of one group: whole chunks of 32 elements are transposed."""
+        return 2 * -(-self.value_tiles // 2) * TILE_SIZE
+
+
+ARGUMENTS = (
+    "arguments", "packed", "total", "stats", "keys", "values", "scores", "weights", "transposed",
+    "batch", "head", "first_row", "kv_start", "count", "unmasked",
+)  # fmt: skip
+"""Arguments of the functions of a unit: nine addresses, six integers, and `marked`. `unmasked` is
+the number of groups, from the first on, of which every query sees every key."""
+
+
+class Unit:
+    """Emits the functions that go over the keys of one unit."""
+
+    def __init__(self, frame: ForwardFrame, sizes: Sizes) -> None:
+        self.frame, self.e, self.sizes = frame, frame.e, sizes
+
+    def function(self) -> Value:
+        """A function of `ARGUMENTS`: weights of all keys; row sums and O are added to."""
+        kinds = [*[POINTER] * 9, *[INT64] * 6, BIT]
+        with self.e.function("attend_to_keys", kinds) as (function, (*args, marked)):
+            at = dict(zip(ARGUMENTS, args, strict=True))
+            _Body(self.frame, self.sizes, at, marked).attend()
+        return function
+
+
+class _Body:
+    """The body of one function of a unit, while it is written; `at` are its arguments."""
+
+    def __init__(
+        self, frame: ForwardFrame, sizes: Sizes, at: dict[str, Value], marked: Value
+    ) -> None:
+        self.frame, self.e, self.sizes = frame, frame.e, sizes
+        self.at, self.marked = at, marked
+        self.tiles: TileInstructions = tiles_of(self.e)
+        self.row = self.e.index(TILE_BYTES)
+        self.others_from = self.e.stack_words()
+        """The first group whose weights are not yet multiplied with elements that are not held."""
+        operations = [n.name for n in walk(frame.score, frame.mask) if isinstance(n, Op)]
+        is_short = len(operations) <= _MOST_OPERATIONS and _LONG.isdisjoint(operations)
+        self.is_light = is_short and not frame.spec.dropout
+        """Whether weights are computed between products, all of a step written out. If they take
+        many instructions, so much code would no longer be decoded in time."""
+
+    def attend(self) -> None:
+        e, b, at = self.e, self.e.builder, self.at
+        groups = b.sdiv(e.add(at["count"], GROUP - 1), e.index(GROUP))
+        e.store(e.index(0), self.others_from, WORD)
+        self._load_queries()
+        self._load_totals()
+        self._transpose_tables()
+        weights = Weights(self.frame, self._queries())
+        (self._attend_in_steps if self.is_light else self._attend_in_phases)(weights, groups)
+        self._store_totals()
+        self._add_other_values(groups)
+
+    # Groups of keys
+
+    def _attend_in_steps(self, weights: Weights, groups: Value) -> None:
+        """Products of tiles for two groups with the weights of a third between them."""
+        e, unmasked = self.e, self.at["unmasked"]
+        self._multiply_keys(e.index(0), lambda: None)
+        e.loop(0, unmasked, 1, [], lambda i, _: self._step(weights, i, checked=False))
+        e.loop(unmasked, groups, 1, [], lambda i, _: self._step(weights, i, checked=True))
+        self._add_values(e.sub(groups, 1), lambda: None)
+
+    def _attend_in_phases(self, weights: Weights, groups: Value) -> None:
+        """All scores, then all weights, then the output.
+
+        While tiles are multiplied, and some time after, one of the two ports for multiply-adds is
+        closed; and where weights take many instructions, a step that is written out is not decoded
+        in time.
+        """
+        e, b = self.e, self.e.builder
+        largest, factors = self._stack_vectors(), self._stack_vectors()
+        e.loop(0, groups, 1, [], lambda i, _: self._multiply_keys(i, lambda: None))
+        unmasked, lowest = self.at["unmasked"], e.const(-math.inf)
+        for start, stop, checked in ((0, unmasked, False), (unmasked, groups, True)):
+
+            def finish(i: Value, _: list[Value], checked: bool = checked) -> None:
+                found = self._largest_of(weights, i, lowest, checked=checked, keep=True)
+                e.store_vector(found, e.at(largest, e.mul(i, TILE_BYTES)))
+
+            e.loop(start, stop, 1, [], finish)
+
+        def weigh(i: Value, _: list[Value]) -> None:
+            found = e.load_vector(e.at(largest, e.mul(i, TILE_BYTES)))
+            bits = b.fmul(b.fsub(found, self._shift(lambda: found)), weights.factor)
+            too_large = b.fcmp_ordered(">", bits, e.const(float(MOST_BITS)))
+            place = e.at(factors, e.mul(i, TILE_BYTES))
+            e.store_vector(e.const(1.0), place)
+            self._if_any(
+                too_large, lambda: e.store_vector(self._raise_shift(too_large, found), place)
+            )
+            group = _Group(self, weights, i, checked=True, finished=True)
+            group.weigh_in_loop(self._shift_now())
+            group.add_sums()
+
+        def add(i: Value, _: list[Value]) -> None:
+            factor = e.load_vector(e.at(factors, e.mul(i, TILE_BYTES)))
+            changes = b.fcmp_unordered("!=", factor, e.const(1.0))
+            self._if_any(changes, lambda: self._rescale(i, factor))
+            self._add_values(i, lambda: None)
+
+        e.loop(0, groups, 1, [], weigh)
+        e.loop(0, groups, 1, [], add)
+
+    def _stack_vectors(self) -> Value:
+        """Memory for a vector of each group."""
+        e = self.e
+        with e.builder.goto_entry_block():
+            place = e.builder.alloca(e.vector, e.index(MOST_GROUPS))
+            place.align = e.vector_bytes
+        return e.builder.bitcast(place, POINTER)
+
+    def _step(self, weights: Weights, i: Value, *, checked: bool) -> None:
+        """Scores of group i + 1, weights of group i, output of group i - 1."""
+        e, group = self.e, _Group(self, weights, i, checked=checked)
+        lowest = e.const(-math.inf)
+        shift = self._shift(lambda: self._largest_of(weights, i, lowest))
+        sums, done = group.no_sums(), 0
+        products = 2 * self.sizes.chunks + min(_HELD, self.sizes.value_tiles)
+        shares = iter(range(1, products + 1))
+
+        def weigh_share() -> None:
+            nonlocal sums, done
+            stop = PAIRS * next(shares) // products
+            for p in range(done, stop):
+                sums = group.weigh(e.index(p), shift, sums)
+            done = stop
+
+        self._multiply_keys(e.add(i, 1), weigh_share)
+        self._add_values(e.sub(i, 1), weigh_share, may_lack=True)
+        group.store_sums(sums)
+        too_large = e.builder.fcmp_ordered(
+            ">", e.load_vector(self._stat(Row.GROUP_SUM)), e.const(2.0**MOST_BITS)
+        )
+
+        def weigh_again() -> None:
+            largest = self._largest_of(weights, i, lowest)
+            self._rescale(i, self._raise_shift(too_large, largest))
+            group.weigh_in_loop(self._shift_now())
+
+        self._if_any(too_large, weigh_again)
+        group.add_sums()
+
+    def _if_any(self, lanes: Value, body: Callable[[], object]) -> None:
+        b, kind = self.e.builder, ir.IntType(self.e.lanes)
+        some = b.icmp_unsigned("!=", b.bitcast(lanes, kind), ir.Constant(kind, 0))
+        with b.if_then(some, likely=False):
+            body()
+
+    def _raise_shift(self, too_large: Value, largest: Value) -> Value:
+        """Make the `largest` of new scores the shift of rows that are too large.
+
+        Their sums are rescaled. Gives the factor by which O is to be rescaled, 1 for other rows.
+        """
+        e, b = self.e, self.e.builder
+        old = self._shift_row()
+        new = b.select(too_large, e.greatest(old, largest), old)
+        # A row that has seen no key has the shift -inf, whose difference would be NaN.
+        change = b.fmul(b.fsub(old, new), self._exponent_factor())
+        change = b.select(too_large, change, e.const(0.0))
+        factor = vector_math.exp2_floored(e, change)
+        if self.frame.statistics:
+            row_sum, t_sum = (e.load_vector(self._stat(n)) for n in (Row.ROW_SUM, Row.T_SUM))
+            natural = b.fmul(change, e.const(vector_math.LN_2))
+            e.store_vector(e.fma(row_sum, natural, t_sum), self._stat(Row.T_SUM))
+        for name in (Row.ROW_SUM, Row.SUM_ERROR, Row.T_SUM):
+            place = self._stat(name)
+            e.store_vector(b.fmul(e.load_vector(place), factor), place)
+        self._store_shift(new)
+        return factor
+
+    def _rescale(self, i: Value, factor: Value) -> None:
+        """Rescale O, to which the values of all groups before group i are added."""
+        e = self.e
+        self._store_totals()
+        self._add_other_values(i)
+
+        def scale(offset: Value, _: list[Value]) -> None:
+            place = e.at(self.at["total"], offset)
+            e.store_vector(e.builder.fmul(e.load_vector(place), factor), place)
+
+        e.loop(0, self.sizes.value_tiles * TILE_SIZE, TILE_BYTES, [], scale)
+        self._load_totals()
+
+    # Parts
+
+    def _queries(self) -> Queries:
+        at = self.at
+        return Queries(
+            at["arguments"], at["scores"], at["transposed"], at["batch"], at["head"],
+            at["first_row"], at["kv_start"], at["count"], self.marked,
+        )  # fmt: skip
+
+    def _stat(self, name: Row) -> Value:
+        return self.e.at(self.at["stats"], name * TILE_BYTES)
+
+    def _total_tile(self, d: int) -> Value:
+        return self.e.at(self.at["total"], d * TILE_SIZE)
+
+    def _scores_of(self, i: Value) -> Value:
+        """Where the scores of group i are. In steps, those of two groups are needed at once."""
+        slot = self.e.builder.and_(i, self.e.index(1)) if self.is_light else i
+        return self.e.at(self.at["scores"], self.e.mul(slot, SCORE_BYTES))
+
+    def _load_totals(self) -> None:
+        for d in range(min(_HELD, self.sizes.value_tiles)):
+            self.tiles.load(d, self._total_tile(d), self.row)
+
+    def _store_totals(self) -> None:
+        for d in range(min(_HELD, self.sizes.value_tiles)):
+            self.tiles.store(d, self._total_tile(d), self.row)
+
+    def _load_queries(self) -> None:
+        """Q stays in tiles 4 and 5 if it fits them."""
+        if self.sizes.chunks <= 2:
+            for c in range(self.sizes.chunks):
+                self.tiles.load(4 + c, self.e.at(self.at["packed"], c * TILE_SIZE), self.row)
+
+    def _transpose_tables(self) -> None:
+        """Tables with an entry for each pair are transposed, those of the mask if it is read."""
+        frame, e, at = self.frame, self.e, self.at
+        loads = transposed_loads(frame.spec)
+        if not loads:
+            return
+        places = frame.places(at["arguments"], at["batch"], at["head"], at["first_row"])
+        count = at["count"]
+        transpose_tables(
+            e, places, loads, at["kv_start"], count, frame.block_kv, at["transposed"]
+        )  # fmt: skip
+
+    def _multiply_keys(self, i: Value, meanwhile: Callable[[], None]) -> None:
+        """The scores of group i. `meanwhile` is called after each product."""
+        e, tiles, chunks = self.e, self.tiles, self.sizes.chunks
+        keys = e.at(self.at["keys"], e.mul(i, self.sizes.key_bytes))
+        scores = self._scores_of(i)
+        if chunks <= 2:
+            for half in range(2):
+                tiles.zero(_SCORES)
+                for c in range(chunks):
+                    place = e.at(keys, (half * chunks + c) * TILE_SIZE)
+                    tiles.load_once(_LEFT, place, self.row)
+                    tiles.multiply_add(_SCORES, _LEFT, 4 + c)
+                    meanwhile()
+                tiles.store(_SCORES, e.at(scores, half * TILE_SIZE), self.row)
+            return
+        both = (_SCORES, 5)
+        for tile in both:
+            tiles.zero(tile)
+        for c in range(chunks):
+            tiles.load(4, e.at(self.at["packed"], c * TILE_SIZE), self.row)
+            for half, tile in enumerate(both):
+                place = e.at(keys, (half * chunks + c) * TILE_SIZE)
+                tiles.load_once(_LEFT, place, self.row)
+                tiles.multiply_add(tile, _LEFT, 4)
+                meanwhile()
+        for half, tile in enumerate(both):
+            tiles.store(tile, e.at(scores, half * TILE_SIZE), self.row)
+
+    def _add_values(
+        self, i: Value, meanwhile: Callable[[], None], *, may_lack: bool = False
+    ) -> None:
+        """O += V^T P of group i, for the elements of O that are held; a group -1 adds zeros."""
+        e, b, tiles = self.e, self.e.builder, self.tiles
+        right = _SCORES if self.sizes.chunks <= 2 else 4
+        weights = e.at(self.at["weights"], e.mul(i, TILE_SIZE))
+        values, row, step = (
+            e.at(self.at["values"], e.mul(i, self.sizes.value_bytes)),
+            self.row,
+            e.index(TILE_SIZE),
+        )
+        if may_lack:
+            exists, zeros = b.icmp_signed(">=", i, e.index(0)), e.zeros_address()
+            weights, values = (b.select(exists, place, zeros) for place in (weights, values))
+            row, step = (b.select(exists, size, e.index(0)) for size in (row, step))
+        tiles.load(right, weights, row)
+        for d in range(min(_HELD, self.sizes.value_tiles)):
+            tiles.load_once(_LEFT, e.at(values, e.mul(d, step)), row)
+            tiles.multiply_add(d, _LEFT, right)
+            meanwhile()
+
+    def _add_other_values(self, stop: Value) -> None:
+        """O += V^T P for elements of O that are not held, of groups up to `stop` not yet added."""
+        e, tiles, count = self.e, self.tiles, self.sizes.value_tiles
+        start = e.load(self.others_from, INT64, WORD)
+        e.store(stop, self.others_from, WORD)
+        for first in range(_HELD, count, _HELD):
+            which = range(first, min(first + _HELD, count))
+            for n, d in enumerate(which):
+                tiles.load(n, self._total_tile(d), self.row)
+
+            def add_group(i: Value, _: list[Value], which: range = which) -> None:
+                tiles.load(4, e.at(self.at["weights"], e.mul(i, TILE_SIZE)), self.row)
+                values = e.at(self.at["values"], e.mul(i, self.sizes.value_bytes))
+                for n, d in enumerate(which):
+                    tiles.load_once(_LEFT, e.at(values, d * TILE_SIZE), self.row)
+                    tiles.multiply_add(n, _LEFT, 4)
+
+            e.loop(start, stop, 1, [], add_group)
+            for n, d in enumerate(which):
+                tiles.store(n, self._total_tile(d), self.row)
+        if self.sizes.chunks <= 2 and count > _HELD:
+            self._load_queries()
+
+    # The shift
+
+    def _shift(self, largest_of: Callable[[], Value]) -> Value:
+        """What is subtracted from the scores of a group.
+
+        Rows that see their first keys take the largest score of this group.
+        """
+        b = self.e.builder
+
+        def take_largest() -> None:
+            largest = largest_of()
+            self._store_shift(b.select(self._is_unseen(), largest, self._shift_row()))
+
+        self._if_any(self._is_unseen(), take_largest)
+        return self._shift_now()
+
+    def _shift_row(self) -> Value:
+        return self.e.load_vector(self._stat(Row.SHIFT))
+
+    def _is_unseen(self) -> Value:
+        return self.e.builder.fcmp_ordered("==", self._shift_row(), self.e.const(-math.inf))
+
+    def _shift_now(self) -> Value:
+        """The shift; 0 for rows that have seen no key."""
+        return self.e.builder.select(self._is_unseen(), self.e.const(0.0), self._shift_row())
+
+    def _exponent_factor(self) -> Value:
+        """What differences of scores are multiplied by to give powers of two."""
+        e = self.e
+        if not self.frame.plain:
+            return e.const(vector_math.LOG2_E)
+        scale = e.splat(self.frame.real_field(self.at["arguments"], "scale"))
+        return e.builder.fmul(scale, e.const(vector_math.LOG2_E))
+
+    def _store_shift(self, shift: Value) -> None:
+        e, b = self.e, self.e.builder
+        e.store_vector(shift, self._stat(Row.SHIFT))
+        if self.frame.plain:
+            scale = e.splat(self.frame.real_field(self.at["arguments"], "scale"))
+            # A scale of 0 times -inf would be NaN.
+            unseen = b.fcmp_ordered("==", shift, e.const(-math.inf))
+            shift = b.select(unseen, shift, b.fmul(shift, scale))
+        e.store_vector(shift, self._stat(Row.ROW_MAX))
+
+    def _largest_of(
+        self, weights: Weights, i: Value, seen: Value, *, checked: bool = True, keep: bool = False
+    ) -> Value:
+        """The largest score of group i, or `seen` where that is larger.
+
+        To `keep` finished scores, they are stored, those of keys that do not exist too.
+        """
+        e = self.e
+        scores, first = self._scores_of(i), e.mul(i, GROUP)
+
+        def compare_key(k: Value, carried: list[Value]) -> list[Value]:
+            place = e.at(scores, e.mul(k, TILE_BYTES))
+            score = weights.score(place, e.add(first, k), checked=checked)
+            if keep:
+                e.store_vector(score, place)
+            return [e.greatest(carried[0], score)]
+
+        stop = e.index(GROUP) if keep else e.least(GROUP, e.sub(self.at["count"], first))
+        (largest,) = e.loop(0, stop, 1, [seen], compare_key)
+        return largest
+
+
+class _Group:
+    """The weights of one group of keys, while code for them is written."""
+
+    def __init__(
+        self, body: _Body, weights: Weights, i: Value, *, checked: bool, finished: bool = False
+    ) -> None:
+        e, self.body, self.weights = body.e, body, weights
+        self.checked, self.finished = checked, finished
+        self.scores = body._scores_of(i)
+        self.target = e.at(body.at["weights"], e.mul(i, TILE_SIZE))
+        self.first = e.mul(i, GROUP)
+
+    def no_sums(self) -> list[list[Value]]:
+        """Sums of even and of odd keys, before the first."""
+        return [list(self.weights.no_sums) for _ in range(2)]
+
+    def weigh(self, p: Value, shift: Value, sums: list[list[Value]]) -> list[list[Value]]:
+        """Weigh keys 2p and 2p + 1; gives the sums with them."""
+        e = self.body.e
+        place = e.at(self.scores, e.mul(p, 2 * TILE_BYTES))
+        key, row = e.add(self.first, e.mul(p, 2)), e.at(self.target, e.mul(p, TILE_BYTES))
+        return self.weights.weigh_pair(
+            place, key, shift, sums, row, checked=self.checked, finished=self.finished
+        )
+
+    def weigh_in_loop(self, shift: Value) -> None:
+        """Weigh all keys, and store their sums."""
+        half = len(self.weights.no_sums)
+
+        def weigh_next(p: Value, carried: list[Value]) -> list[Value]:
+            sums = self.weigh(p, shift, [carried[:half], carried[half:]])
+            return [x for own in sums for x in own]
+
+        flat = self.body.e.loop(0, PAIRS, 1, [x for own in self.no_sums() for x in own], weigh_next)
+        self.store_sums([flat[:half], flat[half:]])
+
+    def store_sums(self, sums: Sequence[Sequence[Value]]) -> None:
+        """Store the sums of this group."""
+        e, body = self.body.e, self.body
+        first, second = sums
+        e.store_vector(e.builder.fadd(first[0], second[0]), body._stat(Row.GROUP_SUM))
+        if body.frame.statistics:
+            e.store_vector(e.builder.fadd(first[1], second[1]), body._stat(Row.GROUP_T))
+            place = body._stat(Row.LARGEST)
+            largest = e.greatest(e.greatest(first[2], second[2]), e.load_vector(place))
+            e.store_vector(largest, place)
+
+    def add_sums(self) -> None:
+        """Add the sums of this group to those of the rows; compensated (Kahan 1965)."""
+        e, b, body = self.body.e, self.body.e.builder, self.body
+        names = Row.ROW_SUM, Row.SUM_ERROR, Row.GROUP_SUM
+        row_sum, error, own = (e.load_vector(body._stat(name)) for name in names)
+        added = b.fsub(own, error)
+        total = b.fadd(row_sum, added)
+        e.store_vector(total, body._stat(Row.ROW_SUM))
+        e.store_vector(b.fsub(b.fsub(total, row_sum), added), body._stat(Row.SUM_ERROR))
+        if body.frame.statistics:
+            t_sum, t_own = (e.load_vector(body._stat(n)) for n in (Row.T_SUM, Row.GROUP_T))
+            e.store_vector(b.fadd(t_sum, t_own), body._stat(Row.T_SUM))

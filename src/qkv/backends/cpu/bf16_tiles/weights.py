@@ -1,0 +1,169 @@
+"""Scores to weights of bfloat16, for 16 queries and two keys at a time.
+
+A row of queries has a *shift*, at first the largest of the first scores that it sees:
+
+    P[k, q] = exp(S[k, q] - shift[q]),   rounded to bfloat16
+    l[q]    = sum_k exp(S[k, q] - shift[q]),   before rounding
+
+A weight may so be larger than 1. A shift is raised, and what was added up is rescaled, only where
+scores of a group of keys exceed it by `MOST_BITS` powers of two or more.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+from typing import NamedTuple
+
+from llvmlite import ir
+
+from qkv.backends.cpu.emit import vector_math
+from qkv.backends.cpu.emit.emitter import Value
+from qkv.backends.cpu.emit.transpose import transposed_loads, transposed_values
+from qkv.backends.cpu.forward.frame import ForwardFrame
+from qkv.problem.expressions import TRUE
+
+MOST_BITS = 16
+"""By how many powers of two scores may exceed the shift of their row before it is raised."""
+
+
+class Row(IntEnum):
+    """Rows of statistics of 16 queries, those that `forward.rows.unpack_function` reads first."""
+
+    ROW_MAX = 0
+    """The shift, scaled."""
+    ROW_SUM = 1
+    SHIFT = 2
+    """The shift as it is subtracted: not scaled where scores are not."""
+    SUM_ERROR = 3
+    LARGEST = 4
+    """The largest score of all keys; kept where statistics are asked for."""
+    T_SUM = 5
+    GROUP_SUM = 6
+    """The sum of the weights of one group of keys, and its part of T."""
+    GROUP_T = 7
+
+
+class Queries(NamedTuple):
+    """The 16 queries of a unit and the keys of it, as the code of a unit knows them."""
+
+    arguments: Value
+    scores: Value
+    """Scores of 32 keys, a vector of queries for each."""
+    transposed: Value
+    batch: Value
+    head: Value
+    first_row: Value
+    kv_start: Value
+    count: Value
+    marked: Value
+    """Whether forbidden pairs get the weight -0.0, which no other pair has."""
+
+
+class Weights:
+    """Emits the weights of one unit. Values that do not change from key to key are kept."""
+
+    def __init__(self, frame: ForwardFrame, at: Queries) -> None:
+        self.frame, self.e, self.at = frame, frame.e, at
+        e, b = frame.e, frame.e.builder
+        self._places = frame.places(at.arguments, at.batch, at.head, at.first_row)
+        self._scale = e.splat(frame.real_field(at.arguments, "scale"))
+        self.factor = e.const(vector_math.LOG2_E)
+        if frame.plain:
+            self.factor = b.fmul(self._scale, self.factor)
+        else:
+            self._places.hoist(frame.score)
+        if frame.mask != TRUE:
+            self._places.hoist(frame.mask)
+        self._forbidden = e.const(0.0)
+        if frame.mask != TRUE or not frame.plain:
+            zero = (ir.Constant(e.real, sign) for sign in (-0.0, 0.0))
+            self._forbidden = e.splat(b.select(at.marked, *zero))
+        self._loads = transposed_loads(frame.spec)
+        self._block_kv = frame.block_kv
+        self.no_sums = [e.const(0.0)] * (1 + frame.statistics)
+        if frame.statistics:
+            self.no_sums.append(e.const(-math.inf))
+
+    def score(self, place: Value, k: Value, *, checked: bool) -> Value:
+        """The score of key k, -inf where it is forbidden; scaled unless the frame is `plain`.
+
+        Without `checked`, no pair is forbidden by the mask, and all keys exist.
+        """
+        frame, e, b = self.frame, self.e, self.e.builder
+        score, exists = e.load_vector(place), None
+        masked = checked and frame.mask != TRUE
+        if not frame.plain:
+            score = b.fmul(score, self._scale)
+        if masked or not frame.plain:
+            # A key that does not exist has no entries in tables: the last one's are read.
+            own = e.least(k, e.sub(self.at.count, 1)) if checked else k
+            inner = self._places.at_key(e.add(self.at.kv_start, own), score)
+            source = self.at.transposed
+            inner.known.update(
+                transposed_values(e, frame.spec, self._loads, source, own, self._block_kv)
+            )
+            if not frame.plain:
+                score = inner.floats(frame.score)
+            if masked:
+                exists = inner.condition(frame.mask)
+        if checked:
+            is_key = e.splat(e.below(k, self.at.count))
+            exists = is_key if exists is None else b.and_(is_key, exists)
+            score = b.select(exists, score, e.const(-math.inf))
+        return score
+
+    def weigh(
+        self, score: Value, k: Value, shift: Value, sums: list[Value], *, checked: bool
+    ) -> tuple[Value, list[Value]]:
+        """The weight of key k, and the sums with it."""
+        frame, e, b = self.frame, self.e, self.e.builder
+        difference = b.fsub(score, shift)
+        power = b.fmul(difference, self.factor)
+        weight = vector_math.exp2_floored(e, power)
+        if checked or not frame.plain:
+            # Not left to the exponential: -inf times a scale of 0 would be NaN.
+            is_forbidden = b.fcmp_ordered("==", score, e.const(-math.inf))
+            weight = b.select(is_forbidden, self._forbidden, weight)
+        following = [e.settled(b.fadd(sums[0], weight))]
+        if frame.statistics:
+            # T += weight * exponent, except where the weight is 0: 0 * -inf would be NaN.
+            exponent = b.fmul(power, e.const(vector_math.LN_2))
+            added = e.fma(weight, exponent, sums[1])
+            is_zero = b.fcmp_ordered("==", weight, e.const(0.0))
+            following += [b.select(is_zero, sums[1], added), e.greatest(sums[2], score)]
+        if frame.spec.dropout:
+            key = e.add(self.at.kv_start, k)
+            factor = frame.dropout_factor(self.at.arguments, self._places, key)
+            weight = b.fmul(weight, factor)
+        return weight, following
+
+    def weigh_pair(
+        self,
+        place: Value,
+        k: Value,
+        shift: Value,
+        sums: list[list[Value]],
+        target: Value,
+        *,
+        checked: bool,
+        finished: bool = False,
+    ) -> list[list[Value]]:
+        """Store the weights of keys k and k + 1, rounded to nearest, as one row of a tile.
+
+        `sums` are two lists, one for each key of the pair. Scores at `place` are as `score` gives
+        them if they are `finished`.
+        """
+        e, b = self.e, self.e.builder
+        half, upper = e.const_bits(0x8000), e.const_bits(-(2**16))
+        bits, following = [], []
+        for i, own in enumerate(sums):
+            here = e.at(place, i * e.vector_bytes)
+            key = e.add(k, i)
+            score = e.load_vector(here) if finished else self.score(here, key, checked=checked)
+            weight, after = self.weigh(score, key, shift, own, checked=checked)
+            bits.append(b.add(e.as_bits(weight), half))
+            following.append(after)
+        pair = b.or_(b.and_(bits[1], upper), e.settled(b.lshr(bits[0], e.const_bits(16))))
+        e.store_vector(e.as_floats(pair), target)
+        return following
