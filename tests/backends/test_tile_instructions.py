@@ -1,4 +1,4 @@
-"""Instructions for bfloat16, emulated and real, against their definition in whole numbers."""
+"""Instructions for bfloat16 and int8, emulated and real, against their definitions."""
 
 from __future__ import annotations
 
@@ -94,13 +94,16 @@ def emit(instruction: str, emulated: bool) -> str:
     e = Emitter("instructions", SIXTEEN, emulated=emulated)
     with e.function("job", [POINTER, INT64], public=True) as (_, (memory, _worker)):
         a, b, c = (e.at(memory, n * TILE_SIZE) for n in range(3))
-        if instruction == "tiles":
+        if instruction in ("tiles", "byte tiles"):
             row = e.index(TILE_BYTES)
             configure(e)
             tiles = tiles_of(e)
             for tile, place in ((5, a), (7, b), (2, c)):
                 tiles.load(tile, place, row)
-            tiles.multiply_add(2, 5, 7)
+            if instruction == "tiles":
+                tiles.multiply_add(2, 5, 7)
+            else:
+                tiles.multiply_add_bytes(2, 5, 7)
             tiles.store(2, c, row)
             release(e)
         else:
@@ -235,6 +238,20 @@ def test_numbers_near_the_least(instruction) -> None:
     assert (np.abs(found[found != 0]) >= np.float32(NORMAL)).all()
     if emulated:
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("isa", both_ways("amx"))
+def test_products_of_bytes(isa, monkeypatch) -> None:
+    """TDPBSSD, against a product of whole numbers; sums beyond 32 bits wrap around."""
+    monkeypatch.setenv("QKV_ISA", isa)
+    monkeypatch.setenv("QKV_CACHE_DIR", "")
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(-128, 128, (2, 16, 64), np.int8)
+    c = rng.integers(-(2**31), 2**31, (16, 16), np.int32)
+    a[0], b[:, :4], c[0] = -128, -128, 2**31 - 1
+    right = b.reshape(16, 16, 4).swapaxes(1, 2).reshape(64, 16).astype(np.int64)
+    found = run("byte tiles", a, b, c).view(np.int32).reshape(16, 16)
+    np.testing.assert_array_equal(found, (c + a.astype(np.int64) @ right).astype(np.int32))
 
 
 @pytest.mark.parametrize("isa", both_ways("avx512-bf16"))

@@ -2,8 +2,9 @@
 
 kernel          the kernel: blocks of keys, their softmax, and how results of tasks are merged
 tasks           which keys each task reads, planned by the kernel itself
+tile_blocks     blocks of int8 keys and values on matrix tiles
 rows            where rows lie: argument block, pages, and scales of quantised rows
 
 Sums are of `Spec.compute_dtype`, which is float32 for float16 and bfloat16. The products are in
-`products.dim_lanes`.
+`products.dim_lanes` and `products.int8_tiles`.
 """

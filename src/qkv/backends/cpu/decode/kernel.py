@@ -26,6 +26,7 @@ Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (20
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,8 +44,9 @@ from qkv.backends.cpu.decode.tasks import (
     TASK,
     DecodeTasks,
 )
+from qkv.backends.cpu.decode.tile_blocks import TILE_BLOCK_KV, TileBlocks, tile_bytes
 from qkv.backends.cpu.emit import storage, vector_math
-from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
+from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.expressions import Expressions
 from qkv.backends.cpu.emit.packing import (
     all_finite_function,
@@ -53,6 +55,7 @@ from qkv.backends.cpu.emit.packing import (
 )
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.dim_lanes import RowProducts, first_lanes
+from qkv.backends.cpu.products.tile_instructions import configure, release
 from qkv.problem.expressions import SCORE, TRUE
 from qkv.problem.spec import Spec
 
@@ -90,11 +93,14 @@ def record_bytes(spec: Spec, shape: TileShape) -> int:
 
 
 def scratch_bytes(spec: Spec, shape: TileShape) -> int:
-    """Memory of one worker: Q; P, the sums B of a block, and factors of a panel; scales, K or V."""
+    """Memory of one worker: Q; P, sums B, and factors of a panel; scales, K or V; tiles."""
     rows, dims = spec.group_size * spec.q_len, (spec.head_dim, spec.v_head_dim)
     each_row = STRETCH_KV + padded(spec.v_head_dim, shape.lanes) + 2 * shape.lanes
     shared = 2 * STRETCH_KV + BLOCK_KV * max(dims) + rows * spec.head_dim
     size = (each_row * panel_of(spec) + shared) * spec.compute_dtype.itemsize
+    stored = [each.dtype for each in (spec.key_storage, spec.value_storage) if each]
+    if shape.byte_tiles and "int8" in stored:
+        size += RECORD_ALIGNMENT + tile_bytes(rows, panel_of(spec), *dims)
     return -(-size // 4096) * 4096
 
 
@@ -117,7 +123,7 @@ class DecodeKey:
 
 @dataclass(frozen=True, slots=True)
 class _Scratch:
-    """A worker's memory: matrices of one panel, scales of one stretch, Q, and a block moved."""
+    """A worker's memory: matrices of one panel, scales of one stretch, Q, a block moved, tiles."""
 
     weights: Value
     block: Value
@@ -126,6 +132,7 @@ class _Scratch:
     value_scales: Value
     packed: Value
     moved: Value
+    tiles: Value
 
 
 def emit_decode(key: DecodeKey) -> str:
@@ -153,6 +160,8 @@ class _Decode:
         self.score_row = (STRETCH_KV + self.e.lanes) * self.e.real_bytes
         """Bytes of a row of S, with room behind it for a vector."""
         self.products = RowProducts(self.e, *key.dtypes[1:], self.score_row, key.shape)
+        has_tiles = key.shape.byte_tiles and self.e.real == FLOAT and "int8" in key.dtypes
+        self.tiles = TileBlocks(self.frame, self.products) if has_tiles else None
 
     def is_quantised(self, name: str) -> bool:
         return self.frame.dtypes[name] == "int8"
@@ -344,15 +353,19 @@ class _Decode:
                 is_one_tile = b.icmp_signed("==", rows, e.index(size))
                 step = b.select(is_one_tile, e.index(BLOCK_KV), step)
 
-            def multiply_tiles(pointer: Value, row: Value, scores: Value, keys: Value) -> None:
+            def multiply_tiles(*segment: Value) -> None:
+                pointer, row, scores, keys, done = segment
+
                 def multiply_part(k: Value, _: list[Value]) -> None:
                     here, to = e.at(pointer, e.mul(k, row)), e.at(scores, e.mul(k, e.real_bytes))
-                    count = e.least(step, e.sub(keys, k))
+                    count, first = e.least(step, e.sub(keys, k)), e.add(kv_start, done, k)
+                    place = [arguments_, batch, kv_head]
+                    ahead = self.frame.page_ahead(name, place, here, first, count)
 
                     def multiply_tile(size: int, i: Value) -> None:
                         stop, p = e.add(i, size), e.at(to, e.mul(i, score_row))
                         prefetch = self.products.prefetch_share(
-                            row, e.mul(dim, item), i, stop, rows, step
+                            row, e.mul(dim, item), i, stop, rows, step, ahead
                         )
                         if name == "key":
                             q = e.at(matrix, e.mul(i, dim, e.real_bytes))
@@ -367,7 +380,9 @@ class _Decode:
 
                 e.loop(0, keys, step, [], multiply_part)
 
-            def multiply_selected(pointer: Value, row: Value, scores: Value, keys: Value) -> None:
+            def multiply_selected(*segment: Value) -> None:
+                pointer, row, scores, keys, _ = segment
+
                 def multiply_row(_: int, i: Value) -> None:
                     p, to = e.mul(i, score_row), e.mul(i, block_row)
                     place = [pointer, e.at(scores, p), e.at(matrix, to)]
@@ -379,7 +394,7 @@ class _Decode:
                 if name == "key" or "all_finite" not in functions:
                     multiply_tiles(*where)
                     return
-                pointer, row, _, keys = where
+                pointer, row, _, keys, _ = where
 
                 def multiply_checked() -> None:
                     finite = b.call(functions["all_finite"], [pointer, row, keys, dim])
@@ -397,7 +412,7 @@ class _Decode:
                     )
                 here = b.select(scattered, moved, pointer)
                 row = b.select(scattered, e.mul(dim, item), place.row)
-                multiply(here, row, e.at(weights, e.mul(done, e.real_bytes)), keys)
+                multiply(here, row, e.at(weights, e.mul(done, e.real_bytes)), keys, done)
 
             self.frame.for_each_segment(name, place, pages, kv_start, count, multiply_segment)
         return function
@@ -433,7 +448,10 @@ class _Decode:
         value_scales = e.at(key_scales, STRETCH_KV * e.real_bytes)
         packed = e.at(value_scales, STRETCH_KV * e.real_bytes)
         moved = e.at(packed, e.mul(rows, head_dim, e.real_bytes))
-        return _Scratch(scratch, block, rescale, key_scales, value_scales, packed, moved)
+        size = e.mul(e.larger_of(head_dim, v_head_dim), BLOCK_KV * e.real_bytes)
+        end = e.add(e.builder.ptrtoint(e.at(moved, size), INT64), RECORD_ALIGNMENT - 1)
+        tiles = e.pointer(e.round_down(end, RECORD_ALIGNMENT))
+        return _Scratch(scratch, block, rescale, key_scales, value_scales, packed, moved, tiles)
 
     def state_address(self, record: Value, row: Value, block_row: Value) -> Value:
         """Where the state of a row lies, behind its row of O."""
@@ -460,16 +478,25 @@ class _Decode:
             panel_rows = e.least(panel, e.sub(rows, first))
 
             def for_each_block(name: str, matrix: Value, forbidden: Value) -> None:
-                def multiply_block(k: Value, _: list[Value]) -> None:
-                    where = [arguments, batch, kv_head, e.add(kv_start, k)]
-                    keys = e.least(BLOCK_KV, e.sub(count, k))
-                    weights = e.at(own.weights, e.mul(k, e.real_bytes))
-                    matrices = [matrix, weights, own.moved]
-                    b.call(functions[name], [*where, keys, panel_rows, *matrices, forbidden])
-                    if name == "value":
-                        e.loop(0, panel_rows, 1, [], add_block)
+                def multiply_blocks(function: str, most: int, *more: Value) -> None:
+                    def multiply_block(k: Value, _: list[Value]) -> None:
+                        where = [arguments, batch, kv_head, e.add(kv_start, k)]
+                        keys = e.least(most, e.sub(count, k))
+                        weights = e.at(own.weights, e.mul(k, e.real_bytes))
+                        matrices = [matrix, weights, own.moved]
+                        b.call(functions[function], [*where, keys, panel_rows, *matrices, *more])
+                        if name == "value":
+                            e.loop(0, panel_rows, 1, [], add_block)
 
-                e.loop(0, count, BLOCK_KV, [], multiply_block)
+                    e.loop(0, count, most, [], multiply_block)
+
+                by_rows = functools.partial(multiply_blocks, name, BLOCK_KV, forbidden)
+                if self.tiles is None or name not in self.tiles.names:
+                    by_rows()
+                    return
+                function = f"{name} tiles", TILE_BLOCK_KV
+                by_tiles = functools.partial(multiply_blocks, *function, own.tiles, first)
+                e.choose(self.tiles.usable(arguments, name), by_tiles, by_rows)
 
             def add_block(i: Value, _: list[Value]) -> None:
                 """O = factor * O + B; the factor is then 1 for the other blocks of the stretch."""
@@ -568,6 +595,9 @@ class _Decode:
                      q_len, head_dim, e.at(own.packed, e.mul(g, head_bytes))],
                 ) and None,
             )  # fmt: skip
+            if self.tiles:
+                self.tiles.split_query(functions, arguments, own.packed, own.tiles)
+                configure(e)
             self.clear_bytes(own.block, e.mul(panel, block_row))
             self.clear_bytes(record, e.mul(rows, self.record_row_bytes(block_row)))
             e.loop(
@@ -589,6 +619,8 @@ class _Decode:
                     lambda: call_attend_run(start, stop, e.index(FULL)),
                     lambda: tasks.for_each_run(where, start, stop, call_attend_run),
                 )
+            if self.tiles:
+                release(e)
         return function
 
     def merge_function(self) -> Value:
@@ -723,6 +755,8 @@ class _Decode:
             functions[name] = self.block_function(name, functions)
             if self.is_quantised(name):
                 functions[f"{name} scales"] = self.frame.copy_scales_function(name)
+        if self.tiles:
+            self.tiles.emit_functions(functions)
         functions["full"] = self.softmax_function("full", False)
         if self.frame.mask != TRUE:
             functions["partial"] = self.softmax_function("partial", True)

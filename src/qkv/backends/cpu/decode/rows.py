@@ -19,6 +19,8 @@ def page_fields(name: str) -> tuple[str, ...]:
 
 SCALES = ("key_scales", "value_scales")
 """The scales of quantised keys and values, operands whose rows have one element each."""
+_KEYS_AHEAD = 64
+"""By how many keys prefetching runs ahead in pages, at least."""
 _SCALE_BYTES = storage.ITEM_BYTES["float32"]
 
 FIELDS = (
@@ -112,6 +114,27 @@ class DecodeFrame(Frame):
         e = self.e
         page, page_size, table, slots = (self.field(arguments, f) for f in page_fields(name))
         return [page, page_size, e.at(e.pointer(table), e.mul(batch, slots, WORD))]
+
+    def page_ahead(
+        self, name: str, where: list[Value], pointer: Value, first: Value, keys: Value
+    ) -> Value | None:
+        """Bytes from `keys` rows in one page, at `pointer`, to rows that are read a little later.
+
+        `where` is the argument block, the batch row and the kv head, `first` the number of the
+        first of the keys. As many keys lie in between as some such segments have.
+        None if the rows are not in pages.
+        """
+        if not self.paged[name]:
+            return None
+        e, b = self.e, self.e.builder
+        place = self.operand(where[0], name, *where[1:])
+        page_bytes, page_size, table = self.pages(where[0], name, where[1])
+        span = e.mul(keys, b.sdiv(e.add(keys, _KEYS_AHEAD - 1), keys))
+        later = e.least(e.add(first, span), e.sub(self.field(where[0], "kv_len"), 1))
+        page = e.load(e.at(table, e.mul(b.sdiv(later, page_size), WORD)), INT64, WORD)
+        offset = e.add(e.mul(page, page_bytes), e.mul(b.srem(later, page_size), place.row))
+        start = b.ptrtoint(e.at(place.pointer, offset), INT64)
+        return e.sub(start, b.ptrtoint(pointer, INT64))
 
     def copy_scales_function(self, name: str) -> Value:
         """A function that copies the scales of a block side by side."""

@@ -24,7 +24,7 @@ from qkv.errors import ArgumentError
 
 _AVX512 = TileShape(lanes=16, vectors=4, keys=4, halves=True)
 _SHAPES = {
-    "amx": _AVX512,
+    "amx": replace(_AVX512, byte_tiles=True),
     "avx512-bf16": _AVX512,
     "avx512": _AVX512,
     "avx2": TileShape(lanes=8, vectors=3, keys=4, halves=True),
@@ -45,7 +45,7 @@ _NEEDS_AVX512 = frozenset({"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma",
 EMULATED = "-emulated"
 """What follows the name of an instruction set whose kernels run on any machine, for tests."""
 _REQUIRED = {
-    "amx": _NEEDS_AVX512 | {"avx512bf16", "amx-tile", "amx-bf16"},
+    "amx": _NEEDS_AVX512 | {"avx512bf16", "amx-tile", "amx-bf16", "amx-int8"},
     "avx512-bf16": _NEEDS_AVX512 | {"avx512bf16"},
     "avx512": _NEEDS_AVX512,
     "avx2": frozenset({"avx2", "fma", "f16c"}),

@@ -23,6 +23,8 @@ class TileShape:
     """Whether the machine multiplies and adds in one instruction (FMA)."""
     product: Literal["elements", "pairs", "tiles"] = "elements"
     """What one instruction multiplies: elements, or pairs or tiles of bfloat16."""
+    byte_tiles: bool = False
+    """Whether one instruction multiplies tiles of int8."""
     emulated: bool = False
     """Whether instructions that multiply bfloat16 are written out as ordinary vector code."""
     terms: int = 1

@@ -68,18 +68,28 @@ class RowProducts:
     # Prefetching rows of K or V
 
     def prefetch_share(
-        self, row: Value, size: Value, first: Value, stop: Value, rows: Value, keys: Value
+        self,
+        row: Value,
+        size: Value,
+        first: Value,
+        stop: Value,
+        rows: Value,
+        keys: Value,
+        ahead: Value | None = None,
     ) -> tuple[Value, Value]:
         """`(ahead, asked)`: how far ahead of each row a tile prefetches, and how much, in bytes.
 
         Rows of K or V have `size` bytes and lie `row` bytes apart; the tile has the rows of Q from
         `first` to `stop`, of `rows`. A tile that has all rows prefetches whole rows, just in time.
         If several tiles read the same `keys` one after the other, each prefetches its share of the
-        keys that follow, so that memory is never idle.
+        keys that follow, so that memory is never idle. If these are not in the order of memory,
+        `ahead` says how far ahead they are.
         """
         e, b = self.e, self.e.builder
         lines = b.sdiv(e.add(size, CACHE_LINE - 1), e.index(CACHE_LINE))
         begin, end = (e.mul(b.sdiv(e.mul(lines, i), rows), CACHE_LINE) for i in (first, stop))
+        if ahead is not None:
+            return e.add(ahead, begin), e.sub(end, begin)
         in_reach = e.larger_of(b.sdiv(e.index(self.shape.reach), e.larger_of(size, 1)), 1)
         alone = b.icmp_signed("==", e.sub(stop, first), rows)
         rows_ahead = b.select(alone, e.least(in_reach, keys), keys)

@@ -11,8 +11,12 @@ volume 2, TDPBF16PS, 2024), for each row m and column n:
         odd  = fma(A[m, 2p + 1], B[p, 2n + 1], odd)
     C[m, n] = C[m, n] + (even + odd)
 
-Each operation rounds to nearest, ties to even, whatever the thread's rounding mode; it takes
-subnormal operands for zeros of their sign, and gives such zeros instead of subnormal results.
+`multiply_add_bytes` adds the product of two tiles of int8 to a tile of int32 (TDPBSSD):
+
+    C[m, n] = C[m, n] + sum_p sum_i A[m, 4p + i] * B[p, 4n + i]
+
+Each operation on floats rounds to nearest, ties to even, whatever the thread's rounding mode; it
+takes subnormal operands for zeros of their sign, and gives such zeros instead of subnormal results.
 """
 
 from __future__ import annotations
@@ -22,7 +26,16 @@ from typing import Protocol
 
 from llvmlite import ir
 
-from qkv.backends.cpu.emit.emitter import BYTE, FLOAT, INT64, POINTER, VOID, Emitter, Value
+from qkv.backends.cpu.emit.emitter import (
+    BYTE,
+    FLOAT,
+    INT32,
+    INT64,
+    POINTER,
+    VOID,
+    Emitter,
+    Value,
+)
 from qkv.backends.cpu.products.bfloat16 import flushed, multiply_add, split_pairs
 
 TILES = 8
@@ -44,6 +57,8 @@ class TileInstructions(Protocol):
     def store(self, tile: int, place: Value, row: Value) -> None: ...
 
     def multiply_add(self, total: int, left: int, right: int) -> None: ...
+
+    def multiply_add_bytes(self, total: int, left: int, right: int) -> None: ...
 
 
 def configure(e: Emitter) -> None:
@@ -93,6 +108,9 @@ class MatrixUnit:
     def multiply_add(self, total: int, left: int, right: int) -> None:
         self._emit("tdpbf16ps", total, left, right)
 
+    def multiply_add_bytes(self, total: int, left: int, right: int) -> None:
+        self._emit("tdpbssd", total, left, right)
+
     def _emit(self, instruction: str, *args: Value | int) -> None:
         """Emit an instruction; arguments of type int are numbers of tiles."""
         values = [ir.Constant(BYTE, arg) if isinstance(arg, int) else arg for arg in args]
@@ -131,6 +149,10 @@ class EmulatedTiles:
     def multiply_add(self, total: int, left: int, right: int) -> None:
         places = [self._at(tile) for tile in (total, left, right)]
         self._e.builder.call(self._multiply_add(), places)
+
+    def multiply_add_bytes(self, total: int, left: int, right: int) -> None:
+        places = [self._at(tile) for tile in (total, left, right)]
+        self._e.builder.call(self._multiply_add_bytes(), places)
 
     def _at(self, tile: int) -> Value:
         return self._e.at(self._buffers, tile * TILE_SIZE)
@@ -191,5 +213,34 @@ class EmulatedTiles:
                 e.store_vector(flushed(e, e.builder.fadd(before, both)), e.at(total, row))
 
             e.loop(0, TILE_ROWS, 1, [], split_row)
+            e.loop(0, TILE_ROWS, 1, [], multiply_row)
+        return function
+
+    def _multiply_add_bytes(self) -> Value:
+        """A function `(total, left, right)` of the addresses of three tiles."""
+        e, name = self._e, "multiply_add_byte_tiles"
+        known = e.module.globals.get(name)
+        if known is not None:
+            return known
+        with e.function(name, [POINTER] * 3) as (function, args):
+            total, left, right = args
+            b = e.builder
+
+            def multiply_row(m: Value, _: list[Value]) -> None:
+                row = e.mul(m, TILE_BYTES)
+
+                def add_quad(p: Value, sums: list[Value]) -> list[Value]:
+                    y = e.load(e.at(right, e.mul(p, TILE_BYTES)), e.bits)
+                    found = sums[0]
+                    for i in range(4):
+                        x = e.load(e.at(left, row, e.mul(p, 4), i), BYTE)
+                        y_i = b.ashr(b.shl(y, e.const_bits(24 - 8 * i)), e.const_bits(24))
+                        found = b.add(found, b.mul(e.splat(b.sext(x, INT32)), y_i))
+                    return [found]
+
+                place = e.at(total, row)
+                (found,) = e.loop(0, TILE_ROWS, 1, [e.load(place, e.bits)], add_quad)
+                e.store(found, place, TILE_BYTES)
+
             e.loop(0, TILE_ROWS, 1, [], multiply_row)
         return function
