@@ -155,14 +155,14 @@ def test_weights_of_bfloat16_are_computed_between_products(chunks, value_tiles) 
     shape = replace(shape, chunks=chunks, value_tiles=value_tiles, q_blocks_per_task=1)
     text = assembly(LINUX, "sapphirerapids", shape, "bfloat16")
     lines = [line for line in straight_lines(text) if number_of(line, "vfmadd") >= 32 * 5]
-    assert len(lines) == 1
-    (step,) = lines
-    assert number_of(step, "tdpbf16ps") == 2 * chunks + 4
-    assert number_of(step, "vfmadd") == 32 * 5
-    between = "".join("p" if "tdpbf16ps" in line else "m" for line in step if MIXED.match(line))
-    longest = max(map(len, between.split("p")))
-    assert longest <= 5 * 2 * -(-16 // (2 * chunks + 4)), "as many after each product"
-    assert sum(bool(SPILLED.search(line)) for line in step) <= 2
+    assert len(lines) == 2, "one where all keys exist, and one for the last keys"
+    for step in lines:
+        assert number_of(step, "tdpbf16ps") == 2 * chunks + 4
+        assert number_of(step, "vfmadd") == 32 * 5
+        between = "".join("p" if "tdpbf16ps" in line else "m" for line in step if MIXED.match(line))
+        longest = max(map(len, between.split("p")))
+        assert longest <= 5 * 2 * -(-16 // (2 * chunks + 4)), "as many after each product"
+    assert sum(bool(SPILLED.search(line)) for line in lines[0]) <= 4
     assert text.count("ldtilecfg") == text.count("tilerelease") == 1
 
 

@@ -64,7 +64,7 @@ class _Kernel:
         rows, unit = self.rows, Unit(self.frame, self.sizes)
         self.functions = {"copy": rows.copy_function()}
         self.functions["pack"] = rows.pack_function(self.functions)
-        self.functions["unpack"] = unpack_function(self.frame)
+        self.functions["unpack"] = unpack_function(self.frame, Row.OUT_SUM)
         tile_rows = TileRows(rows, self.sizes)
         self.functions["pack_keys"] = tile_rows.pack_keys_function()
         self.functions["transpose_values"] = tile_rows.transpose_values_function()
@@ -119,7 +119,7 @@ class _Kernel:
 
     def _clear_sums(self, unit: UnitRows) -> None:
         e = self.e
-        for name in (Row.ROW_SUM, Row.SUM_ERROR, Row.T_SUM):
+        for name in (Row.ROW_SUM, Row.SUM_ERROR, Row.T_SUM, Row.OUT_SUM):
             e.store_vector(e.const(0.0), self.tasks.stat(unit, name))
         e.loop(
             0, self.sizes.value_tiles * TILE_SIZE, TILE_BYTES, [],
@@ -129,8 +129,8 @@ class _Kernel:
     def _rebase(self, arguments: Value, unit: UnitRows) -> None:
         """Make the largest score the shift, by which statistics are defined."""
         e, b = self.e, self.e.builder
-        names = (Row.ROW_MAX, Row.LARGEST, Row.ROW_SUM, Row.SUM_ERROR, Row.T_SUM)
-        shift, largest, row_sum, error, t_sum = (
+        names = (Row.ROW_MAX, Row.LARGEST, Row.ROW_SUM, Row.SUM_ERROR, Row.T_SUM, Row.OUT_SUM)
+        shift, largest, row_sum, error, t_sum, out_sum = (
             e.load_vector(self.tasks.stat(unit, name)) for name in names
         )
         unseen = b.fcmp_ordered("==", largest, e.const(-math.inf))
@@ -144,6 +144,7 @@ class _Kernel:
             Row.ROW_SUM: b.fmul(row_sum, factor),
             Row.SUM_ERROR: b.fmul(error, factor),
             Row.T_SUM: b.fmul(e.fma(row_sum, change, t_sum), factor),
+            Row.OUT_SUM: b.fmul(out_sum, factor),
         }
         for name, vector in after.items():
             e.store_vector(vector, self.tasks.stat(unit, name))

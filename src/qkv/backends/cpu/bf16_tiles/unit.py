@@ -235,7 +235,7 @@ class _Body:
             row_sum, t_sum = (e.load_vector(self._stat(n)) for n in (Row.ROW_SUM, Row.T_SUM))
             natural = b.fmul(change, e.const(vector_math.LN_2))
             e.store_vector(e.fma(row_sum, natural, t_sum), self._stat(Row.T_SUM))
-        for name in (Row.ROW_SUM, Row.SUM_ERROR, Row.T_SUM):
+        for name in (Row.ROW_SUM, Row.SUM_ERROR, Row.T_SUM, Row.OUT_SUM):
             place = self._stat(name)
             e.store_vector(b.fmul(e.load_vector(place), factor), place)
         self._store_shift(new)
@@ -479,11 +479,12 @@ class _Group:
         """Store the sums of this group."""
         e, body = self.body.e, self.body
         first, second = sums
-        e.store_vector(e.builder.fadd(first[0], second[0]), body._stat(Row.GROUP_SUM))
+        names = [Row.GROUP_SUM, Row.GROUP_OUT, *([Row.GROUP_T] if body.frame.statistics else [])]
+        for name, x, y in zip(names, first, second, strict=False):
+            e.store_vector(e.builder.fadd(x, y), body._stat(name))
         if body.frame.statistics:
-            e.store_vector(e.builder.fadd(first[1], second[1]), body._stat(Row.GROUP_T))
             place = body._stat(Row.LARGEST)
-            largest = e.greatest(e.greatest(first[2], second[2]), e.load_vector(place))
+            largest = e.greatest(e.greatest(first[3], second[3]), e.load_vector(place))
             e.store_vector(largest, place)
 
     def add_sums(self) -> None:
@@ -495,6 +496,9 @@ class _Group:
         total = b.fadd(row_sum, added)
         e.store_vector(total, body._stat(Row.ROW_SUM))
         e.store_vector(b.fsub(b.fsub(total, row_sum), added), body._stat(Row.SUM_ERROR))
+        others = [(Row.OUT_SUM, Row.GROUP_OUT)]
         if body.frame.statistics:
-            t_sum, t_own = (e.load_vector(body._stat(n)) for n in (Row.T_SUM, Row.GROUP_T))
-            e.store_vector(b.fadd(t_sum, t_own), body._stat(Row.T_SUM))
+            others.append((Row.T_SUM, Row.GROUP_T))
+        for sum_, part in others:
+            vectors = (e.load_vector(body._stat(name)) for name in (sum_, part))
+            e.store_vector(b.fadd(*vectors), body._stat(sum_))

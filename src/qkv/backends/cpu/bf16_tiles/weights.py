@@ -42,6 +42,10 @@ class Row(IntEnum):
     GROUP_SUM = 6
     """The sum of the weights of one group of keys, and its part of T."""
     GROUP_T = 7
+    OUT_SUM = 8
+    """The sum of rounded weights, by which outputs are divided: where one key has nearly all the
+    weight, the output is then its value, however the weight was rounded."""
+    GROUP_OUT = 9
 
 
 class Queries(NamedTuple):
@@ -81,7 +85,7 @@ class Weights:
             self._forbidden = e.splat(b.select(at.marked, *zero))
         self._loads = transposed_loads(frame.spec)
         self._block_kv = frame.block_kv
-        self.no_sums = [e.const(0.0)] * (1 + frame.statistics)
+        self.no_sums = [e.const(0.0)] * (2 + frame.statistics)
         if frame.statistics:
             self.no_sums.append(e.const(-math.inf))
 
@@ -116,7 +120,10 @@ class Weights:
     def weigh(
         self, score: Value, k: Value, shift: Value, sums: list[Value], *, checked: bool
     ) -> tuple[Value, list[Value]]:
-        """The weight of key k, and the sums with it."""
+        """The weight of key k, rounded, as bits of float32, and the sums with it.
+
+        The sums are of weights, of rounded weights, and for statistics T and the largest score.
+        """
         frame, e, b = self.frame, self.e, self.e.builder
         difference = b.fsub(score, shift)
         power = b.fmul(difference, self.factor)
@@ -125,18 +132,27 @@ class Weights:
             # Not left to the exponential: -inf times a scale of 0 would be NaN.
             is_forbidden = b.fcmp_ordered("==", score, e.const(-math.inf))
             weight = b.select(is_forbidden, self._forbidden, weight)
-        following = [e.settled(b.fadd(sums[0], weight))]
+        rounded = self._rounded(weight)
+        following = [
+            e.settled(b.fadd(total, x))
+            for total, x in zip(sums, (weight, e.as_floats(rounded)), strict=False)
+        ]
         if frame.statistics:
             # T += weight * exponent, except where the weight is 0: 0 * -inf would be NaN.
             exponent = b.fmul(power, e.const(vector_math.LN_2))
-            added = e.fma(weight, exponent, sums[1])
+            added = e.fma(weight, exponent, sums[2])
             is_zero = b.fcmp_ordered("==", weight, e.const(0.0))
-            following += [b.select(is_zero, sums[1], added), e.greatest(sums[2], score)]
+            following += [b.select(is_zero, sums[2], added), e.greatest(sums[3], score)]
         if frame.spec.dropout:
             key = e.add(self.at.kv_start, k)
             factor = frame.dropout_factor(self.at.arguments, self._places, key)
-            weight = b.fmul(weight, factor)
-        return weight, following
+            rounded = self._rounded(b.fmul(weight, factor))
+        return rounded, following
+
+    def _rounded(self, weight: Value) -> Value:
+        """A weight rounded to bfloat16, to nearest."""
+        e, b = self.e, self.e.builder
+        return b.and_(b.add(e.as_bits(weight), e.const_bits(0x8000)), e.const_bits(-(2**16)))
 
     def weigh_pair(
         self,
@@ -155,15 +171,14 @@ class Weights:
         them if they are `finished`.
         """
         e, b = self.e, self.e.builder
-        half, upper = e.const_bits(0x8000), e.const_bits(-(2**16))
         bits, following = [], []
         for i, own in enumerate(sums):
             here = e.at(place, i * e.vector_bytes)
             key = e.add(k, i)
             score = e.load_vector(here) if finished else self.score(here, key, checked=checked)
             weight, after = self.weigh(score, key, shift, own, checked=checked)
-            bits.append(b.add(e.as_bits(weight), half))
+            bits.append(weight)
             following.append(after)
-        pair = b.or_(b.and_(bits[1], upper), e.settled(b.lshr(bits[0], e.const_bits(16))))
+        pair = b.or_(bits[1], e.settled(b.lshr(bits[0], e.const_bits(16))))
         e.store_vector(e.as_floats(pair), target)
         return following

@@ -40,11 +40,11 @@ def pack_function(frame: ForwardFrame) -> Value:
     return function
 
 
-def unpack_function(frame: ForwardFrame) -> Value:
+def unpack_function(frame: ForwardFrame, out_sum: int = StatsRow.ROW_SUM) -> Value:
     """A function for one vector of queries: out = O / l, transposed back, lse, and statistics.
 
-    Lanes beyond the last row repeat it, and write the same results to it. A row without keys has
-    l = 0.
+    `out_sum` is the row of statistics by which the output is divided. Lanes beyond the last row
+    repeat it, and write the same results to it. A row without keys has l = 0.
     """
     e = frame.e
     arguments = [*[POINTER] * 3, *[INT64] * 4]
@@ -57,6 +57,11 @@ def unpack_function(frame: ForwardFrame) -> Value:
         empty = b.fcmp_ordered("==", row_sum, e.const(0.0))
         divisor = b.select(empty, e.const(1.0), row_sum)
         share = b.fdiv(e.const(1.0), divisor)
+        if out_sum != StatsRow.ROW_SUM:
+            held = e.load_vector(e.at(stats, e.mul(width, out_sum)))
+            out_share = b.fdiv(e.const(1.0), b.select(empty, e.const(1.0), held))
+        else:
+            out_share = share
         lowest = e.const(-math.inf)
         logarithm = vector_math.log(e, row_sum)
         lanes = [e.least(i, e.sub(count, 1)) for i in range(e.lanes)]
@@ -85,7 +90,7 @@ def unpack_function(frame: ForwardFrame) -> Value:
         def load_output(d: Value) -> Value:
             # Adding 0 turns -0.0 into 0.0.
             vector = e.load_vector(e.at(total, e.mul(d, width)))
-            return e.fma(vector, share, e.const(0.0))
+            return e.fma(vector, out_share, e.const(0.0))
 
         def write_output(name: str, dtype: str) -> Value:
             row_bytes = e.mul(v_head_dim, ITEM_BYTES[dtype])
