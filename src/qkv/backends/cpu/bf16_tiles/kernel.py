@@ -21,7 +21,7 @@ from qkv.backends.cpu.bf16_tiles.tasks import (
     UnitRows,
     scratch_bytes,
 )
-from qkv.backends.cpu.bf16_tiles.unit import Sizes, Unit
+from qkv.backends.cpu.bf16_tiles.unit import Sizes, unit_function
 from qkv.backends.cpu.bf16_tiles.weights import Row
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import POINTER, Value
@@ -40,7 +40,7 @@ from qkv.problem.spec import Spec
 _TASKS_OF_THREAD = 4
 """Tasks for each thread, so that threads end at about the same time."""
 _LEAST_BLOCKS = 4
-"""The fewest blocks of unit of one task, so that laying out K and V pays."""
+"""The fewest blocks of queries of one task, so that laying out K and V pays."""
 _LONG_TASK = 2e10
 """Operations of one task for which Ctrl-C may wait."""
 
@@ -61,7 +61,7 @@ class _Kernel:
         self.rows, self.tasks = Bf16Rows(frame, 1), Tasks(frame, self.sizes)
 
     def emit(self) -> None:
-        rows, unit = self.rows, Unit(self.frame, self.sizes)
+        rows = self.rows
         self.functions = {"copy": rows.copy_function()}
         self.functions["pack"] = rows.pack_function(self.functions)
         self.functions["unpack"] = unpack_function(self.frame, Row.OUT_SUM)
@@ -71,7 +71,7 @@ class _Kernel:
         if self.frame.mask != TRUE or not self.frame.plain:
             self.functions["sift"] = tile_rows.sift_function()
             self.functions["add_non_finite"] = rows.add_non_finite_function()
-        self.functions["attend_to_keys"] = unit.function()
+        self.functions["attend_to_keys"] = unit_function(self.frame, self.sizes)
         self.functions["sweep"] = Sweep(self.tasks, rows, self.functions).function()
         self.frame.call_for_each_task(self._attend_function(), TASK)
 

@@ -36,10 +36,9 @@ def scratch_bytes(spec: Spec, shape: TileShape) -> int:
 
 def sizes_of_areas(sizes: Sizes) -> tuple[int, int, int, int]:
     """Bytes of scores, weights, K and V of a block. One group of K more than is used is read."""
-    groups = MOST_GROUPS
     return (
-        groups * SCORE_BYTES, groups * TILE_SIZE,
-        (groups + 1) * sizes.key_bytes, groups * sizes.value_bytes,
+        MOST_GROUPS * SCORE_BYTES, MOST_GROUPS * TILE_SIZE,
+        (MOST_GROUPS + 1) * sizes.key_bytes, MOST_GROUPS * sizes.value_bytes,
     )  # fmt: skip
 
 

@@ -74,27 +74,20 @@ ARGUMENTS = (
     "arguments", "packed", "total", "stats", "keys", "values", "scores", "weights", "transposed",
     "batch", "head", "first_row", "kv_start", "count", "unmasked",
 )  # fmt: skip
-"""Arguments of the functions of a unit: nine addresses, six integers, and `marked`. `unmasked` is
+"""Arguments of the function of a unit: nine addresses, six integers, and `marked`. `unmasked` is
 the number of groups, from the first on, of which every query sees every key."""
 
 
-class Unit:
-    """Emits the functions that go over the keys of one unit."""
-
-    def __init__(self, frame: ForwardFrame, sizes: Sizes) -> None:
-        self.frame, self.e, self.sizes = frame, frame.e, sizes
-
-    def function(self) -> Value:
-        """A function of `ARGUMENTS`: weights of all keys; row sums and O are added to."""
-        kinds = [*[POINTER] * 9, *[INT64] * 6, BIT]
-        with self.e.function("attend_to_keys", kinds) as (function, (*args, marked)):
-            at = dict(zip(ARGUMENTS, args, strict=True))
-            _Body(self.frame, self.sizes, at, marked).attend()
-        return function
+def unit_function(frame: ForwardFrame, sizes: Sizes) -> Value:
+    """A function of `ARGUMENTS`: weights of all keys of a unit; row sums and O are added to."""
+    kinds = [*[POINTER] * 9, *[INT64] * 6, BIT]
+    with frame.e.function("attend_to_keys", kinds) as (function, (*args, marked)):
+        _Body(frame, sizes, dict(zip(ARGUMENTS, args, strict=True)), marked).attend()
+    return function
 
 
 class _Body:
-    """The body of one function of a unit, while it is written; `at` are its arguments."""
+    """The body of the function of a unit, while it is written; `at` are its arguments."""
 
     def __init__(
         self, frame: ForwardFrame, sizes: Sizes, at: dict[str, Value], marked: Value
@@ -107,9 +100,8 @@ class _Body:
         """The first group whose weights are not yet multiplied with elements that are not held."""
         operations = [n.name for n in walk(frame.score, frame.mask) if isinstance(n, Op)]
         is_short = len(operations) <= _MOST_OPERATIONS and _LONG.isdisjoint(operations)
-        self.is_light = is_short and not frame.spec.dropout
-        """Whether weights are computed between products, all of a step written out. If they take
-        many instructions, so much code would no longer be decoded in time."""
+        self.interleaves = is_short and not frame.spec.dropout
+        """Whether weights are computed between products, all of a step written out."""
 
     def attend(self) -> None:
         e, b, at = self.e, self.e.builder, self.at
@@ -119,7 +111,7 @@ class _Body:
         self._load_totals()
         self._transpose_tables()
         weights = Weights(self.frame, self._queries())
-        (self._attend_in_steps if self.is_light else self._attend_in_phases)(weights, groups)
+        (self._attend_in_steps if self.interleaves else self._attend_in_phases)(weights, groups)
         self._store_totals()
         self._add_other_values(groups)
 
@@ -159,7 +151,8 @@ class _Body:
             place = e.at(factors, e.mul(i, TILE_BYTES))
             e.store_vector(e.const(1.0), place)
             self._if_any(
-                too_large, lambda: e.store_vector(self._raise_shift(too_large, found), place)
+                too_large,
+                lambda: e.store_vector(self._raise_shift(weights, too_large, found), place),
             )
             group = _Group(self, weights, i, checked=True, finished=True)
             group.weigh_in_loop(self._shift_now())
@@ -207,7 +200,7 @@ class _Body:
 
         def weigh_again() -> None:
             largest = self._largest_of(weights, i, lowest)
-            self._rescale(i, self._raise_shift(too_large, largest))
+            self._rescale(i, self._raise_shift(weights, too_large, largest))
             group.weigh_in_loop(self._shift_now())
 
         self._if_any(too_large, weigh_again)
@@ -219,7 +212,7 @@ class _Body:
         with b.if_then(some, likely=False):
             body()
 
-    def _raise_shift(self, too_large: Value, largest: Value) -> Value:
+    def _raise_shift(self, weights: Weights, too_large: Value, largest: Value) -> Value:
         """Make the `largest` of new scores the shift of rows that are too large.
 
         Their sums are rescaled. Gives the factor by which O is to be rescaled, 1 for other rows.
@@ -228,7 +221,7 @@ class _Body:
         old = self._shift_row()
         new = b.select(too_large, e.greatest(old, largest), old)
         # A row that has seen no key has the shift -inf, whose difference would be NaN.
-        change = b.fmul(b.fsub(old, new), self._exponent_factor())
+        change = b.fmul(b.fsub(old, new), weights.factor)
         change = b.select(too_large, change, e.const(0.0))
         factor = vector_math.exp2_floored(e, change)
         if self.frame.statistics:
@@ -271,7 +264,7 @@ class _Body:
 
     def _scores_of(self, i: Value) -> Value:
         """Where the scores of group i are. In steps, those of two groups are needed at once."""
-        slot = self.e.builder.and_(i, self.e.index(1)) if self.is_light else i
+        slot = self.e.builder.and_(i, self.e.index(1)) if self.interleaves else i
         return self.e.at(self.at["scores"], self.e.mul(slot, SCORE_BYTES))
 
     def _load_totals(self) -> None:
@@ -289,7 +282,7 @@ class _Body:
                 self.tiles.load(4 + c, self.e.at(self.at["packed"], c * TILE_SIZE), self.row)
 
     def _transpose_tables(self) -> None:
-        """Tables with an entry for each pair are transposed, those of the mask if it is read."""
+        """Transpose the tables that have an entry for each pair."""
         frame, e, at = self.frame, self.e, self.at
         loads = transposed_loads(frame.spec)
         if not loads:
@@ -398,14 +391,6 @@ class _Body:
     def _shift_now(self) -> Value:
         """The shift; 0 for rows that have seen no key."""
         return self.e.builder.select(self._is_unseen(), self.e.const(0.0), self._shift_row())
-
-    def _exponent_factor(self) -> Value:
-        """What differences of scores are multiplied by to give powers of two."""
-        e = self.e
-        if not self.frame.plain:
-            return e.const(vector_math.LOG2_E)
-        scale = e.splat(self.frame.real_field(self.at["arguments"], "scale"))
-        return e.builder.fmul(scale, e.const(vector_math.LOG2_E))
 
     def _store_shift(self, shift: Value) -> None:
         e, b = self.e, self.e.builder

@@ -72,6 +72,7 @@ class Weights:
         e, b = frame.e, frame.e.builder
         self._places = frame.places(at.arguments, at.batch, at.head, at.first_row)
         self._scale = e.splat(frame.real_field(at.arguments, "scale"))
+        # Differences of scores times this factor are powers of two.
         self.factor = e.const(vector_math.LOG2_E)
         if frame.plain:
             self.factor = b.fmul(self._scale, self.factor)
