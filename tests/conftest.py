@@ -70,6 +70,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "slow: takes some seconds, all cases together; a run takes a quarter of such tests, chosen "
         "likewise, and all of those whose file is named on the command line.",
     )
+    config.addinivalue_line(
+        "markers",
+        "large: computes so much that QEMU takes many minutes; tools/aarch64 leaves it out.",
+    )
     if hasattr(config, "workerinput"):
         return  # a worker has the environment of the process that started it
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS

@@ -38,6 +38,7 @@ else:
 
 
 @pytest.mark.slow
+@pytest.mark.large
 def test_65536_tokens_stay_under_400_megabytes() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", SCRIPT], capture_output=True, text=True, check=False

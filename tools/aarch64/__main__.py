@@ -11,11 +11,14 @@ the environment of the tests, and ends with 1 if a test fails.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -51,6 +54,8 @@ NOT_HERE = {
 """What a test file contains that cannot run there, and why."""
 FILES_A_DAY = 6
 """Test files from which each core takes tests, besides the conformance cases."""
+SECONDS_OF_LAST_TEST = 600
+"""How long after `--minutes` a core may still be busy. Then a test hangs, or is too large."""
 
 
 @dataclass
@@ -89,15 +94,23 @@ def main() -> int:
         return 2
     print(f"arm64 under QEMU: set up in {time.monotonic() - begin:.0f} s, in {asked.folder}")
     cores = [core for core in CORES if asked.core in (None, core.model)]
+    sampled = not (asked.tests or asked.every_case)
+    limit = 60 * asked.minutes + SECONDS_OF_LAST_TEST if sampled else threading.TIMEOUT_MAX
     with tempfile.TemporaryDirectory() as place:
         socket = Path(place, "compiler")
         os.environ["QKV_CACHE_DIR"] = str(asked.folder / "kernels")
         with compile_server(socket) as made, ThreadPoolExecutor(len(cores)) as threads:
+            groups: list[int] = []
             jobs = [
-                threads.submit(run, system, core, arguments(asked, number), socket)
+                threads.submit(run, system, core, arguments(asked, number), socket, limit, groups)
                 for number, core in enumerate(cores)
             ]
-            outcomes = [job.result() for job in jobs]
+            try:
+                outcomes = [job.result() for job in jobs]
+            except KeyboardInterrupt:
+                for group in groups:
+                    _end(group)
+                raise
         print(f"{len(made)} kernels were compiled on this side")
     for outcome in outcomes:
         if not outcome.is_good:
@@ -145,8 +158,15 @@ def arguments(asked: argparse.Namespace, number: int) -> list[str]:
     return ["-p", "until_time_is_over", f"--sample-seed={seed}", ALWAYS, *sorted(chosen)]
 
 
-def run(system: System, core: Core, asked: list[str], socket: Path) -> Outcome:
-    """Run pytest on one core."""
+def run(
+    system: System,
+    core: Core,
+    asked: list[str],
+    socket: Path,
+    limit: float,
+    groups: list[int],
+) -> Outcome:
+    """Run pytest on one core for at most `limit` seconds, and add its process group to `groups`."""
     begin = time.monotonic()
     root = system.root(core)
     starter = socket.with_name(f"python-{core.model}")
@@ -169,23 +189,30 @@ def run(system: System, core: Core, asked: list[str], socket: Path) -> Outcome:
         environment.pop(name, None)
     results = socket.with_name(f"{core.model}.xml")
     command = [
-        str(starter), "-m", "pytest", "-q", "-ra", "-o", "addopts=", "-p", "no:cacheprovider",
-        "-m", "not browser", "--durations=5", f"--junitxml={results}", *asked,
+        str(starter), "-m", "pytest", "-v", "-ra", "-o", "addopts=", "-p", "no:cacheprovider",
+        "-m", "not browser and not large", "--durations=5", f"--junitxml={results}", *asked,
     ]  # fmt: skip
     log = socket.with_name(f"{core.model}.log")
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
+        groups.append(process.pid)
+        timer = threading.Timer(limit, _end, (process.pid,))
+        timer.start()
         _, status, used = os.wait4(process.pid, 0)
+        timer.cancel()
     process.returncode = os.waitstatus_to_exitcode(status)
-    outcome = Outcome(
-        core,
-        process.returncode,
-        time.monotonic() - begin,
-        used.ru_utime + used.ru_stime,
-        log.read_text(errors="replace"),
-    )
+    seconds = time.monotonic() - begin
+    output = log.read_text(errors="replace")
+    if seconds >= limit:
+        output += f"\nThe last of these tests still ran after {limit:.0f} s, and was ended.\n"
+    outcome = Outcome(core, process.returncode, seconds, used.ru_utime + used.ru_stime, output)
     if results.exists():
         for test in ElementTree.parse(results).iter("testcase"):
             kinds = {child.tag for child in test}
@@ -196,6 +223,12 @@ def run(system: System, core: Core, asked: list[str], socket: Path) -> Outcome:
                 count = outcome.skipped
             count[suite(test.get("classname", ""))] += 1
     return outcome
+
+
+def _end(group: int) -> None:
+    """End a process and its children, unless they have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def suite(name: str) -> str:
