@@ -337,6 +337,7 @@ def test_bits_do_not_depend_on_threads(monkeypatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.large
 @pytest.mark.usefixtures("products")
 def test_memory_does_not_grow_with_pairs() -> None:
     """16,384 tokens: 1 GiB if a matrix were held."""
