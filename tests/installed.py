@@ -27,7 +27,7 @@ PATTERNS = {
 
 @cache
 def needed(path: Path) -> frozenset[str]:
-    """The packages that a test file needs, or what it imports of the tests, or its conftest.py.
+    """The packages that a test file needs, or what it takes of the tests, or its conftest.py.
 
     A folder needs what its conftest.py does. The conftest.py of all tests needs none.
     """
@@ -42,7 +42,9 @@ def needed(path: Path) -> frozenset[str]:
         text = file.read_text(encoding="utf-8")
         found |= {name for name, what in PATTERNS.items() if re.search(what, text, re.MULTILINE)}
         left.append(file.with_name("conftest.py"))
-        for name in re.findall(r"^\s*(?:from|import) ([\w.]+)", text, re.MULTILINE):
+        imported = re.findall(r"^\s*(?:from|import) ([\w.]+)", text, re.MULTILINE)
+        imported += re.findall(r"\btests\.[\w.]+", text)  # in a process of its own
+        for name in imported:
             module = name.removeprefix("tests.").strip(".").replace(".", "/")
             for folder in (file.parent, TESTS):
                 left += [folder / f"{module}.py", folder / module / "__init__.py"]
