@@ -3,6 +3,7 @@
     python -m benchmarks.ranks speed         # two ranks of one thread beside one process of two
     python -m benchmarks.ranks prediction    # qkv.distributed.plan beside the clock, 1 to 4 ranks
     python -m benchmarks.ranks memory        # what a rank holds beside its shards, 1 to 4 ranks
+    python -m benchmarks.ranks balance       # orders beside each other and torch's, 8 and 64 ranks
 
 Ranks are processes of this machine, joined by gloo over its own network. Every time is the least
 of several rounds; that of the clock is the slowest rank's, that of processors is of all ranks
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 import qkv
+from benchmarks.balance import balance
 from qkv.distributed import Machine, Order, attention, plan
 from qkv.distributed.links import Links, group_of
 
@@ -345,12 +347,15 @@ def memory(length: int, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=__doc__)
-    parser.add_argument("command", choices=("speed", "prediction", "memory"))
+    parser.add_argument("command", choices=("speed", "prediction", "memory", "balance"))
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    commands = {"speed": speed, "prediction": prediction, "memory": memory}
-    commands[options.command](options.tokens, options.rounds)
+    if options.command == "balance":
+        balance(options.tokens)
+    else:
+        commands = {"speed": speed, "prediction": prediction, "memory": memory}
+        commands[options.command](options.tokens, options.rounds)
 
 
 if __name__ == "__main__":

@@ -76,3 +76,19 @@ def test_memory_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
         len(re.findall(r"^ +[124]  (?:ring|gather|ulysses) +\d+ +\d+ +\d+$", said, re.MULTILINE))
         == 7
     )
+
+
+def test_balance_of_orders(capsys: pytest.CaptureFixture[str]) -> None:
+    """2,048 rows: of two halves of a causal mask the later has three quarters of the work."""
+    from benchmarks import balance
+
+    balance.balance(2048)
+    said = capsys.readouterr().out
+    found = dict(re.findall(r"^one  +(\S.*?\S)  +(\S+) +\S+$", said, re.MULTILINE))
+    assert found["contiguous"] == "1.87"  # The last of 8 has 15 / 8 of the mean.
+    assert found["zigzag (torch: head and tail)"] == "1.00"
+    assert len(found) == 6
+    ours = re.findall(r"qkv.distributed.balanced +([\d.]+) +([\d.]+)$", said, re.MULTILINE)
+    assert len(ours) == 4
+    assert all(float(each) <= 1.05 for both in ours for each in both)
+    assert "refused" in said  # torch's order by document asks for lengths that divide.
