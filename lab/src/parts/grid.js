@@ -89,6 +89,7 @@ export function Grid({
     onPaste(event.clipboardData.getData("text/plain"));
   };
 
+  // A cell that comes to lie under a mouse at rest is entered too; only a mouse that moves chooses.
   const cell = (x, i, j) => {
     const part = share?.(x, i, j);
     const chosen = selected && (selected[0] === i || selected[0] === null) &&
@@ -113,7 +114,7 @@ export function Grid({
       data-row=${i} data-column=${j} aria-selected=${onSelect ? Boolean(chosen) : undefined}
       aria-readonly=${onEdit ? "false" : undefined}
       onFocus=${() => { if (!isHere) setAt([i, j]); onSelect?.(i, j); }}
-      onMouseEnter=${onSelect && !onEdit && !onOpen ? () => onSelect(i, j) : undefined}
+      onMouseMove=${onSelect && !onEdit && !onOpen && !chosen ? () => onSelect(i, j) : undefined}
       onClick=${(event) => (onEdit ? open(i, j, String(values[i][j])) : (event.currentTarget.focus(), onOpen?.(i, j, false)))}
     ><${Num} x=${x} digits=${onEdit ? 12 : undefined} /></td>`;
   };

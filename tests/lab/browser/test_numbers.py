@@ -61,6 +61,16 @@ def test_all_arithmetic_of_each_cell(lab: Any) -> None:
                 near(lab.numbers(f'.arithmetic [data-name="{name}"]'), [exact[key][i][j]])
 
 
+def test_a_mouse_at_rest_does_not_change_what_a_link_chose(lab: Any) -> None:
+    lab.open("heatmap", token=0, key=0)
+    lab.page.hover('table[aria-label="weights matrix"] td[data-row="2"][data-column="4"]')
+    lab.page.wait_for_selector('[data-cell="2,4"]')
+    lab.open("start")
+    lab.open("heatmap", token=3, key=0)  # The matrix comes to lie under the mouse again.
+    lab.page.wait_for_timeout(300)
+    assert lab.page.is_visible('[data-cell="3,0"]')
+
+
 @pytest.mark.parametrize("block", [1, 2, 3, 5])
 def test_tiles_end_in_the_same_digits(lab: Any, block: int) -> None:
     exact = GOLDENS["cases"]["shared_example_causal"]["exact"]
