@@ -123,9 +123,8 @@ def _made_by(cls: type, call: Callable[..., object], arguments: Made) -> dict[in
 def _of_rows(made: list[Made], rows: int) -> list[str] | None:
     """The numbers of each row; a line that ran once for each row made those of one each time."""
     each = made if len(made) == rows else [made[-1] if made else ()] * rows
-    texts = [[_text(array, row, rows) for array in each[row]] for row in range(rows)]
-    short = all(parts and all(0 < len(part) <= _MOST_SHOWN for part in parts) for parts in texts)
-    return ["; ".join(parts) for parts in texts] if short else None
+    texts = ["; ".join(_text(array, row, rows) for array in each[row]) for row in range(rows)]
+    return texts if all(0 < len(text) <= _MOST_SHOWN for text in texts) else None
 
 
 def _columns(lines: list[Line]) -> dict[str, list[str | None]]:
