@@ -264,13 +264,8 @@ def _make_parser() -> Parser:
         "is given, the head of such a model that is most clearly of one kind is explained.",
     )
     _add_problem(explain)
-    explain.add_argument(
-        "--query",
-        type=_to_row,
-        default=argparse.SUPPRESS,
-        metavar="N",
-        help="query row, or all (default 0, of a model the last)",
-    )
+    row = "query row, or all (default 0, of a model the last)"
+    explain.add_argument("--query", type=_to_row, default=argparse.SUPPRESS, metavar="N", help=row)
     explain.add_argument("--head", type=int, metavar="H", help="query head (default 0)")
     explain.add_argument("--batch", type=int, metavar="B", help="flat leading index (default 0)")
     explain.add_argument(
