@@ -59,6 +59,42 @@ def test_the_lab_opens_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureFix
     assert data["view"]["panel"] == "inspect"
 
 
+def test_a_sentence_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """The last token, in the head that is most clearly of one kind."""
+    assert main(["explain", TEXT, "--json"]) == 0
+    (head,) = json.loads(capsys.readouterr().out)["heads"]
+    record = language_model().inspect(TEXT, keep="weights")
+    kinds = ("induction", "duplicate", "previous", "own", "sink")
+    best = max(
+        ((row[kind], row["layer"], row["head"]) for row in record.heads() for kind in kinds),
+        key=lambda entry: float(np.nan_to_num(entry[0])),
+    )
+    layer = best[1]
+    assert head["head"] == best[2]
+    wanted = np.asarray(record[layer].weights[0, head["head"]])[-1]
+    weights = head["rows"][0]["softmax"]["weights"]
+    np.testing.assert_allclose(weights, wanted, atol=1e-6)
+    assert main(["explain", TEXT]) == 0
+    out = capsys.readouterr().out
+    kind = f"head {best[2]}, which puts {best[0]:.2f} of its weight on"
+    assert out.startswith(f"language, layer {layer} of 0..3: {kind}")
+    assert f"=== ' her' (row {len(wanted) - 1}, head {best[2]}" in out
+
+
+def test_one_head_of_a_sentence_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", TEXT, "--layer", "1", "--query", "3", "--json"]) == 0
+    (head,) = json.loads(capsys.readouterr().out)["heads"]
+    weights = np.asarray(language_model().inspect(TEXT, keep="weights")[1].weights[0, 0, 3])
+    traced = head["rows"][0]["softmax"]["weights"]
+    np.testing.assert_allclose(traced, weights, atol=1e-6)
+    # Arrays are explained from the first row on, as before.
+    assert main(["explain", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["heads"][0]["rows"][0]["q_index"] == 0
+    assert main(["explain", TEXT, "--mechanism", "flash"]) == 2
+    assert "FILE does not go with --mechanism" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["inspect", "explain"])
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -70,7 +106,7 @@ def test_the_lab_opens_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_what_is_no_sentence(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    command: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["inspect", *words]) == 2
+    assert main([command, *words]) == 2
     assert message in capsys.readouterr().err

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -150,6 +151,47 @@ def test_without_a_terminal_nothing_waits(
     on_enter(lambda: None)
     assert threading.active_count() == before
     file.close()
+
+
+class Console(ModuleType):
+    """The functions of `msvcrt` that read a console, as its documentation has them."""
+
+    def __init__(self, keys: str) -> None:
+        super().__init__("msvcrt")
+        self.keys = list(keys)
+        self.looks = 0
+
+    def kbhit(self) -> bool:
+        """Whether a key waits; each key comes at the second look."""
+        self.looks += 1
+        return bool(self.keys) and self.looks % 2 == 0
+
+    def getwch(self) -> str:
+        return self.keys.pop(0)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it stands in for the console of that system")
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [("\r\x1a", 1), ("\r\r\x1a\r", 2), ("typed\r\xe0H\x00;\r\x1a", 2), ("\n\x1a", 0)],
+)
+def test_enter_on_windows(keys: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of Windows stand in; nothing is read by `select` or from the descriptor."""
+    console = Console(keys)
+    answers: list[int] = []
+    keyboard, terminal = os.openpty()
+    with os.fdopen(terminal) as stdin, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdin", stdin)
+        patched.setitem(sys.modules, "msvcrt", console)
+        patched.setattr(sys, "platform", "win32")
+        before = set(threading.enumerate())
+        on_enter(lambda: answers.append(len(console.keys)))
+        for thread in set(threading.enumerate()) - before:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+    os.close(keyboard)
+    assert len(answers) == expected
+    assert console.keys == list(keys.partition("\x1a")[2])
 
 
 @pytest.mark.slow

@@ -139,7 +139,8 @@ def test_what_is_no_answer_is_wrong_and_says_why(name: str, trap: str) -> None:
 
 
 def test_reasons_of_traps() -> None:
-    assert "nan at (0, 0)" in check("003.1", [[np.nan, 0], [0, 0]]).why
+    assert "nan at row 0, column 0" in check("003.1", [[np.nan, 0], [0, 0]]).why
+    assert "is 0.2 at index 1." in check("003.2", [0.2] * 5).why
     assert "the answer is text" in check("003.1", "[[1, 0.5], [1, 0.73]]").why
     assert "(3, 2); (2, 2) is asked for" in check("003.1", np.ones((3, 2))).why
     assert "pass numbers" in check("003.9", True).why

@@ -37,11 +37,13 @@ export function Code() {
   const isClass = known && library === "class";
   const asked = useAsk("code", isClass ? { mechanism: name } : {});
   const error = unknown ?? asked.error;
-  const own = name === OWN_NAME;
+  const own = name === OWN_NAME && !isClass;
+  const shared = all.example.name === SHARED;
+  const valuesOf = isClass ? asked.result?.values : listing?.values;
   // The numbers of the page are those of any example; those of the other listings were computed in Python.
-  const valueOf = (i) => own ? VALUES[listing.shows[i]]?.(all) : all.example.name === SHARED ? listing.values[i]?.[all.index] : undefined;
+  const valueOf = (i) => own ? VALUES[listing.shows[i]]?.(all) : shared ? valuesOf?.[i]?.[all.index] : undefined;
   const lines = isClass
-    ? (asked.result?.lines ?? []).map((text) => ({ text }))
+    ? (asked.result?.lines ?? []).map((text, i) => ({ text, value: valueOf(i) }))
     : (listing?.[library] ?? []).map((text, i) => ({ text, note: listing.note[i], value: valueOf(i) })).filter(({ text }) => text !== null);
   const parts = pythonParts(lines.map(({ text }) => text));
   const at = inside(view.line, lines.length || 1);
@@ -61,7 +63,7 @@ export function Code() {
     ${error ? html`<${Failure} error=${error} />` : !lines.length ? html`<${Waiting} what="the code" />` : html`
     <div class="code" role="listbox" aria-label=${`Code of ${name}, ${library}`} data-keys onKeyDown=${move}>${lines.map(({ text, note, value }, i) => html`<div key=${i} role="option" aria-selected=${i === at} tabindex=${i === at ? 0 : -1} class=${i === at ? "now" : ""} onFocus=${() => i !== at && set({ line: i })} onClick=${(event) => event.currentTarget.focus()}>
       <code>${text ? parts[i].map(([kind, part]) => kind ? html`<span class=${`py-${kind}`}>${part}</span>` : part) : " "}</code>${(note || value) && html`<span class="side">${value && html`<span class="values" data-line=${i}>${value}</span>`}${note && html`<span class="note">${note}</span>`}</span>`}</div>`)}</div>
-    ${isClass ? html`<p class="faint">The same code takes arrays of NumPy, torch and JAX.</p>`
-      : own || all.example.name === SHARED ? html`<p class="faint">Values of <${Quoted} text=${all.name} />${own && ", without a mask"}.</p>`
+    ${isClass && html`<p class="faint">The same code takes arrays of NumPy, torch and JAX.</p>`}
+    ${isClass && !valuesOf?.some(Boolean) ? null : own || shared ? html`<p class="faint">Values of <${Quoted} text=${all.name} />${own ? ", without a mask" : isClass && ", with the weights of the example of this mechanism"}.</p>`
       : html`<p class="faint">This code shows its values for <button type="button" onClick=${() => set({ ex: SHARED, token: 0, key: 0 })}>the shared example</button>.</p>`}`}`;
 }

@@ -29,7 +29,7 @@ function Arithmetic({ row, trace, index, j, name, keyName }) {
       <div><dt>query</dt><dd><${Vector} of=${query} kind="q" /></dd></div>
       <div><dt>key</dt><dd><${Vector} of=${key} kind="k" /></dd></div>
       <div><dt>products</dt><dd>${row.products[j].map((p, c) => html`${c ? " + " : ""}<span class="product"><span class="q"><${Num} x=${query[c]} /></span>×<span class="k"><${Num} x=${key[c]} /></span></span>`)}
-        = <b data-name="raw"><${Num} x=${row.raw[j]} /></b></dd></div>
+        ${" = "}<b data-name="raw"><${Num} x=${row.raw[j]} /></b></dd></div>
       <div><dt>${byRoot ? "division" : "scale"}</dt><dd><${Num} x=${row.raw[j]} /> ${byRoot ? html`÷ √${d}` : html`× <${Num} x=${scale} />`} = <b data-name="scaled"><${Num} x=${row.scaled[j]} /></b></dd></div>
       ${row.stages.map(({ label, scores }) => html`<div><dt>variant</dt><dd><code>${label}</code> → <${Num} x=${scores[j]} /></dd></div>`)}
       ${allowed ? html`

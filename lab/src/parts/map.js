@@ -59,6 +59,7 @@ export function WeightMap({ layer, head, query, chosenKey: key, qLen, kvLen, lev
     const holder = canvas.current.parentElement;
     const fitted = () => {
       const across = Math.round(holder.clientWidth) - SPACE;
+      if (across <= 0) return;  // It is not laid out.
       const down = Math.round(Math.min(across, Math.max(260, innerHeight * 0.7), Math.max(260, (across * qLen) / kvLen)));
       setSize([Math.min(across, Math.max(260, Math.round((down * kvLen) / qLen))), down]);
     };

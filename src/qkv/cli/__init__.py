@@ -40,7 +40,7 @@ examples:
   qkv inspect --model tiny             a map of a whole model: which kind each head is
   qkv inspect --model tiny --layer 1   the heads of one layer; --head and --query look closer
   qkv explain --query 1                attention step by step, with every number
-  qkv explain --model tiny --layer 1   the same for a head of a model
+  qkv explain "a sentence"             the same for a head of a small language model
   qkv explain --window 1,0 --softcap 5 every variant has an option, as in inspect and plan
   qkv plan --q-len 8192 --causal       what would run, how much it skips and what it takes
   qkv cost --model llama-3-8b          operations, bytes, cache and least time of a model
@@ -180,7 +180,12 @@ def _run_inspect(options: argparse.Namespace) -> str:
 
 def _run_explain(options: argparse.Namespace) -> str:
     from qkv.cli import explain_command
+    from qkv.cli.given_text import sentence_is_text
 
+    if options.mechanism is None:
+        sentence_is_text(options)
+    if "query" not in options:  # Of a causal model the first token sees no other.
+        options.query = 0 if options.model is None else -1
     if options.mechanism is not None:
         from qkv.cli import explain_mechanism
 
@@ -254,12 +259,13 @@ def _make_parser() -> Parser:
         _run_explain,
         "attention step by step, with every number",
         "Dot products, scaling, mask, softmax and weighted sum of chosen rows. Without FILE: five "
-        "tokens with head_dim 4, small enough to follow by hand.",
+        "tokens with head_dim 4, small enough to follow by hand. A sentence in place of FILE is "
+        "read by a model, a small language model if none is named; if neither --layer nor --head "
+        "is given, the head of such a model that is most clearly of one kind is explained.",
     )
     _add_problem(explain)
-    explain.add_argument(
-        "--query", type=_to_row, default=0, metavar="N", help="query row, or all (default 0)"
-    )
+    row = "query row, or all (default 0, of a model the last)"
+    explain.add_argument("--query", type=_to_row, default=argparse.SUPPRESS, metavar="N", help=row)
     explain.add_argument("--head", type=int, metavar="H", help="query head (default 0)")
     explain.add_argument("--batch", type=int, metavar="B", help="flat leading index (default 0)")
     explain.add_argument(

@@ -14,6 +14,10 @@ __all__ = ["is_interactive", "on_enter"]
 _BYTES = 4096
 _BACKGROUND_SECONDS = 1.0
 """Between two looks at whether a job that was in the background is in front again."""
+_KEY_SECONDS = 0.1
+"""Between two looks at the console of Windows."""
+_CTRL_Z = "\x1a"
+"""The end of the input there."""
 
 
 def is_interactive() -> bool:
@@ -28,7 +32,7 @@ def on_enter(answer: Callable[[], object]) -> None:
     """Call `answer` in a thread at each Enter, until the input ends or answering fails.
 
     Nothing happens where standard input is no terminal. It is read by its number, because `select`
-    does not see the lines that `sys.stdin` has read ahead.
+    does not see the lines that `sys.stdin` has read ahead. On Windows keys are taken one by one.
     """
     if not is_interactive():
         return
@@ -36,7 +40,7 @@ def on_enter(answer: Callable[[], object]) -> None:
 
     def follow() -> None:
         try:
-            while _line_of(descriptor):
+            while _is_entered(descriptor):
                 answer()
         except (OSError, ValueError):
             # The terminal is gone, or nobody reads what is printed. The command itself goes on.
@@ -45,16 +49,23 @@ def on_enter(answer: Callable[[], object]) -> None:
     threading.Thread(target=follow, name="qkv-enter", daemon=True).start()
 
 
-def _line_of(descriptor: int) -> bytes:
-    """What was typed up to Enter; nothing at the end of the input."""
-    if sys.platform != "win32":  # Which knows no jobs, and whose `select` takes sockets alone.
+def _is_entered(descriptor: int) -> bool:
+    """Wait for Enter; whether it came before the end of the input."""
+    if sys.platform == "win32":
+        # Its `select` takes sockets alone, and a read of the console could not be given up.
+        import msvcrt
+
         while True:
-            select.select([descriptor], [], [])
-            if _is_in_front(descriptor):
-                break
-            # The line is meant for another job, and reading it would stop this process.
-            time.sleep(_BACKGROUND_SECONDS)
-    return os.read(descriptor, _BYTES)
+            if not msvcrt.kbhit():
+                time.sleep(_KEY_SECONDS)
+            elif (key := msvcrt.getwch()) in ("\r", _CTRL_Z):
+                return key == "\r"
+    while True:
+        select.select([descriptor], [], [])
+        if _is_in_front(descriptor):
+            return bool(os.read(descriptor, _BYTES))
+        # The line is meant for another job, and reading it would stop this process.
+        time.sleep(_BACKGROUND_SECONDS)
 
 
 def _is_in_front(descriptor: int) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import qkv
 from qkv.cli.inputs import CommandInput, InputArrays, checked_index
 from qkv.errors import ArgumentError, UnsupportedError
+from qkv.inspection.head_scores import KINDS, MEANINGS
 from qkv.inspection.summaries.terminal import Page
 
 __all__ = ["run"]
@@ -62,11 +64,30 @@ def run(options: argparse.Namespace) -> str:
 def _of_model(options: argparse.Namespace) -> InputArrays:
     from qkv.cli.model_command import refuse_with_model
     from qkv.cli.model_layer import model_layer
+    from qkv.samples.shipped_models import SHIPPED_MODELS
 
     refuse_with_model(options)
+    if options.model in SHIPPED_MODELS and options.layer is None and options.head is None:
+        kind = _choose_head(options)
+        given = model_layer(options)
+        return replace(given, title=f"{given.title}: head {options.head}, {kind}")
     if options.layer is None:
         options.layer = 0
     return model_layer(options)
+
+
+def _choose_head(options: argparse.Namespace) -> str:
+    """Choose the head of a shipped model that is most clearly of one kind on this text; its kind.
+
+    Other models would have to be loaded twice.
+    """
+    from qkv.cli.model_loading import inspect_model
+
+    record = inspect_model(options, lambda done, of: None)
+    found = [(row[kind], kind, row) for kind in KINDS if (row := record.best(kind)) is not None]
+    weight, kind, row = max(found, key=lambda entry: entry[0])
+    options.layer, options.head = row["layer"], row["head"]
+    return f"which puts {weight:.2f} of its weight on {MEANINGS[kind]}"
 
 
 def _of_file(options: argparse.Namespace) -> InputArrays:

@@ -79,7 +79,7 @@ def _numbers(answer: Any, shape: tuple[int, ...]) -> Array:
     numbers = array.astype(np.float64)
     if not np.isfinite(numbers).all():
         first = tuple(int(i) for i in np.argwhere(~np.isfinite(numbers))[0])
-        where = f" at {first}" if first else ""
+        where = f" at {_place(first)}" if first else ""
         raise _NotNumbersError(f"the answer has {numbers[first]}{where}; numbers are asked for.")
     return numbers
 
@@ -100,11 +100,18 @@ def _compared(
         return Verdict(False, f"{float(given):g} is too {side}.")
     off = np.abs(given - wanted)
     where = tuple(int(i) for i in np.unravel_index(int(off.argmax()), off.shape))
-    count = int((off > near).sum())
+    count, place = int((off > near).sum()), _place(where)
     return Verdict(
         False,
-        f"{count} of {off.size} numbers are off; the furthest is {given[where]:.4g} at {where}.",
+        f"{count} of {off.size} numbers are off; the furthest is {given[where]:.4g} at {place}.",
     )
+
+
+def _place(where: tuple[int, ...]) -> str:
+    """An index as it is read, from 0 on."""
+    if len(where) == 2:
+        return f"row {where[0]}, column {where[1]}"
+    return f"index {', '.join(map(str, where))}"
 
 
 def _weights(q: Array, k: Array, scale: float) -> Array:

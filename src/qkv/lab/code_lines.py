@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
-from collections.abc import Iterator
-from functools import lru_cache
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache, lru_cache
 from importlib import resources
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.mechanisms import MECHANISMS
+from qkv.mechanisms import MECHANISMS, example_tokens
 from qkv.mechanisms.registry import mechanism_class
 from qkv.samples import shared_example
 
 __all__ = ["class_lines", "listings"]
 
+Made = tuple[Any, ...]
+"""Arrays that one run of a line makes."""
+_NUMBERS = np.ndarray | np.generic | float | int
+_MOST_SHOWN = 160
+"""Characters of a value; whole matrices are left out."""
 Line = dict[str, str | None]
 """`numpy` and `torch`, either of which may lack the line; a `note`; and the variable it `shows`."""
 
@@ -43,16 +50,81 @@ def listings() -> dict[str, Any]:
     }
 
 
+@cache
 def class_lines(mechanism: str) -> dict[str, Any]:
     """Source of the class of a mechanism, which takes arrays of NumPy, torch and JAX.
+
+    The values are what its lines make for each of the shared tokens, of those lines that run when
+    the example of the mechanism is called and asked for its mixing.
 
     Raises
     ------
     ArgumentError
         There is no mechanism of that name.
     """
-    lines = inspect.getsource(mechanism_class(mechanism)).splitlines()
-    return {"mechanism": mechanism, "lines": lines}
+    cls = mechanism_class(mechanism)
+    lines, first = inspect.getsourcelines(cls)
+    example, arguments = cls.example(), cls.example_arguments()
+    made = _made_by(cls, example.token_mixing, arguments) | _made_by(cls, example, arguments)
+    rows = len(example_tokens())
+    return {
+        "mechanism": mechanism,
+        "lines": [line.rstrip("\n") for line in lines],
+        "values": [_of_rows(made.get(first + i, []), rows) for i in range(len(lines))],
+    }
+
+
+def _made_by(cls: type, call: Callable[..., object], arguments: Made) -> dict[int, list[Made]]:
+    """What the lines of a class that assign or return make in a call, once for each time they run.
+
+    A statement of several lines is that of its first.
+    """
+    lines, first = inspect.getsourcelines(cls)
+    statements: dict[int, tuple[int, tuple[str, ...]]] = {}
+    for node in ast.walk(ast.parse("".join(lines))):
+        if isinstance(node, ast.Assign | ast.Return):
+            targets = node.targets if isinstance(node, ast.Assign) else [ast.Name("return")]
+            parts = [part for target in targets for part in ast.walk(target)]
+            names = tuple(part.id for part in parts if isinstance(part, ast.Name))
+            for line in range(node.lineno, (node.end_lineno or 0) + 1):
+                statements[first - 1 + line] = first - 1 + node.lineno, names
+    found: dict[int, list[Made]] = {}
+    file = inspect.getfile(cls)
+
+    def enter(frame: FrameType, event: str, made: Any) -> Any:
+        code = frame.f_code
+        inside = code.co_filename == file and 0 <= code.co_firstlineno - first < len(lines)
+        if not inside or code.co_name.startswith("<"):
+            return None
+        running = None
+
+        def follow(frame: FrameType, event: str, made: Any) -> Any:
+            nonlocal running
+            next_one = statements.get(frame.f_lineno) if event == "line" else None
+            if running is not None and next_one is not running:
+                line, names = running
+                values = {**frame.f_locals, "return": made}
+                arrays = [values[name] for name in names if isinstance(values.get(name), _NUMBERS)]
+                found.setdefault(line, []).append(tuple(map(np.array, arrays)))
+            running = next_one
+            return follow
+
+        return follow
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        call(*arguments)
+    finally:
+        sys.settrace(before)
+    return found
+
+
+def _of_rows(made: list[Made], rows: int) -> list[str] | None:
+    """The numbers of each row; a line that ran once for each row made those of one each time."""
+    each = made if len(made) == rows else [made[-1] if made else ()] * rows
+    texts = ["; ".join(_text(array, row, rows) for array in each[row]) for row in range(rows)]
+    return texts if all(0 < len(text) <= _MOST_SHOWN for text in texts) else None
 
 
 def _columns(lines: list[Line]) -> dict[str, list[str | None]]:

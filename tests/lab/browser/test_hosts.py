@@ -37,6 +37,9 @@ def test_the_local_page(served: Any) -> None:
     served.open("code", code="flash")
     page.wait_for_selector(".code")
     assert "class" in page.inner_text(".code")
+    served.open("code", code="hard", token=1)
+    line = page.locator('[role="option"]:has-text("scores = ") .values')
+    assert line.inner_text() == "3.0000, 0.0000, 2.0000, 1.0000, 0.5000"
 
 
 def test_a_file_of_the_reader(served: Any, tmp_path: Path) -> None:

@@ -71,6 +71,29 @@ def test_nothing_is_wider_than_a_phone(opened: Any) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, panel
 
 
+def test_the_top_of_a_phone(opened: Any) -> None:
+    """One line of buttons; what is chosen, and what is in a bar, ends inside of it."""
+    page = opened(width=390, height=844).open("exercises")
+    tops = "all => all.map((each) => each.getBoundingClientRect().top)"
+    assert len(set(page.eval_on_selector_all(".tools > button", tops))) == 1
+    assert page.locator(".brand").evaluate("each => each.getClientRects().length") == 1
+    page.locator("nav").evaluate("nav => nav.scrollTo(nav.scrollWidth, 0)")
+    ends = "each => each.getBoundingClientRect().right"
+    assert page.locator("nav li >> nth=-1").evaluate(ends) < 388
+
+
+def test_a_menu_of_models_is_no_wider_than_its_bar(
+    server_context: Any, server_address: str
+) -> None:
+    page = server_context.new_page()
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.goto(server_address.partition("?")[0] + "#inspect")
+    menu, bar = page.wait_for_selector(".shown select"), page.locator(".shown .examplebar")
+    ends = "each => each.getBoundingClientRect().right"
+    assert menu.evaluate(ends) < bar.evaluate(ends)
+    page.close()
+
+
 def test_code_formulas_and_the_board_fit_a_phone(opened: Any) -> None:
     lab = opened(width=390, height=844)
     code = lab.open("code").locator(".code")
