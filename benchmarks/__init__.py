@@ -14,5 +14,6 @@ report        what is shown of a run; tables, picture, compare
 latency/, models/
               other kinds of run: small calls, whole models of transformers
 linear_time   a program of its own, for the linear-time mechanisms
-ranks         another, for attention over processes; int8_means: one for int8 caches
+ranks         another, for attention over processes; balance: how orders share out work
+int8_means    another, for int8 caches
 """

@@ -20,7 +20,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -198,7 +198,8 @@ class Ranks:
     def close(self) -> None:
         """End them."""
         for pipe, process in zip(self.pipes, self.processes, strict=True):
-            pipe.send(None)
+            with suppress(BrokenPipeError):  # This rank has died.
+                pipe.send(None)
             process.join(10)
             process.kill()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import sys
@@ -98,7 +99,8 @@ class Ranks:
         """End the ranks; those that do not end by themselves are killed."""
         for pipe, process in zip(self.pipes, self.processes, strict=True):
             if process.is_alive():
-                pipe.send(None)
+                with contextlib.suppress(BrokenPipeError):  # It was killed, but is not gone yet.
+                    pipe.send(None)
         for process in self.processes:
             process.join(10 if self.ends_by_itself else 0)
             process.kill()
