@@ -61,9 +61,9 @@ def assembly(triple: str, cpu: str, shape: TileShape, dtype: str) -> str:
     key = ForwardKey(plain_spec(dtype), shape, 32, False, False, dtype, False)
     emit = emit_forward
     if shape.chunks:
-        emit = emit_bf16_tiles
+        emit = emit_bf16_tiles if shape.terms == 1 else emit_split_forward
     elif shape.product != "elements":
-        emit = emit_bf16_dot if shape.terms == 1 else emit_split_forward
+        emit = emit_bf16_dot
     return compiled(emit(key), triple, cpu)
 
 
@@ -171,44 +171,71 @@ SPILLED = re.compile(r"%zmm.*\(%rsp|\(%rsp.*%zmm")
 """A vector, on the way to the stack or back; addresses may well be kept there."""
 
 
-@pytest.mark.parametrize(
-    ("dtype", "scores", "values"),
-    [("float32", 6 * 4, 6 * 4), ("float16", 4 * 4, 3 * 4)],
-)
-def test_products_of_parts_share_loaded_tiles(dtype, scores, values) -> None:
-    """Of two by two tiles and each pair of parts; a tile is loaded for two products or more."""
+PARTS = [("float32", 6, 6, (3, 3)), ("float16", 4, 3, (2, 2))]
+"""Products of parts for scores and for output, and parts of each factor."""
+
+
+def parts_of_64(dtype: str) -> str:
     shape = split_shape(Host("sapphirerapids", "", "amx"), dtype)
-    text = assembly(LINUX, "sapphirerapids", shape, dtype)
-    loops = [loop for loop in innermost_loops(text) if number_of(loop, "tdpbf16ps")]
-    assert {number_of(loop, "tdpbf16ps") for loop in loops} == {scores, values}
-    for loop in loops:
-        assert number_of(loop, "tileloadd") < number_of(loop, "tdpbf16ps")
-        assert not [line for line in loop if SPILLED.search(line)]
+    shape = replace(shape, chunks=2, value_tiles=4, q_blocks_per_task=1)
+    return assembly(LINUX, "sapphirerapids", shape, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "scores", "values", "parts"), PARTS)
+def test_products_of_parts_share_loaded_tiles(dtype, scores, values, parts) -> None:
+    """A tile of K or V is loaded once for its products with 32 queries, those of Q or P once for
+    neighbouring products; each step does all of one group's scores and of another's output."""
+    text = parts_of_64(dtype)
+    lines = [line for line in straight_lines(text) if number_of(line, "tdpbf16ps")]
+    of_keys, of_values = 2 * 2 * 2 * scores, 2 * 4 * values
+    assert {number_of(line, "tdpbf16ps") for line in lines} == {
+        of_keys, of_values, of_keys + of_values,
+    }  # fmt: skip
+    for line in lines:
+        tiles = number_of(line, "tdpbf16ps")
+        has_keys, has_values = tiles != of_values, tiles != of_keys
+        if of_keys == of_values:
+            has_keys, has_values = (
+                number_of(line, "tilezero") > 0,
+                number_of(line, "tilestored") > 4,
+            )
+        blocks, sums = 4 * (has_keys + has_values), 8 * has_values
+        assert number_of(line, "tileloaddt1") == parts[0] * blocks
+        assert number_of(line, "tileloadd") == (parts[0] + 2 * parts[1]) * blocks + sums
     assert text.count("ldtilecfg") == text.count("tilerelease") == 1
+
+
+@pytest.mark.parametrize(("dtype", "scores", "values", "parts"), PARTS)
+def test_weights_are_computed_between_products_of_parts(dtype, scores, values, parts) -> None:
+    """A step has 32 keys of 32 queries, whose weights take six multiply-adds each."""
+    weights = 32 * 2 * 6
+    lines = straight_lines(parts_of_64(dtype))
+    steps = [line for line in lines if number_of(line, "vfmadd") >= weights]
+    of_keys, of_values = 2 * 2 * 2 * scores, 2 * 4 * values
+    assert sorted(number_of(step, "tdpbf16ps") for step in steps) == sorted(
+        [of_keys, of_keys + of_values, of_keys + of_values, of_values]
+    ), "the first, one where all keys exist, one where the mask decides, and the last"
+    for step in steps:
+        products = number_of(step, "tdpbf16ps")
+        between = "".join("p" if "tdpbf16ps" in line else "m" for line in step if MIXED.match(line))
+        longest = max(map(len, between.split("p")))
+        assert longest <= 6 * 2 * -(-32 // products), "as many after each product"
+    stored = [re.sub("[^ps]", "", "".join(map(kind_of, step))) for step in steps]
+    assert not any("sss" in order for order in stored), "sums of two tiles are stored at once"
+
+
+def kind_of(line: str) -> str:
+    return {"tdpbf16p": "p", "tilestor": "s"}.get(line[:8], "")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_weights_of_parts_stay_in_registers(dtype) -> None:
-    """Two keys at once, where weights are computed alone: each takes eight multiply-adds."""
-    shape = split_shape(Host("sapphirerapids", "", "amx"), dtype)
-    loops = innermost_loops(assembly(LINUX, "sapphirerapids", shape, dtype))
-    alone = [loop for loop in loops if number_of(loop, "vfmadd") == 2 * 8]
+    """Two keys at once, where weights are computed alone: each takes six multiply-adds."""
+    loops = innermost_loops(parts_of_64(dtype))
+    alone = [loop for loop in loops if number_of(loop, "vfmadd") == 2 * 6]
     assert alone
     for loop in alone:
         assert not [line for line in loop if SPILLED.search(line)]
-
-
-@pytest.mark.parametrize(("dtype", "products"), [("float32", 6 * 4), ("float16", 4 * 4)])
-def test_weights_are_computed_beside_products(dtype, products) -> None:
-    """16 keys of two vectors in a step of the product, some of them after every four tiles.
-
-    Between one and the next, rows may be asked for; nowhere else is a jump.
-    """
-    shape = split_shape(Host("sapphirerapids", "", "amx"), dtype)
-    lines = straight_lines(assembly(LINUX, "sapphirerapids", shape, dtype))
-    both = [line for line in lines if number_of(line, "tdpbf16ps") and number_of(line, "vfmadd")]
-    assert [number_of(line, "tdpbf16ps") for line in both] == [4] * (products // 4)
-    assert sum(number_of(line, "vfmadd") for line in both) == 16 * 2 * 8
 
 
 @pytest.mark.slow

@@ -43,21 +43,6 @@ def test_compare_as_json_has_every_matrix(capsys: pytest.CaptureFixture[str]) ->
     assert heads["difference_from_full_attention"] == pytest.approx(expected, abs=1e-14)
 
 
-def test_compare_draws_every_matrix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["causal", "differential", "cross"]
-    file = tmp_path / "picture.svg"
-    assert main(["compare", *names, "--plot", str(file)]) == 0
-    assert "causal" in capsys.readouterr().out
-    text = file.read_text(encoding="utf-8")
-    assert text.count("<image") == 3
-    for name in names:
-        # Letters are drawn as paths, beside a comment that says what they are.
-        assert f"<!-- {name} -->" in text
-    picture = tmp_path / "picture.png"
-    assert main(["compare", "causal", "--plot", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 def test_compare_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "causel"]) == 2
     assert "there is no mechanism 'causel'" in capsys.readouterr().err

@@ -5,5 +5,6 @@ tasks    tasks, units of 16 queries, and a worker's memory
 sweep    all units of a task over the keys that they see
 rows     K and V of neighbouring keys as tiles
 unit     16 queries over neighbouring keys: products of tiles with the softmax between them
+shift    the shifts and sums of 16 queries, and the weights of groups of keys
 weights  scores to weights, two keys at a time
 """

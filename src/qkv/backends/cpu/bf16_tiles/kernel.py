@@ -9,16 +9,21 @@ whether it sees all of the keys, some or none, and between which quarters of a b
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
 from qkv.backends.cpu.bf16_tiles.rows import TileRows
-from qkv.backends.cpu.bf16_tiles.sweep import Sweep
+from qkv.backends.cpu.bf16_tiles.sweep import Bf16Sweep, Sweep
 from qkv.backends.cpu.bf16_tiles.tasks import (
     BLOCK_KV,
     PLANNED_KEYS,
+    Layout,
+    Task,
     Tasks,
     UnitRows,
+    layout_of,
     scratch_bytes,
 )
 from qkv.backends.cpu.bf16_tiles.unit import Sizes, unit_function
@@ -32,7 +37,7 @@ from qkv.backends.cpu.forward.rows import unpack_function
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import tile_instructions
 from qkv.backends.cpu.products.bfloat16 import CHUNK
-from qkv.backends.cpu.products.tile_instructions import TILE_BYTES, TILE_ROWS, TILE_SIZE
+from qkv.backends.cpu.products.tile_instructions import TILE_BYTES, TILE_ROWS
 from qkv.backends.cpu.threads.floating_mode import flushing
 from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
@@ -48,32 +53,35 @@ _LONG_TASK = 2e10
 def emit_bf16_tiles(key: ForwardKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
     frame = ForwardFrame(key, block_kv=BLOCK_KV)
-    _Kernel(frame).emit()
+    _Bf16Kernel(frame, layout_of(frame.spec, frame.shape)).emit()
     return str(frame.e.module)
 
 
-class _Kernel:
+class TileKernel(ABC):
     """Writes the functions of one kernel."""
 
-    def __init__(self, frame: ForwardFrame) -> None:
-        self.frame, self.e = frame, frame.e
-        self.sizes = Sizes(frame.shape.chunks, frame.shape.value_tiles)
-        self.rows, self.tasks = Bf16Rows(frame, 1), Tasks(frame, self.sizes)
+    out_sum = Row.ROW_SUM
+    """The row of statistics by which outputs are divided."""
+    is_scaled = True
+    """Whether shifts and largest scores are kept scaled."""
+
+    def __init__(self, frame: ForwardFrame, layout: Layout) -> None:
+        self.frame, self.e, self.layout = frame, frame.e, layout
+        self.tasks = Tasks(frame, layout)
+        self.functions: dict[str, Value] = {}
 
     def emit(self) -> None:
-        rows = self.rows
-        self.functions = {"copy": rows.copy_function()}
-        self.functions["pack"] = rows.pack_function(self.functions)
-        self.functions["unpack"] = unpack_function(self.frame, Row.OUT_SUM)
-        tile_rows = TileRows(rows, self.sizes)
-        self.functions["pack_keys"] = tile_rows.pack_keys_function()
-        self.functions["transpose_values"] = tile_rows.transpose_values_function()
-        if self.frame.mask != TRUE or not self.frame.plain:
-            self.functions["sift"] = tile_rows.sift_function()
-            self.functions["add_non_finite"] = rows.add_non_finite_function()
-        self.functions["attend_to_keys"] = unit_function(self.frame, self.sizes)
-        self.functions["sweep"] = Sweep(self.tasks, rows, self.functions).function()
+        self.functions["unpack"] = unpack_function(self.frame, self.out_sum)
+        self.functions["sweep"] = self.sweep().function()
         self.frame.call_for_each_task(self._attend_function(), TASK)
+
+    @abstractmethod
+    def sweep(self) -> Sweep:
+        """The sweep of all units, of which `function` is called; adds functions."""
+
+    @abstractmethod
+    def pack(self, task: Task, unit: UnitRows, j: int, row: Value) -> None:
+        """Pack vector j of the queries of a unit, which begins with query `row`."""
 
     # Tasks
 
@@ -91,50 +99,56 @@ class _Kernel:
             )
 
             def begin(_: Value, unit: UnitRows) -> None:
-                where = [task.query.pointer, unit.packed, task.areas["key_copy"], unit.row]
-                b.call(functions["pack"], [arguments, *where])
-                for name in (Row.ROW_MAX, Row.SHIFT, Row.LARGEST):
-                    e.store_vector(e.const(-math.inf), self.tasks.stat(unit, name))
-                self._clear_sums(unit)
+                for j in range(self.layout.vectors):
+                    row = e.add(unit.row, j * TILE_ROWS)
+                    self.pack(task, unit, j, e.least(row, e.sub(q_len, 1)) if j else row)
+                    for name in (Row.ROW_MAX, Row.SHIFT, Row.LARGEST):
+                        e.store_vector(e.const(-math.inf), self.tasks.stat(unit, name, j))
+                    for name in (Row.ROW_SUM, Row.SUM_ERROR, Row.T_SUM, Row.OUT_SUM):
+                        e.store_vector(e.const(0.0), self.tasks.stat(unit, name, j))
+                self._for_each_vector_of_output(
+                    unit, 0, TILE_BYTES, lambda place: e.store_vector(e.const(0.0), place)
+                )
 
             self.tasks.for_each_unit(task, begin)
-            with nullcontext() if e.emulated else flushing(e):
-                b.call(functions["sweep"], args)
+            self.call_sweep(args)
             place = e.mul(
                 e.add(e.mul(task.batch, frame.field(arguments, "num_heads")), task.head), q_len
             )
 
             def end(_: Value, unit: UnitRows) -> None:
-                if frame.statistics:
-                    self._rebase(arguments, unit)
-                held = unit.total, unit.stats, e.add(place, unit.row)
-                left = e.sub(q_len, unit.row)
-                b.call(
-                    functions["unpack"], [arguments, *held, v_head_dim, e.index(TILE_BYTES), left]
-                )
+                for j in range(self.layout.vectors):
+                    if frame.statistics:
+                        self._rebase(arguments, unit, j)
+                    row = e.add(unit.row, j * TILE_ROWS)
+                    row = e.least(row, e.sub(q_len, 1)) if j else row
+                    held = e.at(unit.total, j * TILE_BYTES), self.tasks.stat(unit, 0, j)
+                    where = e.add(place, row), v_head_dim, e.index(self.layout.width)
+                    left = e.sub(q_len, row)
+                    b.call(functions["unpack"], [arguments, *held, *where, left])
 
             self.tasks.for_each_unit(task, end)
             tile_instructions.release(e)
         return function
 
-    def _clear_sums(self, unit: UnitRows) -> None:
-        e = self.e
-        for name in (Row.ROW_SUM, Row.SUM_ERROR, Row.T_SUM, Row.OUT_SUM):
-            e.store_vector(e.const(0.0), self.tasks.stat(unit, name))
-        e.loop(
-            0, self.sizes.value_tiles * TILE_SIZE, TILE_BYTES, [],
-            lambda i, _: e.store_vector(e.const(0.0), e.at(unit.total, i)),
-        )  # fmt: skip
+    def call_sweep(self, args: Sequence[Value]) -> None:
+        self.e.builder.call(self.functions["sweep"], args)
 
-    def _rebase(self, arguments: Value, unit: UnitRows) -> None:
+    def _for_each_vector_of_output(
+        self, unit: UnitRows, start: int, step: int, body: Callable[[Value], None]
+    ) -> None:
+        e = self.e
+        e.loop(start, self.layout.total, step, [], lambda i, _: body(e.at(unit.total, i)))
+
+    def _rebase(self, arguments: Value, unit: UnitRows, j: int) -> None:
         """Make the largest score the shift, by which statistics are defined."""
         e, b = self.e, self.e.builder
         names = (Row.ROW_MAX, Row.LARGEST, Row.ROW_SUM, Row.SUM_ERROR, Row.T_SUM, Row.OUT_SUM)
         shift, largest, row_sum, error, t_sum, out_sum = (
-            e.load_vector(self.tasks.stat(unit, name)) for name in names
+            e.load_vector(self.tasks.stat(unit, name, j)) for name in names
         )
         unseen = b.fcmp_ordered("==", largest, e.const(-math.inf))
-        if self.frame.plain:
+        if not self.is_scaled:
             scale = e.splat(self.frame.real_field(arguments, "scale"))
             largest = b.select(unseen, largest, b.fmul(largest, scale))
         change = b.select(unseen, e.const(0.0), b.fsub(shift, largest))
@@ -147,28 +161,63 @@ class _Kernel:
             Row.OUT_SUM: b.fmul(out_sum, factor),
         }
         for name, vector in after.items():
-            e.store_vector(vector, self.tasks.stat(unit, name))
+            e.store_vector(vector, self.tasks.stat(unit, name, j))
 
-        def scale_row(i: Value, _: list[Value]) -> None:
-            place = e.at(unit.total, i)
+        def scale_vector(place: Value) -> None:
             e.store_vector(b.fmul(e.load_vector(place), factor), place)
 
-        e.loop(0, self.sizes.value_tiles * TILE_SIZE, TILE_BYTES, [], scale_row)
+        self._for_each_vector_of_output(unit, j * TILE_BYTES, self.layout.width, scale_vector)
 
 
-def tiles_shape(spec: Spec, shape: TileShape, threads: int) -> TileShape:
+class _Bf16Kernel(TileKernel):
+    """The kernel of rows of bfloat16."""
+
+    out_sum = Row.OUT_SUM
+
+    def __init__(self, frame: ForwardFrame, layout: Layout) -> None:
+        super().__init__(frame, layout)
+        self.is_scaled = not frame.plain
+
+    def sweep(self) -> Sweep:
+        frame, functions = self.frame, self.functions
+        sizes, rows = Sizes(frame.shape.chunks, frame.shape.value_tiles), Bf16Rows(frame, 1)
+        functions["copy"] = rows.copy_function()
+        functions["pack"] = rows.pack_function(functions)
+        tile_rows = TileRows(rows, sizes)
+        functions["pack_keys"] = tile_rows.pack_keys_function()
+        functions["transpose_values"] = tile_rows.transpose_values_function()
+        if frame.mask != TRUE or not frame.plain:
+            functions["sift"] = tile_rows.sift_function()
+            functions["add_non_finite"] = rows.add_non_finite_function()
+        functions["attend_to_keys"] = unit_function(frame, sizes)
+        return Bf16Sweep(self.tasks, rows, sizes, functions)
+
+    def pack(self, task: Task, unit: UnitRows, j: int, row: Value) -> None:
+        where = [task.query.pointer, unit.packed, task.areas["key_copy"], row]
+        self.e.builder.call(self.functions["pack"], [task.arguments, *where])
+
+    def call_sweep(self, args: Sequence[Value]) -> None:
+        with nullcontext() if self.e.emulated else flushing(self.e):
+            super().call_sweep(args)
+
+
+def tiles_shape(
+    spec: Spec, shape: TileShape, threads: int, least_of_thread: int = _LEAST_BLOCKS
+) -> TileShape:
     """The tile shape with the sizes of this problem, and the blocks of queries of one task.
 
-    More queries share K and V laid out as tiles, but make fewer tasks. Bits do not depend on it.
+    More queries share K and V laid out as tiles, but make fewer tasks. A task has
+    `least_of_thread` blocks if each thread gets as many. Bits do not depend on it.
     """
     blocks = spec.batch_size * spec.num_heads * -(-spec.q_len // shape.block_q)
     operations = 2.0 * (spec.head_dim + spec.v_head_dim) * shape.block_q * spec.kv_len
+    least = max(_LEAST_BLOCKS, min(blocks // threads, least_of_thread))
     most = min(blocks // (_TASKS_OF_THREAD * threads), int(_LONG_TASK / operations))
     return replace(
         shape,
         chunks=-(-spec.head_dim // CHUNK),
         value_tiles=-(-spec.v_head_dim // TILE_ROWS),
-        q_blocks_per_task=min(max(most, _LEAST_BLOCKS), shape.q_blocks_per_task),
+        q_blocks_per_task=min(max(most, least), shape.q_blocks_per_task),
     )
 
 

@@ -1,26 +1,26 @@
 """All units of a task over their runs of keys, one stretch of keys after the other.
 
-A stretch is up to `BLOCK_KV` neighbouring keys, of which K and V are laid out as tiles once. The
-schedule says for pieces of it, blocks of `PLANNED_KEYS` keys or several blocks that all units see
-alike, what each block of queries sees of them. Of a unit, neighbouring pieces are computed at once:
-first those of which it sees every key, then those in which the mask decides.
+A stretch is up to `Layout.block_kv` neighbouring keys, of which K and V are laid out as tiles
+once. The schedule says for pieces of it, blocks of `PLANNED_KEYS` keys or several blocks that all
+units see alike, what each block of queries sees of them. Of a unit, neighbouring pieces are
+computed at once: first those of which it sees every key, then those in which the mask decides.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 from llvmlite import ir
 
+from qkv.backends.cpu.bf16_tiles.shift import GROUP
 from qkv.backends.cpu.bf16_tiles.tasks import (
-    BLOCK_KV,
     PLANNED_KEYS,
-    UNITS_OF_BLOCK,
     Task,
     Tasks,
     UnitRows,
 )
-from qkv.backends.cpu.bf16_tiles.unit import GROUP
+from qkv.backends.cpu.bf16_tiles.unit import Sizes
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import WORD, rows_from
 from qkv.backends.cpu.forward.bf16_rows import Bf16Rows
@@ -34,7 +34,7 @@ of its run."""
 _MOST_PIECES = 16
 
 
-class _Stretch(NamedTuple):
+class Stretch(NamedTuple):
     """A stretch of keys whose K and V lie as tiles."""
 
     start: Value
@@ -44,7 +44,7 @@ class _Stretch(NamedTuple):
     has_non_finite: Value
 
 
-class _Keys(NamedTuple):
+class Keys(NamedTuple):
     """Neighbouring keys that one unit sees: of those before `unmasked` it sees all."""
 
     start: Value
@@ -52,12 +52,13 @@ class _Keys(NamedTuple):
     unmasked: Value
 
 
-class Sweep:
+class Sweep(ABC):
     """Emits a function that visits all keys with all units of a task."""
 
-    def __init__(self, tasks: Tasks, rows: Bf16Rows, functions: dict[str, Value]) -> None:
-        self.tasks, self.rows, self.functions = tasks, rows, functions
+    def __init__(self, tasks: Tasks, functions: dict[str, Value]) -> None:
+        self.tasks, self.functions = tasks, functions
         self.frame, self.e = tasks.frame, tasks.e
+        self.block_kv = tasks.layout.block_kv
 
     def function(self) -> Value:
         """A function `(arguments, task, scratch)`."""
@@ -103,7 +104,7 @@ class Sweep:
                     run, filled = read(run_at), read(filled_at)
                     joins = b.icmp_signed("==", read(key_at), e.add(start, filled))
                     keys = self._piece_keys(runs, run, first_run, last_run, read(key_at))
-                    fits = e.below(e.add(filled, keys), BLOCK_KV + 1)
+                    fits = e.below(e.add(filled, keys), self.block_kv + 1)
                     has_room = e.below(read(number_at), _MOST_PIECES)
                     more = b.and_(e.below(run, last_run), b.and_(joins, b.and_(fits, has_room)))
                     return run, more
@@ -124,7 +125,7 @@ class Sweep:
                         begin_run(e.add(run, 1))
 
                 e.take_while(next_piece, take_piece)
-                stretch = self._lay_out(task, start, read(filled_at), pieces, read(number_at))
+                stretch = self.lay_out(task, start, read(filled_at), pieces, read(number_at))
                 self.tasks.for_each_unit(
                     task,
                     lambda i, unit: self._visit_unit(
@@ -151,7 +152,7 @@ class Sweep:
     def _quarter(self, words: list[Value]) -> Value:
         """Keys of a quarter of a piece; a whole piece is all in the first one."""
         e = self.e
-        sizes = e.index(BLOCK_KV), e.index(PLANNED_KEYS // QUARTERS)
+        sizes = e.index(self.block_kv), e.index(PLANNED_KEYS // QUARTERS)
         return e.builder.select(self._is_whole(words), *sizes)
 
     def _piece_keys(
@@ -161,12 +162,84 @@ class Sweep:
         e, b = self.e, self.e.builder
         existing = b.select(e.below(run, last_run), run, first_run)
         _, stop, *words = self.frame.record(runs, BLOCK_RUN, existing)
-        size = b.select(self._is_whole(words), e.index(BLOCK_KV), e.index(PLANNED_KEYS))
+        size = b.select(self._is_whole(words), e.index(self.block_kv), e.index(PLANNED_KEYS))
         return e.least(size, e.sub(stop, at))
 
-    def _lay_out(
+    @abstractmethod
+    def lay_out(
         self, task: Task, start: Value, count: Value, pieces: Value, number: Value
-    ) -> _Stretch:
+    ) -> Stretch:
+        """Lay out K and V of a stretch as tiles; its `pieces` are so many in `number`."""
+
+    @abstractmethod
+    def compute(self, task: Task, stretch: Stretch, unit: UnitRows, keys: Keys) -> None:
+        """Compute what one unit sees of a stretch."""
+
+    def _visit_unit(
+        self,
+        task: Task,
+        stretch: Stretch,
+        pieces: Value,
+        number: Value,
+        i: Value,
+        unit: UnitRows,
+    ) -> None:
+        """Join the pieces that one unit sees, and compute them."""
+        e, b = self.e, self.e.builder
+        shift = e.mul(b.sdiv(i, e.index(self.tasks.layout.units_of_block)), 2)
+
+        def visit_piece(n: Value, held: list[Value]) -> list[Value]:
+            is_end = b.icmp_signed("==", n, number)
+            # After the last piece its words are read again, and not used.
+            piece = b.select(is_end, e.index(0), n)
+            seen, is_seen = self._seen_keys(self.frame.record(pieces, _PIECE, piece), shift)
+            is_seen = b.and_(is_seen, b.not_(is_end))
+            before = Keys(*held)
+            all_before = b.icmp_signed("==", before.unmasked, before.stop)
+            none_here = b.icmp_signed("==", seen.unmasked, seen.start)
+            joins = b.and_(
+                b.icmp_signed("==", before.stop, seen.start), b.or_(all_before, none_here)
+            )
+            is_some = e.below(before.start, before.stop)
+            is_over = b.or_(is_end, b.and_(is_seen, b.not_(joins)))
+            with b.if_then(b.and_(is_over, is_some)):
+                self.compute(task, stretch, unit, before)
+            joined = Keys(
+                b.select(joins, before.start, seen.start),
+                seen.stop,
+                b.select(b.and_(joins, b.not_(all_before)), before.unmasked, seen.unmasked),
+            )
+            return [b.select(is_seen, new, old) for new, old in zip(joined, held, strict=True)]
+
+        e.loop(0, e.add(number, 1), 1, [e.index(0)] * 3, visit_piece)
+
+    def _seen_keys(self, piece: list[Value], shift: Value) -> tuple[Keys, Value]:
+        """What a unit sees of a piece, and whether it sees any of it."""
+        e, b = self.e, self.e.builder
+        start, stop, quarter, *words = piece
+        kind, first, last = (b.and_(b.lshr(word, shift), e.index(QUARTERS - 1)) for word in words)
+        begin = e.add(start, e.mul(first, quarter))
+        end = e.least(e.add(start, e.mul(e.add(last, 1), quarter)), stop)
+        before_last = e.add(start, e.mul(last, quarter))
+        is_full, is_last = (
+            b.icmp_signed("==", kind, e.index(value)) for value in (TileKind.FULL, LAST_PARTIAL)
+        )
+        unmasked = b.select(is_full, end, b.select(is_last, before_last, begin))
+        return Keys(begin, end, unmasked), b.icmp_signed("!=", kind, e.index(TileKind.EMPTY))
+
+
+class Bf16Sweep(Sweep):
+    """The sweep of rows of bfloat16."""
+
+    def __init__(
+        self, tasks: Tasks, rows: Bf16Rows, sizes: Sizes, functions: dict[str, Value]
+    ) -> None:
+        super().__init__(tasks, functions)
+        self.rows, self.sizes = rows, sizes
+
+    def lay_out(
+        self, task: Task, start: Value, count: Value, pieces: Value, number: Value
+    ) -> Stretch:
         """Lay out K and V. Where pairs may be forbidden, 0 replaces values that are not finite."""
         e, b, frame, functions = self.e, self.e.builder, self.frame, self.functions
         head_dim, v_head_dim = (frame.field(task.arguments, n) for n in ("head_dim", "v_head_dim"))
@@ -195,63 +268,11 @@ class Sweep:
                 is_partial = b.icmp_signed("!=", partial, e.index(0))
                 sifted = b.select(is_partial, count, e.index(0))
             has_non_finite = b.call(functions["sift"], [areas["values"], sifted])
-        return _Stretch(start, count, value, value_row, has_non_finite)
+        return Stretch(start, count, value, value_row, has_non_finite)
 
-    def _visit_unit(
-        self,
-        task: Task,
-        stretch: _Stretch,
-        pieces: Value,
-        number: Value,
-        i: Value,
-        unit: UnitRows,
-    ) -> None:
-        """Join the pieces that one unit sees, and compute them."""
-        e, b = self.e, self.e.builder
-        shift = e.mul(b.sdiv(i, e.index(UNITS_OF_BLOCK)), 2)
-
-        def visit_piece(n: Value, held: list[Value]) -> list[Value]:
-            is_end = b.icmp_signed("==", n, number)
-            # After the last piece its words are read again, and not used.
-            piece = b.select(is_end, e.index(0), n)
-            seen, is_seen = self._seen_keys(self.frame.record(pieces, _PIECE, piece), shift)
-            is_seen = b.and_(is_seen, b.not_(is_end))
-            before = _Keys(*held)
-            all_before = b.icmp_signed("==", before.unmasked, before.stop)
-            none_here = b.icmp_signed("==", seen.unmasked, seen.start)
-            joins = b.and_(
-                b.icmp_signed("==", before.stop, seen.start), b.or_(all_before, none_here)
-            )
-            is_some = e.below(before.start, before.stop)
-            is_over = b.or_(is_end, b.and_(is_seen, b.not_(joins)))
-            with b.if_then(b.and_(is_over, is_some)):
-                self._compute(task, stretch, unit, before)
-            joined = _Keys(
-                b.select(joins, before.start, seen.start),
-                seen.stop,
-                b.select(b.and_(joins, b.not_(all_before)), before.unmasked, seen.unmasked),
-            )
-            return [b.select(is_seen, new, old) for new, old in zip(joined, held, strict=True)]
-
-        e.loop(0, e.add(number, 1), 1, [e.index(0)] * 3, visit_piece)
-
-    def _seen_keys(self, piece: list[Value], shift: Value) -> tuple[_Keys, Value]:
-        """What a unit sees of a piece, and whether it sees any of it."""
-        e, b = self.e, self.e.builder
-        start, stop, quarter, *words = piece
-        kind, first, last = (b.and_(b.lshr(word, shift), e.index(QUARTERS - 1)) for word in words)
-        begin = e.add(start, e.mul(first, quarter))
-        end = e.least(e.add(start, e.mul(e.add(last, 1), quarter)), stop)
-        before_last = e.add(start, e.mul(last, quarter))
-        is_full, is_last = (
-            b.icmp_signed("==", kind, e.index(value)) for value in (TileKind.FULL, LAST_PARTIAL)
-        )
-        unmasked = b.select(is_full, end, b.select(is_last, before_last, begin))
-        return _Keys(begin, end, unmasked), b.icmp_signed("!=", kind, e.index(TileKind.EMPTY))
-
-    def _compute(self, task: Task, stretch: _Stretch, unit: UnitRows, keys: _Keys) -> None:
+    def compute(self, task: Task, stretch: Stretch, unit: UnitRows, keys: Keys) -> None:
         e, b, functions, areas, sizes = (
-            self.e, self.e.builder, self.functions, task.areas, self.tasks.sizes,
+            self.e, self.e.builder, self.functions, task.areas, self.sizes,
         )  # fmt: skip
         count = e.sub(keys.stop, keys.start)
         group = b.sdiv(keys.start, e.index(GROUP))

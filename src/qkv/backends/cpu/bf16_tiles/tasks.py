@@ -1,11 +1,13 @@
-"""Tasks of the kernel: up to 64 units of 16 queries of one head, and a worker's memory for them."""
+"""Tasks: units of neighbouring queries of one head, and a worker's memory for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from qkv.backends.cpu.bf16_tiles.unit import GROUP, MOST_GROUPS, SCORE_BYTES, Sizes
+from qkv.backends.cpu.bf16_tiles.shift import GROUP
+from qkv.backends.cpu.bf16_tiles.unit import MOST_GROUPS, SCORE_BYTES, Sizes
 from qkv.backends.cpu.bf16_tiles.weights import Row
 from qkv.backends.cpu.emit.emitter import Value
 from qkv.backends.cpu.emit.frame import RowView
@@ -19,32 +21,71 @@ from qkv.problem.spec import Spec
 PLANNED_KEYS = 128
 """Keys of a block for which the schedule says what each unit sees of it."""
 BLOCK_KV = MOST_GROUPS * GROUP
-"""Keys that are laid out as tiles at once, where every unit sees all or none of them."""
-UNITS_OF_BLOCK = 2
-"""Units of a block of queries of the schedule."""
+"""Keys that are laid out as tiles at once."""
+_BLOCK_ROWS = 2 * TILE_ROWS
+"""Queries of a block of the schedule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A worker's memory: `areas` for a block of keys, then the units of a task.
+
+    A unit is so many `vectors` of 16 queries; `packed`, `total` and `stats` are the bytes of its Q,
+    of its O and of its statistics.
+    """
+
+    block_kv: int
+    vectors: int
+    areas: dict[str, int]
+    packed: int
+    total: int
+    stats: int
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number of each query."""
+        return self.vectors * TILE_BYTES
+
+    @property
+    def rows(self) -> int:
+        """Queries of a unit."""
+        return self.vectors * TILE_ROWS
+
+    @property
+    def units_of_block(self) -> int:
+        """Units of a block of queries of the schedule."""
+        return _BLOCK_ROWS // self.rows
+
+    @property
+    def unit_bytes(self) -> int:
+        return self.packed + self.total + self.stats
+
+    def scratch_bytes(self, q_blocks_per_task: int) -> int:
+        """Memory of one worker."""
+        units = q_blocks_per_task * self.units_of_block * self.unit_bytes
+        return -(-(sum(self.areas.values()) + units) // 4096) * 4096
+
+
+def layout_of(spec: Spec, shape: TileShape) -> Layout:
+    """Scores, weights, V, K, copied rows and tables; Q, O and statistics of 16 queries."""
+    sizes = Sizes(shape.chunks, shape.value_tiles)
+    areas = {
+        "scores": MOST_GROUPS * SCORE_BYTES,
+        "weights": MOST_GROUPS * TILE_SIZE,
+        # One group of K more than is used is read.
+        "keys": (MOST_GROUPS + 1) * sizes.key_bytes,
+        "values": MOST_GROUPS * sizes.value_bytes,
+        "key_copy": 2 * BLOCK_KV * CHUNK * sizes.chunks,
+        "value_copy": 2 * BLOCK_KV * CHUNK * -(-sizes.value_tiles // 2),
+        "transposed": transposed_bytes(spec, BLOCK_KV, TILE_BYTES),
+    }
+    packed, total = sizes.chunks * TILE_SIZE, sizes.value_tiles * TILE_SIZE
+    return Layout(BLOCK_KV, 1, areas, packed, total, len(Row) * TILE_BYTES)
 
 
 def scratch_bytes(spec: Spec, shape: TileShape) -> int:
-    """Memory of one worker: scores, weights, V, K, copied rows and tables; Q, O and statistics."""
-    sizes = Sizes(shape.chunks, shape.value_tiles)
-    own = shape.q_blocks_per_task * UNITS_OF_BLOCK * unit_bytes(sizes)
-    copies = 2 * BLOCK_KV * CHUNK * (shape.chunks + -(-shape.value_tiles // 2))
-    transposed = transposed_bytes(spec, BLOCK_KV, TILE_BYTES)
-    total = sum(sizes_of_areas(sizes)) + copies + transposed + own
-    return -(-total // 4096) * 4096
-
-
-def sizes_of_areas(sizes: Sizes) -> tuple[int, int, int, int]:
-    """Bytes of scores, weights, K and V of a block. One group of K more than is used is read."""
-    return (
-        MOST_GROUPS * SCORE_BYTES, MOST_GROUPS * TILE_SIZE,
-        (MOST_GROUPS + 1) * sizes.key_bytes, MOST_GROUPS * sizes.value_bytes,
-    )  # fmt: skip
-
-
-def unit_bytes(sizes: Sizes) -> int:
-    """Bytes of Q, O and statistics of 16 queries."""
-    return (sizes.chunks + sizes.value_tiles) * TILE_SIZE + len(Row) * TILE_BYTES
+    """Memory of one worker."""
+    return layout_of(spec, shape).scratch_bytes(shape.q_blocks_per_task)
 
 
 class Task(NamedTuple):
@@ -75,29 +116,23 @@ class UnitRows(NamedTuple):
 class Tasks:
     """Emits what functions of one kernel know of a task."""
 
-    def __init__(self, frame: ForwardFrame, sizes: Sizes) -> None:
-        self.frame, self.e, self.sizes = frame, frame.e, sizes
+    def __init__(self, frame: ForwardFrame, layout: Layout) -> None:
+        self.frame, self.e, self.layout = frame, frame.e, layout
 
     def task(self, arguments: Value, task: Value, scratch: Value) -> Task:
-        e, b, frame = self.e, self.e.builder, self.frame
+        e, b, frame, layout = self.e, self.e.builder, self.frame, self.layout
         batch, head, first_row, first_run, last_run = frame.record(task, TASK)
         group_size, q_len, blocks = (
             frame.field(arguments, name) for name in ("group_size", "q_len", "q_blocks_per_task")
         )
-        units = e.mul(blocks, UNITS_OF_BLOCK)
+        units = e.mul(blocks, layout.units_of_block)
         kv_head = b.sdiv(head, group_size)
-        left = e.add(e.sub(q_len, first_row), TILE_ROWS - 1)
-        count = e.least(units, b.sdiv(left, e.index(TILE_ROWS)))
-        names = ("scores", "weights", "keys", "values")
+        left = e.add(e.sub(q_len, first_row), layout.rows - 1)
+        count = e.least(units, b.sdiv(left, e.index(layout.rows)))
         areas, place = {}, scratch
-        for name, size in zip(names, sizes_of_areas(self.sizes), strict=True):
+        for name, size in layout.areas.items():
             areas[name], place = place, e.at(place, size)
         areas["units"] = place
-        place = e.at(place, e.mul(units, unit_bytes(self.sizes)))
-        areas["key_copy"] = place
-        place = e.at(place, 2 * BLOCK_KV * CHUNK * self.sizes.chunks)
-        areas["value_copy"] = place
-        areas["transposed"] = e.at(place, 2 * BLOCK_KV * CHUNK * -(-self.sizes.value_tiles // 2))
         return Task(
             arguments, batch, head, first_row, (first_run, last_run),
             frame.operand(arguments, "query", batch, head),
@@ -107,15 +142,15 @@ class Tasks:
         )  # fmt: skip
 
     def for_each_unit(self, task: Task, body: Callable[[Value, UnitRows], None]) -> None:
-        e = self.e
+        e, layout = self.e, self.layout
 
         def visit(i: Value, _: list[Value]) -> None:
-            packed = e.at(task.areas["units"], e.mul(i, unit_bytes(self.sizes)))
-            total = e.at(packed, self.sizes.chunks * TILE_SIZE)
-            stats = e.at(total, self.sizes.value_tiles * TILE_SIZE)
-            body(i, UnitRows(e.add(task.first_row, e.mul(i, TILE_ROWS)), packed, total, stats))
+            packed = e.at(task.areas["units"], e.mul(i, layout.unit_bytes))
+            total = e.at(packed, layout.packed)
+            stats = e.at(total, layout.total)
+            body(i, UnitRows(e.add(task.first_row, e.mul(i, layout.rows)), packed, total, stats))
 
         e.loop(0, task.count, 1, [], visit)
 
-    def stat(self, unit: UnitRows, name: Row) -> Value:
-        return self.e.at(unit.stats, name * TILE_BYTES)
+    def stat(self, unit: UnitRows, name: int, vector: int = 0) -> Value:
+        return self.e.at(unit.stats, name * self.layout.width + vector * TILE_BYTES)

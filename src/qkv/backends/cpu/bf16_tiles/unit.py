@@ -15,18 +15,15 @@ Where weights take many instructions, all scores come first, then all weights, t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from llvmlite import ir
-
-from qkv.backends.cpu.bf16_tiles.weights import MOST_BITS, Queries, Row, Weights
-from qkv.backends.cpu.emit import vector_math
+from qkv.backends.cpu.bf16_tiles.shift import GROUP, PAIRS, Group, ShiftedRows, if_any
+from qkv.backends.cpu.bf16_tiles.weights import MOST_BITS, Queries, Weights
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.emit.transpose import transpose_tables, transposed_loads
 from qkv.backends.cpu.forward.frame import ForwardFrame
-from qkv.backends.cpu.products.bfloat16 import CHUNK
 from qkv.backends.cpu.products.tile_instructions import (
     TILE_BYTES,
     TILE_SIZE,
@@ -35,16 +32,13 @@ from qkv.backends.cpu.products.tile_instructions import (
 )
 from qkv.problem.expressions import Op, walk
 
-GROUP = CHUNK
-"""Number of keys in one step."""
-PAIRS = GROUP // 2
 MOST_GROUPS = 16
 """The most groups of keys of one unit."""
 SCORE_BYTES = GROUP * TILE_BYTES
 """Scores of one group of keys."""
 _HELD = 4
 """Tiles that hold O."""
-_MOST_OPERATIONS = 12
+MOST_OPERATIONS = 12
 """Operations of score mods and masks up to which weights are computed between products."""
 _LONG = frozenset({"div", "exp", "floordiv", "log", "mod", "sqrt", "tanh"})
 """Operations that take many instructions, or cycles."""
@@ -99,7 +93,7 @@ class _Body:
         self.others_from = self.e.stack_words()
         """The first group whose weights are not yet multiplied with elements that are not held."""
         operations = [n.name for n in walk(frame.score, frame.mask) if isinstance(n, Op)]
-        is_short = len(operations) <= _MOST_OPERATIONS and _LONG.isdisjoint(operations)
+        is_short = len(operations) <= MOST_OPERATIONS and _LONG.isdisjoint(operations)
         self.interleaves = is_short and not frame.spec.dropout
         """Whether weights are computed between products, all of a step written out."""
 
@@ -110,58 +104,55 @@ class _Body:
         self._load_queries()
         self._load_totals()
         self._transpose_tables()
-        weights = Weights(self.frame, self._queries())
-        (self._attend_in_steps if self.interleaves else self._attend_in_phases)(weights, groups)
+        self.rows = ShiftedRows(Weights(self.frame, self._queries()), at["stats"])
+        (self._attend_in_steps if self.interleaves else self._attend_in_phases)(groups)
         self._store_totals()
         self._add_other_values(groups)
 
     # Groups of keys
 
-    def _attend_in_steps(self, weights: Weights, groups: Value) -> None:
+    def _attend_in_steps(self, groups: Value) -> None:
         """Products of tiles for two groups with the weights of a third between them."""
         e, unmasked = self.e, self.at["unmasked"]
         self._multiply_keys(e.index(0), lambda: None)
-        e.loop(0, unmasked, 1, [], lambda i, _: self._step(weights, i, checked=False))
-        e.loop(unmasked, groups, 1, [], lambda i, _: self._step(weights, i, checked=True))
+        e.loop(0, unmasked, 1, [], lambda i, _: self._step(i, checked=False))
+        e.loop(unmasked, groups, 1, [], lambda i, _: self._step(i, checked=True))
         self._add_values(e.sub(groups, 1), lambda: None)
 
-    def _attend_in_phases(self, weights: Weights, groups: Value) -> None:
+    def _attend_in_phases(self, groups: Value) -> None:
         """All scores, then all weights, then the output.
 
         While tiles are multiplied, and some time after, one of the two ports for multiply-adds is
         closed; and where weights take many instructions, a step that is written out is not decoded
         in time.
         """
-        e, b = self.e, self.e.builder
+        e, b, rows = self.e, self.e.builder, self.rows
         largest, factors = self._stack_vectors(), self._stack_vectors()
         e.loop(0, groups, 1, [], lambda i, _: self._multiply_keys(i, lambda: None))
         unmasked, lowest = self.at["unmasked"], e.const(-math.inf)
         for start, stop, checked in ((0, unmasked, False), (unmasked, groups, True)):
 
             def finish(i: Value, _: list[Value], checked: bool = checked) -> None:
-                found = self._largest_of(weights, i, lowest, checked=checked, keep=True)
+                found = self._largest_of(i, lowest, checked=checked, keep=True)
                 e.store_vector(found, e.at(largest, e.mul(i, TILE_BYTES)))
 
             e.loop(start, stop, 1, [], finish)
 
         def weigh(i: Value, _: list[Value]) -> None:
             found = e.load_vector(e.at(largest, e.mul(i, TILE_BYTES)))
-            bits = b.fmul(b.fsub(found, self._shift(lambda: found)), weights.factor)
+            bits = b.fmul(b.fsub(found, rows.shift(lambda: found)), rows.weights.factor)
             too_large = b.fcmp_ordered(">", bits, e.const(float(MOST_BITS)))
             place = e.at(factors, e.mul(i, TILE_BYTES))
             e.store_vector(e.const(1.0), place)
-            self._if_any(
-                too_large,
-                lambda: e.store_vector(self._raise_shift(weights, too_large, found), place),
-            )
-            group = _Group(self, weights, i, checked=True, finished=True)
-            group.weigh_in_loop(self._shift_now())
+            if_any(e, too_large, lambda: e.store_vector(rows.raise_shift(too_large, found), place))
+            group = self._group(i, checked=True, finished=True)
+            group.weigh_in_loop(rows.shift_now())
             group.add_sums()
 
         def add(i: Value, _: list[Value]) -> None:
             factor = e.load_vector(e.at(factors, e.mul(i, TILE_BYTES)))
             changes = b.fcmp_unordered("!=", factor, e.const(1.0))
-            self._if_any(changes, lambda: self._rescale(i, factor))
+            if_any(e, changes, lambda: self._rescale(i, factor))
             self._add_values(i, lambda: None)
 
         e.loop(0, groups, 1, [], weigh)
@@ -175,11 +166,11 @@ class _Body:
             place.align = e.vector_bytes
         return e.builder.bitcast(place, POINTER)
 
-    def _step(self, weights: Weights, i: Value, *, checked: bool) -> None:
+    def _step(self, i: Value, *, checked: bool) -> None:
         """Scores of group i + 1, weights of group i, output of group i - 1."""
-        e, group = self.e, _Group(self, weights, i, checked=checked)
+        e, rows, group = self.e, self.rows, self._group(i, checked=checked)
         lowest = e.const(-math.inf)
-        shift = self._shift(lambda: self._largest_of(weights, i, lowest))
+        shift = rows.shift(lambda: self._largest_of(i, lowest))
         sums, done = group.no_sums(), 0
         products = 2 * self.sizes.chunks + min(_HELD, self.sizes.value_tiles)
         shares = iter(range(1, products + 1))
@@ -194,45 +185,15 @@ class _Body:
         self._multiply_keys(e.add(i, 1), weigh_share)
         self._add_values(e.sub(i, 1), weigh_share, may_lack=True)
         group.store_sums(sums)
-        too_large = e.builder.fcmp_ordered(
-            ">", e.load_vector(self._stat(Row.GROUP_SUM)), e.const(2.0**MOST_BITS)
-        )
+        too_large = rows.too_large()
 
         def weigh_again() -> None:
-            largest = self._largest_of(weights, i, lowest)
-            self._rescale(i, self._raise_shift(weights, too_large, largest))
-            group.weigh_in_loop(self._shift_now())
+            largest = self._largest_of(i, lowest)
+            self._rescale(i, rows.raise_shift(too_large, largest))
+            group.weigh_in_loop(rows.shift_now())
 
-        self._if_any(too_large, weigh_again)
+        if_any(e, too_large, weigh_again)
         group.add_sums()
-
-    def _if_any(self, lanes: Value, body: Callable[[], object]) -> None:
-        b, kind = self.e.builder, ir.IntType(self.e.lanes)
-        some = b.icmp_unsigned("!=", b.bitcast(lanes, kind), ir.Constant(kind, 0))
-        with b.if_then(some, likely=False):
-            body()
-
-    def _raise_shift(self, weights: Weights, too_large: Value, largest: Value) -> Value:
-        """Make the `largest` of new scores the shift of rows that are too large.
-
-        Their sums are rescaled. Gives the factor by which O is to be rescaled, 1 for other rows.
-        """
-        e, b = self.e, self.e.builder
-        old = self._shift_row()
-        new = b.select(too_large, e.greatest(old, largest), old)
-        # A row that has seen no key has the shift -inf, whose difference would be NaN.
-        change = b.fmul(b.fsub(old, new), weights.factor)
-        change = b.select(too_large, change, e.const(0.0))
-        factor = vector_math.exp2_floored(e, change)
-        if self.frame.statistics:
-            row_sum, t_sum = (e.load_vector(self._stat(n)) for n in (Row.ROW_SUM, Row.T_SUM))
-            natural = b.fmul(change, e.const(vector_math.LN_2))
-            e.store_vector(e.fma(row_sum, natural, t_sum), self._stat(Row.T_SUM))
-        for name in (Row.ROW_SUM, Row.SUM_ERROR, Row.T_SUM, Row.OUT_SUM):
-            place = self._stat(name)
-            e.store_vector(b.fmul(e.load_vector(place), factor), place)
-        self._store_shift(new)
-        return factor
 
     def _rescale(self, i: Value, factor: Value) -> None:
         """Rescale O, to which the values of all groups before group i are added."""
@@ -249,15 +210,25 @@ class _Body:
 
     # Parts
 
+    def _largest_of(
+        self, i: Value, seen: Value, *, checked: bool = True, keep: bool = False
+    ) -> Value:
+        """The largest score of group i, or `seen` where that is larger."""
+        scores, first = self._scores_of(i), self.e.mul(i, GROUP)
+        return self.rows.largest_of(scores, first, seen, checked=checked, keep=keep)
+
+    def _group(self, i: Value, *, checked: bool, finished: bool = False) -> Group:
+        e = self.e
+        target, first = e.at(self.at["weights"], e.mul(i, TILE_SIZE)), e.mul(i, GROUP)
+        scores = self._scores_of(i)
+        return Group(self.rows, scores, target, first, checked=checked, finished=finished)
+
     def _queries(self) -> Queries:
         at = self.at
         return Queries(
             at["arguments"], at["scores"], at["transposed"], at["batch"], at["head"],
             at["first_row"], at["kv_start"], at["count"], self.marked,
         )  # fmt: skip
-
-    def _stat(self, name: Row) -> Value:
-        return self.e.at(self.at["stats"], name * TILE_BYTES)
 
     def _total_tile(self, d: int) -> Value:
         return self.e.at(self.at["total"], d * TILE_SIZE)
@@ -365,125 +336,3 @@ class _Body:
                 tiles.store(n, self._total_tile(d), self.row)
         if self.sizes.chunks <= 2 and count > _HELD:
             self._load_queries()
-
-    # The shift
-
-    def _shift(self, largest_of: Callable[[], Value]) -> Value:
-        """What is subtracted from the scores of a group.
-
-        Rows that see their first keys take the largest score of this group.
-        """
-        b = self.e.builder
-
-        def take_largest() -> None:
-            largest = largest_of()
-            self._store_shift(b.select(self._is_unseen(), largest, self._shift_row()))
-
-        self._if_any(self._is_unseen(), take_largest)
-        return self._shift_now()
-
-    def _shift_row(self) -> Value:
-        return self.e.load_vector(self._stat(Row.SHIFT))
-
-    def _is_unseen(self) -> Value:
-        return self.e.builder.fcmp_ordered("==", self._shift_row(), self.e.const(-math.inf))
-
-    def _shift_now(self) -> Value:
-        """The shift; 0 for rows that have seen no key."""
-        return self.e.builder.select(self._is_unseen(), self.e.const(0.0), self._shift_row())
-
-    def _store_shift(self, shift: Value) -> None:
-        e, b = self.e, self.e.builder
-        e.store_vector(shift, self._stat(Row.SHIFT))
-        if self.frame.plain:
-            scale = e.splat(self.frame.real_field(self.at["arguments"], "scale"))
-            # A scale of 0 times -inf would be NaN.
-            unseen = b.fcmp_ordered("==", shift, e.const(-math.inf))
-            shift = b.select(unseen, shift, b.fmul(shift, scale))
-        e.store_vector(shift, self._stat(Row.ROW_MAX))
-
-    def _largest_of(
-        self, weights: Weights, i: Value, seen: Value, *, checked: bool = True, keep: bool = False
-    ) -> Value:
-        """The largest score of group i, or `seen` where that is larger.
-
-        To `keep` finished scores, they are stored, those of keys that do not exist too.
-        """
-        e = self.e
-        scores, first = self._scores_of(i), e.mul(i, GROUP)
-
-        def compare_key(k: Value, carried: list[Value]) -> list[Value]:
-            place = e.at(scores, e.mul(k, TILE_BYTES))
-            score = weights.score(place, e.add(first, k), checked=checked)
-            if keep:
-                e.store_vector(score, place)
-            return [e.greatest(carried[0], score)]
-
-        stop = e.index(GROUP) if keep else e.least(GROUP, e.sub(self.at["count"], first))
-        (largest,) = e.loop(0, stop, 1, [seen], compare_key)
-        return largest
-
-
-class _Group:
-    """The weights of one group of keys, while code for them is written."""
-
-    def __init__(
-        self, body: _Body, weights: Weights, i: Value, *, checked: bool, finished: bool = False
-    ) -> None:
-        e, self.body, self.weights = body.e, body, weights
-        self.checked, self.finished = checked, finished
-        self.scores = body._scores_of(i)
-        self.target = e.at(body.at["weights"], e.mul(i, TILE_SIZE))
-        self.first = e.mul(i, GROUP)
-
-    def no_sums(self) -> list[list[Value]]:
-        """Sums of even and of odd keys, before the first."""
-        return [list(self.weights.no_sums) for _ in range(2)]
-
-    def weigh(self, p: Value, shift: Value, sums: list[list[Value]]) -> list[list[Value]]:
-        """Weigh keys 2p and 2p + 1; gives the sums with them."""
-        e = self.body.e
-        place = e.at(self.scores, e.mul(p, 2 * TILE_BYTES))
-        key, row = e.add(self.first, e.mul(p, 2)), e.at(self.target, e.mul(p, TILE_BYTES))
-        return self.weights.weigh_pair(
-            place, key, shift, sums, row, checked=self.checked, finished=self.finished
-        )
-
-    def weigh_in_loop(self, shift: Value) -> None:
-        """Weigh all keys, and store their sums."""
-        half = len(self.weights.no_sums)
-
-        def weigh_next(p: Value, carried: list[Value]) -> list[Value]:
-            sums = self.weigh(p, shift, [carried[:half], carried[half:]])
-            return [x for own in sums for x in own]
-
-        flat = self.body.e.loop(0, PAIRS, 1, [x for own in self.no_sums() for x in own], weigh_next)
-        self.store_sums([flat[:half], flat[half:]])
-
-    def store_sums(self, sums: Sequence[Sequence[Value]]) -> None:
-        """Store the sums of this group."""
-        e, body = self.body.e, self.body
-        first, second = sums
-        names = [Row.GROUP_SUM, Row.GROUP_OUT, *([Row.GROUP_T] if body.frame.statistics else [])]
-        for name, x, y in zip(names, first, second, strict=False):
-            e.store_vector(e.builder.fadd(x, y), body._stat(name))
-        if body.frame.statistics:
-            place = body._stat(Row.LARGEST)
-            largest = e.greatest(e.greatest(first[3], second[3]), e.load_vector(place))
-            e.store_vector(largest, place)
-
-    def add_sums(self) -> None:
-        """Add the sums of this group to those of the rows; compensated (Kahan 1965)."""
-        e, b, body = self.body.e, self.body.e.builder, self.body
-        names = Row.ROW_SUM, Row.SUM_ERROR, Row.GROUP_SUM
-        row_sum, error, own = (e.load_vector(body._stat(name)) for name in names)
-        added = b.fsub(own, error)
-        total = b.fadd(row_sum, added)
-        e.store_vector(total, body._stat(Row.ROW_SUM))
-        e.store_vector(b.fsub(b.fsub(total, row_sum), added), body._stat(Row.SUM_ERROR))
-        others = [(Row.OUT_SUM, Row.GROUP_OUT)]
-        if body.frame.statistics:
-            others.append((Row.T_SUM, Row.GROUP_T))
-        for sum_, part in others:
-            vectors = (e.load_vector(body._stat(name)) for name in (sum_, part))
-            e.store_vector(b.fadd(*vectors), body._stat(sum_))

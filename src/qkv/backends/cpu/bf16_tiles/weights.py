@@ -12,6 +12,7 @@ scores of a group of keys exceed it by `MOST_BITS` powers of two or more.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -67,6 +68,11 @@ class Queries(NamedTuple):
 class Weights:
     """Emits the weights of one unit. Values that do not change from key to key are kept."""
 
+    most_bits = MOST_BITS
+    """The sum of a group of weights beyond which the shift is raised, as a power of two."""
+    rounds = True
+    """Whether weights are multiplied rounded to bfloat16."""
+
     def __init__(self, frame: ForwardFrame, at: Queries) -> None:
         self.frame, self.e, self.at = frame, frame.e, at
         e, b = frame.e, frame.e.builder
@@ -74,9 +80,9 @@ class Weights:
         self._scale = e.splat(frame.real_field(at.arguments, "scale"))
         # Differences of scores times this factor are powers of two.
         self.factor = e.const(vector_math.LOG2_E)
-        if frame.plain:
+        if not self.is_scaled:
             self.factor = b.fmul(self._scale, self.factor)
-        else:
+        if not frame.plain:
             self._places.hoist(frame.score)
         if frame.mask != TRUE:
             self._places.hoist(frame.mask)
@@ -86,19 +92,31 @@ class Weights:
             self._forbidden = e.splat(b.select(at.marked, *zero))
         self._loads = transposed_loads(frame.spec)
         self._block_kv = frame.block_kv
-        self.no_sums = [e.const(0.0)] * (2 + frame.statistics)
+        self.parts = [Row.GROUP_SUM] + [Row.GROUP_OUT] * self.rounds
+        if frame.statistics:
+            self.parts.append(Row.GROUP_T)
+        self.no_sums = [e.const(0.0)] * len(self.parts)
         if frame.statistics:
             self.no_sums.append(e.const(-math.inf))
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether `score` gives scores times scale."""
+        return not self.frame.plain
+
+    def power_of_two(self, x: Value) -> Value:
+        """2^x, as weights are computed."""
+        return vector_math.exp2_floored(self.e, x)
+
     def score(self, place: Value, k: Value, *, checked: bool) -> Value:
-        """The score of key k, -inf where it is forbidden; scaled unless the frame is `plain`.
+        """The score of key k, -inf where it is forbidden; scaled if `is_scaled`.
 
         Without `checked`, no pair is forbidden by the mask, and all keys exist.
         """
         frame, e, b = self.frame, self.e, self.e.builder
         score, exists = e.load_vector(place), None
         masked = checked and frame.mask != TRUE
-        if not frame.plain:
+        if self.is_scaled:
             score = b.fmul(score, self._scale)
         if masked or not frame.plain:
             # A key that does not exist has no entries in tables: the last one's are read.
@@ -121,34 +139,36 @@ class Weights:
     def weigh(
         self, score: Value, k: Value, shift: Value, sums: list[Value], *, checked: bool
     ) -> tuple[Value, list[Value]]:
-        """The weight of key k, rounded, as bits of float32, and the sums with it.
+        """The weight of key k, as bits of float32, rounded if it `rounds`, and the sums with it.
 
-        The sums are of weights, of rounded weights, and for statistics T and the largest score.
+        The sums are of `parts`, and for statistics the largest score.
         """
         frame, e, b = self.frame, self.e, self.e.builder
         difference = b.fsub(score, shift)
         power = b.fmul(difference, self.factor)
-        weight = vector_math.exp2_floored(e, power)
+        weight = self.power_of_two(power)
         if checked or not frame.plain:
             # Not left to the exponential: -inf times a scale of 0 would be NaN.
             is_forbidden = b.fcmp_ordered("==", score, e.const(-math.inf))
             weight = b.select(is_forbidden, self._forbidden, weight)
-        rounded = self._rounded(weight)
-        following = [
-            e.settled(b.fadd(total, x))
-            for total, x in zip(sums, (weight, e.as_floats(rounded)), strict=False)
-        ]
+        bits = self._multiplied(weight)
+        added = [weight, e.as_floats(bits)] if self.rounds else [weight]
+        following = [e.settled(b.fadd(total, x)) for total, x in zip(sums, added, strict=False)]
         if frame.statistics:
             # T += weight * exponent, except where the weight is 0: 0 * -inf would be NaN.
-            exponent = b.fmul(power, e.const(vector_math.LN_2))
-            added = e.fma(weight, exponent, sums[2])
+            exponent, t_sum = b.fmul(power, e.const(vector_math.LN_2)), sums[-2]
             is_zero = b.fcmp_ordered("==", weight, e.const(0.0))
-            following += [b.select(is_zero, sums[2], added), e.greatest(sums[3], score)]
+            following.append(b.select(is_zero, t_sum, e.fma(weight, exponent, t_sum)))
+            following.append(e.greatest(sums[-1], score))
         if frame.spec.dropout:
             key = e.add(self.at.kv_start, k)
             factor = frame.dropout_factor(self.at.arguments, self._places, key)
-            rounded = self._rounded(b.fmul(weight, factor))
-        return rounded, following
+            bits = self._multiplied(b.fmul(weight, factor))
+        return bits, following
+
+    def _multiplied(self, weight: Value) -> Value:
+        """The bits of the weight with which values are multiplied."""
+        return self._rounded(weight) if self.rounds else self.e.as_bits(weight)
 
     def _rounded(self, weight: Value) -> Value:
         """A weight rounded to bfloat16, to nearest."""
@@ -157,7 +177,7 @@ class Weights:
 
     def weigh_pair(
         self,
-        place: Value,
+        places: Sequence[Value],
         k: Value,
         shift: Value,
         sums: list[list[Value]],
@@ -166,20 +186,24 @@ class Weights:
         checked: bool,
         finished: bool = False,
     ) -> list[list[Value]]:
-        """Store the weights of keys k and k + 1, rounded to nearest, as one row of a tile.
+        """Store the weights of keys k and k + 1 as one row of a tile.
 
-        `sums` are two lists, one for each key of the pair. Scores at `place` are as `score` gives
+        `sums` are two lists, one for each key of the pair. Scores at `places` are as `score` gives
         them if they are `finished`.
         """
-        e, b = self.e, self.e.builder
+        e = self.e
         bits, following = [], []
-        for i, own in enumerate(sums):
-            here = e.at(place, i * e.vector_bytes)
+        for i, (here, own) in enumerate(zip(places, sums, strict=True)):
             key = e.add(k, i)
             score = e.load_vector(here) if finished else self.score(here, key, checked=checked)
             weight, after = self.weigh(score, key, shift, own, checked=checked)
             bits.append(weight)
             following.append(after)
+        self._store_pair(bits, target)
+        return following
+
+    def _store_pair(self, bits: Sequence[Value], target: Value) -> None:
+        """Store the weights of two keys, given as bits."""
+        e, b = self.e, self.e.builder
         pair = b.or_(bits[1], e.settled(b.lshr(bits[0], e.const_bits(16))))
         e.store_vector(e.as_floats(pair), target)
-        return following

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
-from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.forward.frame import STATS, STATS_SUMS, TASK, ForwardFrame, StatsRow
 from qkv.backends.cpu.forward.rows import unpack_function
 from qkv.backends.cpu.forward.score_blocks import (
@@ -21,10 +20,10 @@ from qkv.backends.cpu.forward.score_blocks import (
     PairOperands,
     QueryBlockMemory,
     QueryBlocks,
+    ScoreBlocks,
     ValueBlock,
 )
 from qkv.backends.cpu.forward.softmax import finish_scores, scores_to_weights
-from qkv.backends.cpu.products import tile_instructions
 from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
 from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
 from qkv.problem.expressions import TRUE
@@ -145,8 +144,6 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
     with e.function("attend", [POINTER] * 3) as (function, args):
         arguments, task, scratch = args
         b = e.builder
-        if frame.shape.product == "tiles":
-            tile_instructions.configure(e)
         batch, head, first_row, first_run, last_run = frame.record(task, TASK)
         group_size, num_heads, q_len, head_dim, v_head_dim, q_blocks_per_task = (
             frame.field(arguments, name)
@@ -164,9 +161,9 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
             emit_round_to_chunks(e, v_head_dim),
         )
         at = operands.buffers(scratch, padded_head_dim, padded_v_head_dim)
-        total_at = e.mul(padded_head_dim, operands.terms * width // 2)
+        total_at = e.mul(padded_head_dim, width // 2)
         stats_at = e.add(total_at, e.mul(padded_v_head_dim, width))
-        block_bytes = e.add(stats_at, operands.stats_rows * width)
+        block_bytes = e.add(stats_at, STATS * width)
         left = e.add(e.sub(q_len, first_row), block_q - 1)
         count = e.least(q_blocks_per_task, b.sdiv(left, e.index(block_q)))
         transposed = e.at(at.blocks, e.mul(q_blocks_per_task, block_bytes))
@@ -189,9 +186,7 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
 
             def begin_vector(offset: int, row: Value) -> None:
                 where = [query.pointer, e.at(block.packed, offset), at.key_copy, row]
-                packing = b.call(functions["pack"], [arguments, *where])
-                if operands.stats_rows > STATS:
-                    e.store(packing, e.at(stats, offset + STATS * width), WORD)
+                b.call(functions["pack"], [arguments, *where])
                 e.store_vector(e.const(-math.inf), e.at(stats, offset))
                 for row_of_sums in STATS_SUMS:
                     e.store_vector(e.const(0.0), e.at(stats, offset + row_of_sums * width))
@@ -209,12 +204,11 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
             head_dim=head_dim, v_head_dim=v_head_dim, count=count, block=block_at, at=at,
             transposed=transposed,
         )  # fmt: skip
-        score_blocks = operands.score_blocks(blocks)
+        score_blocks = ScoreBlocks(operands, blocks)
 
         def attend_to_keys(
             kv_start: Value, keys: Value, kinds: Value, first: Value, last: Value
         ) -> None:
-            score_blocks.begin()
             factor, row = operands.prepare_keys(blocks, kv_start, keys)
 
             def prepare_values() -> ValueBlock:
@@ -233,7 +227,6 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
             )  # fmt: skip
 
         e.loop(first_run, last_run, 1, [], attend_to_run)
-        score_blocks.end()
         place = e.mul(e.add(e.mul(batch, num_heads), head), q_len)
 
         def end_block(block: QueryBlockMemory) -> None:
@@ -245,6 +238,4 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
             for_each_vector(block.row, end_vector)
 
         for_each_block(end_block)
-        if frame.shape.product == "tiles":
-            tile_instructions.release(e)
     return function

@@ -1,4 +1,4 @@
-"""One block of queries with one block of keys, step by step, in `bf16_dot` and `split_bf16`.
+"""One block of queries with one block of keys, step by step, in `bf16_dot`.
 
     compute_scores    S = K Q^T
     finish_scores     scale, score mods and mask; the largest score of each row
@@ -23,7 +23,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BIT, Emitter, Value
 from qkv.backends.cpu.emit.frame import RowView
-from qkv.backends.cpu.forward.frame import RUN, STATS, ForwardFrame, ScoreVector, StatsRow
+from qkv.backends.cpu.forward.frame import RUN, ForwardFrame, ScoreVector, StatsRow
 from qkv.backends.cpu.forward.softmax import WeightOfKey
 from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
 from qkv.problem.expressions import TRUE
@@ -118,17 +118,11 @@ class ScoreBlock(NamedTuple):
 class PairOperands(ABC):
     """How a kernel keeps its operands as pairs of bfloat16, and what it multiplies them with."""
 
-    terms = 1
-    """Number of bfloat16 terms, each with its own row of pairs, that a number is split into."""
-    weights_at = 0
-    """Bytes from scores to weights; 0, because weights overwrite their scores."""
     value_row: int
     """Bytes of one row of transposed V."""
     unrolled: tuple[int, ...] = (4, 2, 1)
     """Numbers of keys whose weights one step of a loop computes, for the main loop and the loops
     over the keys that it leaves."""
-    stats_rows = STATS
-    """Rows of statistics of a block of queries; rows beyond `STATS` hold the results of `pack`."""
 
     def __init__(self, frame: ForwardFrame) -> None:
         self.frame, self.e = frame, frame.e
@@ -177,10 +171,6 @@ class PairOperands(ABC):
     def values_from(self, values: Value, k: Value) -> Value:
         """The address of the left factor of the values from key `k` on."""
 
-    def score_blocks(self, task: QueryBlocks) -> ScoreBlocks:
-        """The steps for the blocks of queries of one task."""
-        return ScoreBlocks(self, task)
-
     def store_weights(
         self,
         e: Emitter,
@@ -223,14 +213,10 @@ class ScoreBlocks:
         self.operands, self.frame, self.task = operands, operands.frame, task
         self.e, self.functions = operands.e, task.functions
         self.scores = task.at.scores
-        self.weights = self.e.at(self.scores, operands.weights_at)
         self.pairs = self.e.builder.ashr(
             emit_round_to_chunks(self.e, task.head_dim), self.e.index(1)
         )
         """Number of pairs in a row of Q, in whole chunks."""
-
-    def begin(self) -> None:
-        """Called before K and V of the next block overwrite those of the last block."""
 
     def add_keys(self, keys: KeyBlock, values: Callable[[], ValueBlock]) -> None:
         """Attend to a block of keys with every block of queries that sees some of it."""
@@ -243,9 +229,6 @@ class ScoreBlocks:
             self.add_values(at, found)
 
         self.for_each_query_block(keys, attend)
-
-    def end(self) -> None:
-        """Called after the last block of keys."""
 
     def for_each_query_block(self, keys: KeyBlock, body: Callable[[ScoreBlock], None]) -> None:
         e, b = self.e, self.e.builder
@@ -316,7 +299,7 @@ class ScoreBlocks:
         block, task = self.task.block(at.block), self.task
         rescale = self.e.at(block.stats, StatsRow.RESCALE * self.operands.width)
         values = self.operands.values_from(task.at.values, at.start)
-        return [values, self.weights, rescale, block.total, task.v_head_dim, at.count]
+        return [values, self.scores, rescale, block.total, task.v_head_dim, at.count]
 
     def add_non_finite(self, at: ScoreBlock, values: ValueBlock) -> None:
         """Add the values that are not finite, which 0 had replaced."""

@@ -140,9 +140,6 @@ def scores_to_weights(
         sums = store(e, at.scores, at.width, k, end, row.zero_sums, weight_of_key)
         return [b.fadd(old, part) for old, part in zip(carried, sums, strict=True)]
 
-    if frame.shape.product == "tiles":
-        row.advance(e.loop(0, at.count, _SUM, row.zero_sums, add_group))
-        return
     # If all keys are one group, the rounding error of its sum is known: `store` adds it up too.
     only_group = b.select(e.below(at.count, _SUM + 1), at.count, e.index(0))
     sums = [*row.zero_sums, e.const(0.0)]

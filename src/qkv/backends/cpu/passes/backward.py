@@ -128,6 +128,7 @@ def backward_shape(problem: Problem, here: Host) -> TileShape:
         return wide_shape(spec, here)
     if shape.product == "pairs":
         return replace(here.shape_of(spec.compute_dtype), product="pairs")
+    shape = replace(shape, chunks=0, value_tiles=0)
     return replace(shape, vectors=_VECTORS, q_blocks_per_task=_Q_BLOCKS_PER_TASK)
 
 

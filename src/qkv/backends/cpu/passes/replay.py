@@ -158,7 +158,7 @@ class ReplayPass:
         self.problem = problem
         self.shape = wide_shape(spec, here)
         if splits_operands:
-            self.shape = shape_of(spec, here)
+            self.shape = replace(shape_of(spec, here), chunks=0, value_tiles=0)
         by_keys = question in ("received", "blocks")
         can_pack = not by_keys and not splits_operands
         self.pack_gqa = can_pack and packs_gqa(spec, self.shape.lanes)

@@ -6,6 +6,4 @@ bfloat16        pairs of bfloat16 numbers, which one instruction multiplies and 
 int8_tiles      both products with rows of int8, on the matrix unit
 matrix_unit     products of bfloat16 tiles on the matrix unit of x86 (AMX)
 tile_instructions   what that unit does, as its instructions or written out for other machines
-group_sums      sums over keys whose order does not depend on who computes them first
-prefetch        rows of K and V that are prefetched a few at a time
 """

@@ -3,7 +3,8 @@
 choice          when these kernels run; the rest of the backend imports this module alone
 terms           splits rows into bfloat16 terms, in the layout that tile products read
 scores          S = K Q^T of split operands, for forward and replay
-forward         the forward kernel; overlap has it work on two blocks of queries at a time
+forward         the forward kernel, with tasks and sweeps of `bf16_tiles`
+unit            32 queries over neighbouring keys: products of tiles with the softmax between them
 backward        the backward kernel; backward_block is its code for one block of queries and keys
 replay          computes the scores of `forward` again, for questions about the weights
 non_finite      products of rows and elements that cannot be split, computed one by one

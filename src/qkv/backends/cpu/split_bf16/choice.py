@@ -10,14 +10,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from qkv._threads import get_num_threads
 from qkv.backends.cpu.backward.frame import BackwardKey
+from qkv.backends.cpu.bf16_tiles.kernel import tiles_shape
+from qkv.backends.cpu.bf16_tiles.tasks import PLANNED_KEYS
 from qkv.backends.cpu.forward.kernel import ForwardKernel
 from qkv.backends.cpu.machine.host import Host
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.replay.reduction import Question, ReplayKey
 from qkv.backends.cpu.split_bf16.backward import emit_split_backward
 from qkv.backends.cpu.split_bf16.backward_block import split_areas
-from qkv.backends.cpu.split_bf16.forward import BLOCK_KV, emit_split_forward, split_scratch_bytes
+from qkv.backends.cpu.split_bf16.forward import emit_split_forward, split_scratch_bytes
 from qkv.backends.cpu.split_bf16.replay import emit_split_replay
 from qkv.backends.cpu.split_bf16.replay import split_scratch_bytes as replay_scratch_bytes
 from qkv.problem.spec import Problem, Spec
@@ -34,14 +37,10 @@ _SHAPES = {
     )
 }
 """The tile shape for each instruction set that has split kernels."""
+_LEAST_BLOCKS = 8
+"""Blocks of queries of one task, so that splitting its keys pays, if there are enough."""
 _LARGEST_SCALE = 2.0**10
 """The largest absolute scale of scores with which operands are split."""
-_ENOUGH_TASKS = 32
-"""Tasks that keep many cores busy."""
-_LEAST_Q_BLOCKS = 4
-"""The fewest blocks of queries that one task takes, so that splitting its keys pays."""
-_LONG_TASK = 2e10
-"""Operations of one task for which Ctrl-C may wait."""
 
 
 class ReplayKernel(NamedTuple):
@@ -61,7 +60,7 @@ class BackwardKernel(NamedTuple):
     of queries of one task."""
 
 
-FORWARD = ForwardKernel(emit_split_forward, split_scratch_bytes, BLOCK_KV)
+FORWARD = ForwardKernel(emit_split_forward, split_scratch_bytes, PLANNED_KEYS)
 REPLAY = ReplayKernel(emit_split_replay, replay_scratch_bytes)
 BACKWARD = BackwardKernel(emit_split_backward, split_areas)
 """The backward kernel also serves bfloat16, which is a sum of one term."""
@@ -95,18 +94,4 @@ def shape_for(spec: Spec, here: Host) -> TileShape | None:
     plain = spec.rotation is None or spec.dtype == "float32"
     if not (enough and wide and plain):
         return None
-    return replace(shape, q_blocks_per_task=_q_blocks_per_task(spec, shape))
-
-
-def _q_blocks_per_task(spec: Spec, shape: TileShape) -> int:
-    """How many blocks of queries share split keys; with many, there are few tasks, and long ones.
-
-    What a task is decides where sums begin, so it must not depend on the number of threads.
-    """
-    blocks = spec.batch_size * spec.num_heads * -(-spec.q_len // shape.block_q)
-    operations = 2.0 * (spec.head_dim + spec.v_head_dim) * shape.block_q * spec.kv_len
-    most = min(blocks // _ENOUGH_TASKS, int(_LONG_TASK / operations))
-    q_blocks_per_task = shape.q_blocks_per_task
-    while q_blocks_per_task > max(most, _LEAST_Q_BLOCKS):
-        q_blocks_per_task //= 2
-    return q_blocks_per_task
+    return tiles_shape(spec, shape, get_num_threads(), _LEAST_BLOCKS)

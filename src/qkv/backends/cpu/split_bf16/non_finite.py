@@ -16,7 +16,7 @@ from qkv.backends.cpu.products.bfloat16 import split_pairs
 from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
 from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES, TermSplitter
 
-NON_FINITE_BYTES = 2048
+NON_FINITE_BYTES = 8192
 """Bytes of the list of rows of a left factor that cannot be split, with their number in front."""
 
 

@@ -29,12 +29,14 @@ from qkv.backends.cpu.replay.reduction import (
     state_rows,
 )
 from qkv.backends.cpu.split_bf16 import non_finite
-from qkv.backends.cpu.split_bf16.forward import BLOCK_KV
 from qkv.backends.cpu.split_bf16.scores import SplitScores
 from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES
 from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
 from qkv.problem.tiles import TileKind
+
+BLOCK_KV = 128
+"""Number of keys whose scores are held at once."""
 
 
 def split_scratch_bytes(question: Question, spec: Spec, shape: TileShape, k: int) -> int:

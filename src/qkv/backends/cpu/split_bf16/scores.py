@@ -19,12 +19,12 @@ from qkv.backends.cpu.split_bf16.terms import TermSplitter
 class SplitScores:
     """Emits functions of one kernel, which find the operands in its arguments, and calls of them.
 
-    `dtypes` are the dtypes of rows that may have to be copied.
+    `dtypes` are the dtypes of rows that may have to be copied, `columns` is as in `TermSplitter`.
     """
 
-    def __init__(self, frame: ForwardFrame, dtypes: Iterable[str]) -> None:
+    def __init__(self, frame: ForwardFrame, dtypes: Iterable[str], columns: int = 0) -> None:
         self.frame, self.e = frame, frame.e
-        self.split = split = TermSplitter(frame.e, frame.shape, frame.block_kv)
+        self.split = split = TermSplitter(frame.e, frame.shape, frame.block_kv, columns)
         of = frame.dtypes
         self.functions = {
             f"copy {dtype}": copy_rows_function(self.e, dtype) for dtype in sorted({*dtypes})

@@ -61,16 +61,22 @@ FLOAT_BYTES = 4
 
 
 class TermSplitter:
-    """Emits what splits rows of one kernel; `block_kv` keys are a row of tiles of columns."""
+    """Emits what splits rows of one kernel.
 
-    def __init__(self, e: Emitter, shape: TileShape, block_kv: int) -> None:
+    `block_kv` keys are a row of tiles of columns, or, if their number is given, all tiles of
+    columns of 32 keys lie together.
+    """
+
+    def __init__(self, e: Emitter, shape: TileShape, block_kv: int, columns: int = 0) -> None:
         self.e = e
         self.terms, self.vectors = shape.terms, shape.vectors
         self.width = self.vectors * e.vector_bytes
         self.chunk_bytes = self.terms * TILE_SIZE
         """Bytes of 16 rows and 32 columns of a left factor."""
-        self.column_band = block_kv // CHUNK * self.chunk_bytes
+        self.column_band = self.chunk_bytes if columns else block_kv // CHUNK * self.chunk_bytes
         """Bytes from 16 columns to the next 16."""
+        self.row_band = columns * self.chunk_bytes if columns else self.chunk_bytes
+        """Bytes of columns from 32 rows to the next 32."""
         self.term_bytes = TILE_ROWS * self.width
         """Bytes from one term of 16 packed pairs to the next term."""
         self.panel_bytes = self.terms * self.term_bytes
@@ -105,7 +111,7 @@ class TermSplitter:
         """Two terms of each lane side by side."""
         e, b = self.e, self.e.builder
         return e.as_floats(
-            b.or_(b.lshr(first, e.const_bits(16)), b.and_(second, e.const_bits(_UPPER)))
+            b.or_(e.settled(b.lshr(first, e.const_bits(16))), b.and_(second, e.const_bits(_UPPER)))
         )
 
     def truncated_terms(self, both: Sequence[Value]) -> list[list[Value]]:
@@ -300,7 +306,7 @@ class TermSplitter:
                 return found
 
             def split_chunk(k: Value, found: list[Value]) -> list[Value]:
-                chunk = e.at(target, e.mul(k, self.chunk_bytes // CHUNK))
+                chunk = e.at(target, e.mul(k, self.row_band // CHUNK))
                 return e.loop(
                     0,
                     emit_round_to_chunks(e, dim),
