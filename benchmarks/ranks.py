@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 
 import qkv
-from benchmarks.balance import balance
 from qkv.distributed import Machine, Order, attention, plan
 from qkv.distributed.links import Links, group_of
 
@@ -353,6 +352,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     if options.command == "balance":
+        from benchmarks.balance import balance  # It reads private modules of torch.
+
         balance(options.tokens)
     else:
         commands = {"speed": speed, "prediction": prediction, "memory": memory}

@@ -43,7 +43,8 @@ def needed(path: Path) -> frozenset[str]:
         found |= {name for name, what in PATTERNS.items() if re.search(what, text, re.MULTILINE)}
         left.append(file.with_name("conftest.py"))
         imported = re.findall(r"^\s*(?:from|import) ([\w.]+)", text, re.MULTILINE)
-        imported += re.findall(r"\btests\.[\w.]+", text)  # in a process of its own
+        # A test names a module that it runs in a process of its own in a string.
+        imported += re.findall(r"\btests\.[\w.]+", text)
         for name in imported:
             module = name.removeprefix("tests.").strip(".").replace(".", "/")
             for folder in (file.parent, TESTS):

@@ -1,4 +1,7 @@
-"""The forward kernel for bfloat16 on matrix tiles: shifts of rows, tasks, and its exponential."""
+"""The forward kernel for bfloat16 on matrix tiles: shifts of rows, tasks, and its exponential.
+
+Products of parts have the same shifts and tasks, for float32 and float16.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy as np
 import pytest
 
 import qkv
-from forced import as_it_runs, both_ways
+from forced import both_ways
 from qkv.backends.cpu.compiler.compile import Kernel, build
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter
 from qkv.backends.cpu.emit.vector_math import _EXP2_FLOORED, exp2_floored
@@ -23,15 +26,12 @@ from qkv.testing import bounds, truth
 
 Array = np.ndarray[Any, Any]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+ON_TILES = pytest.mark.usefixtures("tiles", "splits_operands")
+DTYPES = pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype("f4")], ids=str)
 
 
-@pytest.fixture
-def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QKV_ISA", as_it_runs("amx"))
-
-
-def normal(*shape: int, seed: int = 0) -> Array:
-    return np.random.default_rng(seed).normal(size=shape).astype(BFLOAT16)
+def normal(*shape: int, seed: int = 0, dtype: np.dtype[Any] = BFLOAT16) -> Array:
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
 def run(*args: Any, **keywords: Any) -> tuple[Array, Array]:
@@ -41,7 +41,7 @@ def run(*args: Any, **keywords: Any) -> tuple[Array, Array]:
 def require_right(arrays: tuple[Array, ...], *variants: Any, **keywords: Any) -> None:
     out, lse = run(*arrays, *variants, **keywords)
     expected = truth(*arrays, variants, **keywords)
-    limit = bounds(expected, BFLOAT16)
+    limit = bounds(expected, arrays[0].dtype)
     assert np.abs(out.astype(float) - expected.out).max() <= limit.out
     assert np.abs(lse - expected.lse).max() <= limit.lse
 
@@ -49,27 +49,39 @@ def require_right(arrays: tuple[Array, ...], *variants: Any, **keywords: Any) ->
 # Shifts
 
 
-def with_a_late_large_key(times: float) -> tuple[Array, Array, Array]:
+def with_a_late_large_key(
+    times: float, dtype: np.dtype[Any] = BFLOAT16
+) -> tuple[Array, Array, Array]:
     """Key 150 is along query 3, so that this query's score is far above those of earlier keys."""
-    query, key, value = (normal(1, n, 64, seed=n) for n in (40, 200, 201))
-    key[0, 150] = query[0, 3] * np.array(times, BFLOAT16)
+    query, key, value = (normal(1, n, 64, seed=n, dtype=dtype) for n in (40, 200, 201))
+    key[0, 150] = query[0, 3] * np.array(times, dtype)
     return query, key, value[:, :200]
 
 
+def gaps(query: Array, key: Array) -> Array:
+    """By how much the score of key 150 exceeds those of the first group of keys."""
+    scores = query[0].astype(float) @ key[0].astype(float).T / 8
+    return scores[:, 150] - scores[:, :32].max(axis=-1)
+
+
+@ON_TILES
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype("f4"), np.dtype("f2")], ids=str)
 @pytest.mark.parametrize("variants", [(), (qkv.Causal("end"),), (qkv.Softcap(900.0),)], ids=str)
-def test_scores_far_above_those_of_the_first_keys(tiles: None, variants: tuple[Any, ...]) -> None:
-    """Weights of up to 2^700 have no place in float32: such rows are computed once more."""
-    arrays = with_a_late_large_key(60.0)
-    scores = arrays[0][0].astype(float) @ arrays[1][0].astype(float).T / 8
-    assert (scores[:, 150] - scores[:, :32].max(axis=-1)).max() > 400
+def test_scores_far_above_those_of_the_first_keys(
+    dtype: np.dtype[Any], variants: tuple[Any, ...]
+) -> None:
+    """Weights of up to 2^700 have no place in float32: the shift of such rows is raised."""
+    arrays = with_a_late_large_key(60.0, dtype)
+    assert gaps(*arrays[:2]).max() > 400
     require_right(arrays, *variants)
 
 
-def test_rows_beside_them_keep_their_bits(tiles: None) -> None:
-    """A row whose first shift serves has the bits that it has where no row is computed twice."""
-    query, key, value = with_a_late_large_key(60.0)
-    scores = query[0].astype(float) @ key[0].astype(float).T / 8
-    small = scores[:, 150] < 20
+@ON_TILES
+@DTYPES
+def test_rows_beside_them_keep_their_bits(dtype: np.dtype[Any]) -> None:
+    """A row whose first shift serves has the bits that it has where no shift is raised."""
+    query, key, value = with_a_late_large_key(60.0, dtype)
+    small = gaps(query, key) < 2
     assert small[:16].sum() > 4
     assert not small[3]
     out, lse = run(query, key, value)
@@ -79,35 +91,41 @@ def test_rows_beside_them_keep_their_bits(tiles: None) -> None:
     assert lse[0, small].tobytes() == lse_again[0, small].tobytes()
 
 
-def test_outputs_that_overflow_with_the_first_shift(tiles: None) -> None:
+@ON_TILES
+def test_outputs_that_overflow_with_the_first_shift() -> None:
     """A weight of 2^35 times a value of 2^100 has no place in float32, their mean has."""
     query, key, value = with_a_late_large_key(2.5)
     value *= np.array(2.0**100, BFLOAT16)
-    scores = query[0].astype(float) @ key[0].astype(float).T / 8
-    gap = (scores[3, 150] - scores[3, :32].max()) / np.log(2)
+    gap = gaps(query, key)[3] / np.log(2)
     assert 28 < gap < 40, "not so large that the sum of weights says so"
     require_right((query, key, value))
 
 
-def test_statistics_are_those_of_the_largest_score(tiles: None) -> None:
-    arrays = with_a_late_large_key(2.0)
+@ON_TILES
+@pytest.mark.parametrize(("dtype", "near"), [(BFLOAT16, 3e-5), (np.dtype("f4"), 3e-6)], ids=str)
+def test_statistics_are_those_of_the_largest_score(dtype: np.dtype[Any], near: float) -> None:
+    arrays = with_a_late_large_key(2.0, dtype)
     found = qkv.inspect(*arrays, backend="cpu")
     expected = truth(*arrays, ()).weights[0]
     with np.errstate(divide="ignore", invalid="ignore"):
         entropy = -np.where(expected > 0, expected * np.log(expected), 0).sum(axis=-1)
-    np.testing.assert_allclose(found.max_weight[0], expected.max(axis=-1), rtol=3e-5)
-    np.testing.assert_allclose(found.entropy[0], entropy, atol=3e-5)
+    np.testing.assert_allclose(found.max_weight[0], expected.max(axis=-1), rtol=near)
+    np.testing.assert_allclose(found.entropy[0], entropy, atol=near)
 
 
-def test_rows_that_see_their_first_key_late(tiles: None) -> None:
+@ON_TILES
+@DTYPES
+def test_rows_that_see_their_first_key_late(dtype: np.dtype[Any]) -> None:
     """Within one block of keys, rows begin in the first, the second and the third group of 32."""
     allowed = np.zeros((48, 130), bool)
     for row in range(48):
         allowed[row, 5 * (row % 24) : 5 * (row % 24) + 9] = True
-    require_right(tuple(normal(1, n, 64, seed=n) for n in (48, 130, 130)), qkv.Mask(allowed))
+    arrays = tuple(normal(1, n, 64, seed=n, dtype=dtype) for n in (48, 130, 130))
+    require_right(arrays, qkv.Mask(allowed))
 
 
-def test_a_scale_of_zero(tiles: None) -> None:
+@ON_TILES
+def test_a_scale_of_zero() -> None:
     """Weights are equal, and keys that are hidden or do not exist have none."""
     query, key, value = (normal(1, n, 32, seed=n) for n in (40, 50, 50))
     for variants in ((), (qkv.Causal("end"),)):
@@ -121,10 +139,12 @@ def test_a_scale_of_zero(tiles: None) -> None:
 # Tasks
 
 
+@ON_TILES
+@DTYPES
 @pytest.mark.parametrize("head_dim", [24, 80])
-def test_bits_do_not_depend_on_what_one_task_holds(tiles: None, head_dim: int) -> None:
+def test_bits_do_not_depend_on_what_one_task_holds(head_dim: int, dtype: np.dtype[Any]) -> None:
     """Each number of threads has tasks of another size, and so has a call of one head."""
-    query, key, value = (normal(4, 600, head_dim, seed=n) for n in range(3))
+    query, key, value = (normal(4, 600, head_dim, seed=n, dtype=dtype) for n in range(3))
     found, sizes = [], set()
     try:
         for threads in (1, 2, 5):

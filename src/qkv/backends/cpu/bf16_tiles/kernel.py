@@ -122,7 +122,7 @@ class TileKernel(ABC):
                         self._rebase(arguments, unit, j)
                     row = e.add(unit.row, j * TILE_ROWS)
                     row = e.least(row, e.sub(q_len, 1)) if j else row
-                    held = e.at(unit.total, j * TILE_BYTES), self.tasks.stat(unit, 0, j)
+                    held = e.at(unit.total, j * TILE_BYTES), self.tasks.stat(unit, Row.ROW_MAX, j)
                     where = e.add(place, row), v_head_dim, e.index(self.layout.width)
                     left = e.sub(q_len, row)
                     b.call(functions["unpack"], [arguments, *held, *where, left])
