@@ -152,5 +152,5 @@ class Tasks:
 
         e.loop(0, task.count, 1, [], visit)
 
-    def stat(self, unit: UnitRows, name: Row, vector: int = 0) -> Value:
+    def stat(self, unit: UnitRows, name: int, vector: int = 0) -> Value:
         return self.e.at(unit.stats, name * self.layout.width + vector * TILE_BYTES)
