@@ -79,6 +79,33 @@ def test_a_cache_that_grows(watched, name, q_len, kind) -> None:
     assert watched.prepared("forward", any_length=True) == (2 if is_step else 0)
 
 
+ROTATED = {
+    "rotated": (qkv.RoPE(),),
+    "interleaved, in part": (qkv.RoPE(layout="interleaved", rotary_dim=18),),
+    "sinks": (qkv.Sinks(np.array([0.5, -1.0, 2.0, 0.0])),),
+    "both": (qkv.RoPE(), qkv.Sinks(np.array([0.5, -1.0, 2.0, 0.0]))),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mask", [qkv.Causal(), qkv.SlidingWindow(40, 0)], ids=["causal", "window"])
+@pytest.mark.parametrize("name", ROTATED)
+def test_rows_are_rotated_and_sinks_take_their_share_in_each_step(name, mask, dtype) -> None:
+    """Whether their positions are given, or follow from their number, and where keys lie."""
+    variants = *ROTATED[name], mask
+    cache = [normal(2, 2, 700, 24, seed=i, dtype=dtype) for i in range(2)]
+    for step, length in enumerate((17, 18, 19, 19, 20, 530, 531, 3, 21)):
+        query = normal(2, 4, 2, 24, seed=step, dtype=dtype)
+        rows = [c[..., :length, :] for c in cache]
+        for key, value in (rows, [np.ascontiguousarray(r) for r in rows]):
+            given = query, key, value, *variants
+            for q_offset in ("end", "start", 5):
+                found = qkv.attention(*given, return_lse=True, q_offset=q_offset)
+                near(found, given, {"q_offset": q_offset}, dtype)
+                alone = qkv.attention(*given, q_offset=q_offset)
+                assert alone.tobytes() == found[0].tobytes()
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_step_gives_what_a_first_call_gives(name) -> None:
     variants, keywords = VARIANTS[name]

@@ -70,10 +70,10 @@ class BriefJob(NamedTuple):
     most_keys: int = 0
 
 
-def take_scratch(size: int) -> Scratch:
-    """Scratch of at least `size` bytes."""
+def take_scratch(size: int, reserve: int = 0) -> Scratch:
+    """Scratch of at least `size` bytes; `reserve` more if it is made for this call."""
     found = _scratch.take()
-    return found if found is not None and found.size >= size else Scratch(size)
+    return found if found is not None and found.size >= size else Scratch(size + reserve)
 
 
 def scratch_of_brief_jobs(size: int) -> Scratch:

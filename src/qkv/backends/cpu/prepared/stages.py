@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.rows.rotation import AngleTable, CosSin, Rotation, angle_tables
+from qkv.backends.cpu.machine.addresses import quick_address_of
+from qkv.backends.cpu.passes.scratch import Scratch, take_scratch
+from qkv.backends.cpu.rows.rotation import (
+    AngleTable,
+    CosSin,
+    Rotation,
+    RowLayout,
+    angle_tables,
+)
 from qkv.backends.cpu.rows.sinks import Sinks
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import plain
@@ -46,21 +55,18 @@ class Rotate:
     def __init__(self, problem: Problem) -> None:
         operands = problem.operands
         assert operands.angles is not None
-        self._rotation = Rotation(problem, [operands.query, plain(operands.key)])
+        arrays = operands.query, plain(operands.key)
+        self._rotation = Rotation(problem, arrays)
+        self._layouts = list(map(RowLayout, arrays))
         self.angles = angle_tables(operands.angles, "q"), angle_tables(operands.angles, "kv")
-        of_query, of_key = (
-            _area(layout.entries * self._rotation.out_dtype.itemsize)
-            for layout in self._rotation.layouts
-        )
-        self._of_query, self._of_key = (table.numbers for table in self.angles)
+        of_query, of_key = _areas(self._layouts, self._rotation)
         self._key_at, self.bytes = of_query, of_query + of_key
 
     def __call__(self, query: int, key: int, at: int, keep_alive: Any) -> tuple[int, int]:
         """Rotate what lies at these addresses; where it lies then."""
-        key_at = at + self._key_at
-        numbers = query, at, *self._of_query, key, key_at, *self._of_key
-        self._rotation.row_pass.run(numbers, keep_alive)
-        return at, key_at
+        rotated = at, at + self._key_at
+        self._rotation((query, key), self._layouts, self.angles, rotated, keep_alive)
+        return rotated
 
     def arrays(self, query: Array, key: Array) -> list[Array]:
         """Both rotated, as arrays."""
@@ -81,23 +87,43 @@ class RotateGradients:
 
 
 class RotateSteps:
-    """Rotates query and keys of steps over any number of keys."""
+    """Rotates query and keys of steps over any number of keys, into scratch memory.
+
+    `arrays` are what is rotated: they have the dtypes and numbers of axes of every step.
+    """
 
     def __init__(self, problem: Problem) -> None:
         operands = problem.operands
         assert operands.angles is not None
-        self._problem = problem
+        self.arrays = operands.query, plain(operands.key)
+        self._rotation = Rotation(problem, self.arrays)
         angles = operands.angles.inv_freq, operands.angles.factor
         self._of_query, self._of_key = AngleTable(*angles), AngleTable(*angles)
         self._kv_shift = int(operands.positions.kv_shift[0])
 
-    def arrays(self, query: Array, key: Array, q_shift: int) -> list[Array]:
-        """Both rotated, with the first query at `q_shift`."""
+    def __call__(self, query: Array, key: Array, q_shift: int) -> tuple[Array, Array, Scratch]:
+        """Both rotated, with the first query at `q_shift`, and the memory that they lie in."""
+        layouts, dtype = [RowLayout(query), RowLayout(key)], self._rotation.out_dtype
         angles = (
             self._of_query.rows(q_shift, query.shape[-2]),
             self._of_key.rows(self._kv_shift, key.shape[-2]),
         )
-        return Rotation(self._problem, [query, key]).arrays((query, key), angles)
+        of_query, of_key = _areas(layouts, self._rotation)
+        # Steps of a few keys more find room in the same memory.
+        scratch = take_scratch(of_query + of_key, of_key // 4)
+        places = scratch.address, scratch.address + of_query
+        at = quick_address_of
+        self._rotation((at(query), at(key)), layouts, angles, places, (query, key, scratch))
+        rotated = [
+            scratch.array[start : start + layout.entries * dtype.itemsize].view(dtype)
+            for start, layout in zip((0, of_query), layouts, strict=True)
+        ]
+        return rotated[0].reshape(query.shape), rotated[1].reshape(key.shape), scratch
+
+
+def _areas(layouts: Sequence[RowLayout], rotation: Rotation) -> list[int]:
+    """Bytes of the rotated arrays of these layouts."""
+    return [_area(layout.entries * rotation.out_dtype.itemsize) for layout in layouts]
 
 
 class ShareWithSinks:

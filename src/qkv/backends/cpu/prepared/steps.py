@@ -8,7 +8,7 @@ wide integers are, is found once for all lengths and shifts up to `LONGEST`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,11 +31,12 @@ from qkv.backends.cpu.prepared.call import Attend, Kernel
 from qkv.backends.cpu.prepared.decode import KEY, LSE, OUT, QUERY, RESULT_WORDS, VALUE
 from qkv.backends.cpu.prepared.placeholders import without_values
 from qkv.backends.cpu.prepared.stages import RotateSteps, ShareWithSinks
-from qkv.backends.cpu.python_calls.filled_block import Axis, Operand
+from qkv.backends.cpu.python_calls.filled_block import Axis, FilledBlock, Operand
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import plain
 
 Array = NDArray[Any]
+IfAlike: TypeAlias = Callable[[Array, Array, Array, bool], Any]
 
 _KV_LEN, _Q_SHIFT = (word_index(name, FIELDS) for name in ("kv_len", "q_shift"))
 STEP_WORDS = {"kv_len": _KV_LEN, "q_shift": _Q_SHIFT, "longest": LONGEST}
@@ -74,22 +75,63 @@ class StepsOfAnyLength:
 
     def prepared(self) -> Prepared:
         """The ways to run them; arrays of more than four dimensions are told with strides alone."""
-        if self._ndim > 4 or self._rotate is not None:
+        if self._ndim > 4:
             return Prepared(self.call)
+        if self._rotate is not None:
+            reads = None if self._read else self._if_alike_rotated(self._rotate)
+            return Prepared(self.call, if_alike=reads)
         operands, words = self._any_operands(), {**RESULT_WORDS, **STEP_WORDS}
-        job, results = self._pass.brief_job(), (self._out, self._lse)
+        # Sinks read an output that is not rounded.
+        out = self._out if self._sinks is None else (self._out[0], self._lse[1])
+        job = self._pass.brief_job()
 
         def attend(**own: int) -> Attend:
-            return Attend(
-                Kernel(self._new_block, self._run, operands, {**words, **own}, job=job), *results
-            )
+            kernel = Kernel(self._new_block, self._run, operands, {**words, **own}, job=job)
+            return Attend(kernel, out, self._lse)
 
         self._told = attend(arrays=len(self._read))
         steps = PreparedSteps(self._told.brief_keys, self.step, self.of_length)
-        if self._read or self._sinks is not None:
+        if self._read:
             return Prepared(self.call, steps=steps)
-        asking = attend(q_len=operands[0].axes[-2].size, at_end=int(self._at_end))
-        return Prepared(self.call, if_alike=asking.if_alike, steps=steps)
+        if_alike: IfAlike = attend(**self._alignment()).if_alike
+        if self._sinks is not None:
+            if_alike = self._if_alike_with_sinks(self._sinks, if_alike)
+        return Prepared(self.call, if_alike=if_alike, steps=steps)
+
+    def _if_alike_rotated(self, rotate: RotateSteps) -> IfAlike:
+        """`Prepared.if_alike` of arrays that are rotated first."""
+        operands = [*self._any_operands(rotate.arrays), Operand(OUT), Operand(LSE)]
+        words = {**STEP_WORDS, **self._alignment()}
+        pool = Pool(lambda: FilledBlock.if_possible(self._new_block(), operands, words))
+
+        def if_alike(query: Array, key: Array, value: Array, rows: bool) -> Any:
+            own = pool.take()
+            if own is None or own.read is None:
+                return None
+            kv_len, q_shift = own.read(query, key, value, query), own.block.words[_Q_SHIFT]
+            pool.give_back(own)
+            return self.call(query, key, value, rows, (), q_shift) if kv_len > 0 else None
+
+        return if_alike
+
+    def _if_alike_with_sinks(self, sinks: ShareWithSinks, over_keys: IfAlike) -> IfAlike:
+        """`Prepared.if_alike`, given that over the keys alone."""
+        at, is_rounded = quick_address_of, self._out[1] != self._lse[1]
+
+        def if_alike(query: Array, key: Array, value: Array, rows: bool) -> Any:
+            results = over_keys(query, key, value, True)
+            if results is None:
+                return None
+            keys_out, lse, _, _ = results
+            out = np.empty(*self._out) if is_rounded else keys_out
+            sinks(at(keys_out), at(lse), 0, at(out), results)
+            return out, lse, None, None
+
+        return if_alike
+
+    def _alignment(self) -> dict[str, int]:
+        """What compiled code is told of where queries stand."""
+        return {"q_len": self._problem.spec.q_len, "at_end": int(self._at_end)}
 
     def call(
         self,
@@ -101,8 +143,9 @@ class StepsOfAnyLength:
         q_shift: int = 0,
     ) -> tuple[Array, Array | None, None, None] | None:
         """See `qkv.backends.Prepared`."""
+        scratch = None
         if self._rotate is not None:
-            query, key = self._rotate.arrays(query, key, q_shift)
+            query, key, scratch = self._rotate(query, key, q_shift)
         at, out = quick_address_of, np.empty(*self._out)
         lse, kv_len = np.empty(*self._lse) if rows else None, key.shape[-2]
         block = self._blocks.take()
@@ -121,6 +164,8 @@ class StepsOfAnyLength:
         at_lse = 0 if lse is None else at(lse)
         done = tables is not None and self._with_sinks(attend, at(out), at_lse, held)
         self._blocks.give_back(block)
+        if scratch is not None:
+            return_scratch(scratch)
         return (out, lse, None, None) if done else None
 
     def step(
@@ -184,10 +229,11 @@ class StepsOfAnyLength:
         return_scratch(scratch)
         return done
 
-    def _any_operands(self) -> list[Operand]:
+    def _any_operands(self, unrotated: Sequence[Array] | None = None) -> list[Operand]:
         """Operands and arrays of any number of keys and any strides."""
         operands = self._problem.operands
-        given = operands.query, plain(operands.key), plain(operands.value)
+        query, key = unrotated or (operands.query, plain(operands.key))
+        given = query, key, plain(operands.value)
         expected = []
         for words, array in zip((QUERY, KEY, VALUE), given, strict=True):
             strides = [words.batch, words.head, words.row, words.element][-array.ndim :]

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends.cpu.compiler.compile import Kernel, build
-from qkv.backends.cpu.machine.addresses import address_of, quick_address_of
+from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.rows.rotation_kernel import FIELDS, RotationKey, emit_rotation
 from qkv.backends.cpu.rows.row_pass import RowPass, argument_words, word_indices
@@ -93,24 +93,30 @@ def angle_tables(angles: Angles, side: str) -> CosSin:
     return CosSin(cosines, sines)
 
 
+_NO_OFFSETS = np.zeros(1, np.int64)
+"""Where the rows of the only batch entry begin."""
+
+
 class RowLayout:
     """Where the rows of an array `(*batch_shape, heads, length, head_dim)` lie."""
 
     def __init__(self, array: Array) -> None:
-        *lead, heads, length, dim = array.shape
+        *lead, heads, length, dim = self.shape = array.shape
         *steps, head, row, element = array.strides
-        self.shape = array.shape
+        self.heads = heads
         self.count = math.prod(lead) * heads
         self.entries = self.count * length * dim
-        batches = np.zeros(lead, np.int64)
-        for axis, stride in enumerate(steps):
-            along = np.arange(lead[axis], dtype=np.int64) * stride
-            batches += along.reshape(-1, *[1] * (len(lead) - axis - 1))
-        self.batches = np.ascontiguousarray(batches.reshape(-1))
-        self.fields = {
-            "batches": address_of(self.batches), "head_stride": head, "row_stride": row,
-            "element_stride": element, "heads": heads, "length": length,
-        }  # fmt: skip
+        self.batches = _NO_OFFSETS if math.prod(lead) == 1 else _batch_offsets(lead, steps)
+        self.numbers = quick_address_of(self.batches), head, row, element, length
+
+
+def _batch_offsets(batch_shape: Sequence[int], strides: Sequence[int]) -> Array:
+    """Bytes to each batch entry."""
+    offsets = np.zeros(batch_shape, np.int64)
+    for axis, stride in enumerate(strides):
+        along = np.arange(batch_shape[axis], dtype=np.int64) * stride
+        offsets += along.reshape(-1, *[1] * (len(batch_shape) - axis - 1))
+    return np.ascontiguousarray(offsets.reshape(-1))
 
 
 class Rotation:
@@ -121,7 +127,7 @@ class Rotation:
     problem : Problem
         With a rotation.
     arrays : sequence of array (*batch_shape, heads, length, head_dim)
-        Arrays like those that will be rotated: of one dtype, with these shapes and strides.
+        Arrays like those that will be rotated: of one dtype, with these heads and head_dim.
     """
 
     def __init__(self, problem: Problem, arrays: Sequence[Array]) -> None:
@@ -134,22 +140,22 @@ class Rotation:
         key = RotationKey(
             arrays[0].dtype.name, self.out_dtype.name, interleaved, wide.lanes, wide.halves
         )
-        self.layouts = layouts = [RowLayout(array) for array in arrays]
+        layouts = list(map(RowLayout, arrays))
         count = sum(layout.count for layout in layouts)
         values = {
             "limit": count, "first_count": layouts[0].count, "dim": arrays[0].shape[-1],
             "pairs": rotation.rotary_dim // 2,
         }  # fmt: skip
         for n, layout in enumerate(layouts):
-            values |= {f"{name}_{n}": value for name, value in layout.fields.items()}
-        entries, words = sum(layout.entries for layout in layouts), argument_words(FIELDS, values)
+            values[f"heads_{n}"] = layout.heads
         places = [word for n in range(len(layouts)) for word in _WORDS[n]]
-        kernel = _kernel(key, here)
-        self.row_pass = RowPass(kernel, words, places, count, entries, _WORTH_A_THREAD)
+        words = argument_words(FIELDS, values)
+        self._pass = RowPass(_kernel(key, here), words, places, count, _WORTH_A_THREAD)
 
     def __call__(
         self,
         addresses: Sequence[int],
+        layouts: Sequence[RowLayout],
         angles: Sequence[CosSin],
         outputs: Sequence[int],
         keep_alive: Any,
@@ -159,22 +165,29 @@ class Rotation:
         `keep_alive` owns the memory.
         """
         numbers: list[int] = []
-        for address, table, out in zip(addresses, angles, outputs, strict=True):
-            numbers += (address, out, *table.numbers)
-        self.row_pass.run(numbers, (keep_alive, angles, self.layouts))
+        for address, layout, table, out in zip(addresses, layouts, angles, outputs, strict=True):
+            numbers += (address, *layout.numbers, out, *table.numbers)
+        entries = sum([layout.entries for layout in layouts])
+        self._pass.run(numbers, entries, (keep_alive, angles, layouts))
 
     def arrays(self, arrays: Sequence[Array], angles: Sequence[CosSin]) -> list[Array]:
-        """Arrays of this form rotated by these angles, in the type of computation."""
-        outputs = [np.empty(layout.shape, self.out_dtype) for layout in self.layouts]
-        at = quick_address_of
-        self(list(map(at, arrays)), angles, list(map(at, outputs)), (arrays, outputs))
+        """Arrays rotated by these angles, in the type of computation."""
+        outputs = [np.empty(array.shape, self.out_dtype) for array in arrays]
+        at, layouts = quick_address_of, list(map(RowLayout, arrays))
+        self(list(map(at, arrays)), layouts, angles, list(map(at, outputs)), (arrays, outputs))
         return outputs
 
 
 _WORDS = [
-    word_indices(FIELDS, f"rows_{n}", f"out_{n}", f"cosines_{n}", f"sines_{n}", f"table_bytes_{n}")
+    word_indices(
+        FIELDS, *[f"{name}_{n}" for name in (
+            "rows", "batches", "head_stride", "row_stride", "element_stride", "length", "out",
+            "cosines", "sines", "table_bytes",
+        )]
+    )
     for n in (0, 1)
-]
+]  # fmt: skip
+"""What each run writes of an array: its address and layout, and where its angles and output lie."""
 
 
 def rotated_rows(problem: Problem, array: Array, side: str, *, back: bool = False) -> Array:

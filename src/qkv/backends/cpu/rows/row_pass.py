@@ -62,8 +62,8 @@ def word_indices(fields: Sequence[str], *names: str) -> tuple[int, ...]:
 class RowPass:
     """A kernel of `emit_head_job`, its argument words, and how its heads are shared out.
 
-    Each run brings numbers for the words `places`. A thread more pays for every `worth_a_thread` of
-    the `entries`.
+    Each run brings numbers for the words `places`. A thread more pays for every `worth_a_thread`
+    entries of rows.
     """
 
     def __init__(
@@ -72,31 +72,32 @@ class RowPass:
         words: Array,
         places: Sequence[int],
         count: int,
-        entries: int,
         worth_a_thread: int,
     ) -> None:
         self._kernel, self._words, self._places = kernel, words, places
-        self._most_workers = max(1, min(count, entries // worth_a_thread))
-        is_brief = self._most_workers == 1 and entries <= _BRIEF
-        self.is_brief = is_brief and has_gil()
-        """Whether it runs on the caller's thread alone, and holds the GIL."""
-        self._has_run = False
+        self._count, self._worth_a_thread = count, worth_a_thread
+        self._runs_brief, self._has_run = has_gil(), False
         self._brief: FilledBlock | None = None
 
-    def run(self, numbers: Sequence[int], keep_alive: Any) -> None:
-        """Run the kernel on all heads; `keep_alive` owns what the numbers are addresses of."""
-        if self._brief is not None:
+    def run(self, numbers: Sequence[int], entries: int, keep_alive: Any) -> None:
+        """Run the kernel on all heads; `keep_alive` owns what the numbers are addresses of.
+
+        A run of few `entries` keeps to the caller's thread, and holds the GIL.
+        """
+        most_workers = max(1, min(self._count, entries // self._worth_a_thread))
+        is_brief = self._runs_brief and most_workers == 1 and entries <= _BRIEF
+        if is_brief and self._brief is not None:
             self._brief.write(*numbers)
             return
-        if self.is_brief and self._has_run:
+        if is_brief and self._has_run:
             operands, job = list(map(Operand, self._places)), {"job": self._kernel.address}
             self._brief = FilledBlock.if_possible(ArgumentBlock(self._words.copy()), operands, job)
         self._has_run = True
         block = ArgumentBlock(self._words.copy(), keep_alive)
         for place, number in zip(self._places, numbers, strict=True):
             block.words[place] = number
-        workers = 1 if self._most_workers == 1 else min(get_num_threads(), self._most_workers)
-        if self.is_brief:
+        if is_brief:
             self._kernel.brief_job(block.address, 0)
         else:
+            workers = 1 if most_workers == 1 else min(get_num_threads(), most_workers)
             jobs.run(self._kernel, block, workers)

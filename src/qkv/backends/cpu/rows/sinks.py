@@ -68,15 +68,15 @@ class Sinks:
                 "length": length, "dim": dim,
             },
         )  # fmt: skip
-        entries = count * length * dim
-        kernel = _kernel(key, host())
-        self._pass = RowPass(kernel, words, _WORDS, count, entries, _WORTH_A_THREAD)
+        self._entries = count * length * dim
+        self._pass = RowPass(_kernel(key, host()), words, _WORDS, count, _WORTH_A_THREAD)
 
     def __call__(
         self, keys_out: int, keys_lse: int, rest: int, out: int, lse: int, keep_alive: Any
     ) -> None:
         """Read and write at these addresses, of memory that `keep_alive` owns; `rest` 0 is none."""
-        self._pass.run((keys_out, keys_lse, rest, out, lse), (keep_alive, self._sinks))
+        numbers = keys_out, keys_lse, rest, out, lse
+        self._pass.run(numbers, self._entries, (keep_alive, self._sinks))
 
 
 _WORDS = word_indices(FIELDS, "keys_out", "keys_lse", "rest", "out", "lse")
