@@ -101,10 +101,10 @@ class Differentiable(Protocol):
 
 @runtime_checkable
 class DeviceBackend(Protocol):
-    """A backend that takes arrays of its own library, on any device.
+    """A backend that takes tensors of torch, on any device.
 
     `Operands.device_arrays` has them; `run` is not asked. Results stay on the device, and are
-    differentiable by their own library.
+    differentiable by torch.
     """
 
     def attend(self, problem: Problem, *, lse: bool) -> Partial:
