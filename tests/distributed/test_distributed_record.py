@@ -65,6 +65,25 @@ def test_statistics_over_ranks(group: Any, name: str, backend: str) -> None:
         torch.testing.assert_close(of["tile"].double(), weights[..., 20:60, 3:31], **close)
 
 
+def look_at_own_tiles(rank: int, ranks: int) -> str:
+    from qkv.distributed import Order, inspect
+
+    order = Order.zigzag(LENGTH, ranks)
+    shards = [order.shard(t, rank).float() for t in operands()[:3]]
+    record = inspect(*shards, order=order, timeout=20.0)
+    try:
+        record.tile(slice(8 * rank, 8 * rank + 8), slice(0, 9))
+    except qkv.DistributedError as error:
+        return str(error)
+    return "no error"
+
+
+def test_tiles_that_differ_between_ranks_are_refused(group: Any) -> None:
+    for said in group(3)(look_at_own_tiles):
+        assert "queries differs between ranks" in said
+        assert "range(8, 16)" in said
+
+
 TOKENS = (31, 0, LENGTH - 31)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ RANKS = 3
 
 def differing(rank: int, ranks: int, what: str) -> str:
     """The error of a call in which rank 1 is given something else."""
-    from qkv.distributed import Order, attention
+    from qkv.distributed import Order, attention, decode
 
     odd = rank == 1
     order = Order.zigzag(LENGTH, ranks)
@@ -47,11 +49,20 @@ def differing(rank: int, ranks: int, what: str) -> str:
                 variants = (torch.ones(3, 5, dtype=torch.bool),)
             case "placement":
                 v = v[..., :4, :]
+            case "gradients":
+                q = q.requires_grad_()
+            case "function":
+                return error_of(decode, q, k, v, qkv.Causal(), timeout=20.0)
     elif what == "values":
         variants = (qkv.SlidingWindow(5, 0),)
+    return error_of(attention, q, k, v, *variants, **keywords)
+
+
+def error_of(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
+    """The type and the message of what a call raises."""
     try:
-        attention(q, k, v, *variants, **keywords)
-    except qkv.QkvError as error:
+        call(*arguments, **keywords)
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
@@ -67,11 +78,19 @@ def differing(rank: int, ranks: int, what: str) -> str:
         ("strategy", "strategy differs between ranks"),
         ("rows", "the ranks hold"),
         ("placement", "rank 1 cannot make this call"),
+        ("gradients", "whether gradients are wanted differs between ranks"),
+        ("function", "function differs between ranks"),
     ],
 )
 def test_differing_calls_are_refused_on_every_rank(group: Any, what: str, words: str) -> None:
     for said in group(RANKS)(differing, what):
         assert words in said
+
+
+def test_differing_variants_are_shown(group: Any) -> None:
+    for said in group(RANKS)(differing, "variant"):
+        assert re.search(r"rank 0 +Causal\(\) ", said), said
+        assert re.search(r"rank 1 +SlidingWindow\(5, 0\) ", said), said
 
 
 def test_an_error_of_one_rank_is_told_to_the_others(group: Any) -> None:
@@ -117,5 +136,36 @@ def test_a_rank_that_dies_or_stops_is_named(tmp_path: Path, fault: signal.Signal
             message, _ = said
             assert message.startswith("rank 1 ")
             assert "start all ranks anew" in message
+    finally:
+        ranks.close()
+
+
+def leaving_out(rank: int, ranks: int, what: str) -> str:
+    """The error of a backward pass that rank 1 leaves out for something else."""
+    from qkv.distributed import attention
+
+    shards = [
+        t.float()[..., rank * 36 : rank * 36 + 36, :].requires_grad_() for t in operands()[:3]
+    ]
+    attention(*shards, qkv.Causal(), strategy="ring").sum().backward()  # Compiles.
+    keywords: dict[str, Any] = {"strategy": "ring", "timeout": 15.0}
+    first, second = (attention(*shards, qkv.Causal(), **keywords) for _ in range(2))
+    if rank != 1:
+        return error_of(second.sum().backward)
+    if what == "another backward":
+        return error_of(first.sum().backward)
+    return error_of(attention, *shards, qkv.Causal(), **keywords)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["next call", "another backward"])
+def test_messages_of_different_passes_are_not_confused(tmp_path: Path, what: str) -> None:
+    """Keys would be taken for gradients, or descriptions for keys."""
+    ranks = Ranks(2, tmp_path, ends_by_itself=False)
+    try:
+        ranks.begin(leaving_out, what)
+        for rank, (succeeded, said) in enumerate(ranks.answers()):
+            assert succeeded, said
+            assert re.match(rf"DistributedError: rank {1 - rank} (did not|closed)", said), said
     finally:
         ranks.close()

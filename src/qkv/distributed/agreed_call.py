@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from qkv.call.options import OptionValues
+from qkv.call.options import DEFAULTS, OptionValues
 from qkv.distributed.agreement import compare, fingerprint, in_words, tell
 from qkv.distributed.dtensors import Placed
 from qkv.distributed.heads import HeadExchange, heads_of, kv_heads_of
@@ -18,8 +18,9 @@ from qkv.distributed.order import Order
 from qkv.distributed.parts import Parts
 from qkv.distributed.plan import STRATEGIES, choose_strategy
 from qkv.distributed.ring import Ring
-from qkv.distributed.sharded_call import ShardedCall, whole_call
+from qkv.distributed.sharded_call import ShardedCall, VariantArrays, whole_call
 from qkv.errors import ArgumentError, QkvError, ShapeError
+from qkv.variants.as_variant import as_variant
 
 __all__ = ["Place", "agreed_call"]
 
@@ -89,6 +90,7 @@ def agreed_call(
     device = query.device
     kv_order = order if kv_order is None else kv_order
     said = {
+        "function": "attention",
         "dtype": str(query.dtype),
         "shape of query without rows": str((*query.shape[:-2], query.shape[-1])),
         "shape of key without rows": str((*key.shape[:-2], key.shape[-1])),
@@ -124,12 +126,13 @@ def agreed_call(
     except QkvError as caught:
         error = caught
     second = {
-        "what variants and options come to": "" if built is None else fingerprint(whole.problem),
         "own rows": [],
         "own error": "" if error is None else in_words(error),
     }
-    if error is not None:
-        second["what variants and options come to"] = "an error"
+    if error is None:
+        second["what variants and options come to"] = fingerprint(whole.problem)
+        second["own what variants and options come to"] = _in_words(whole.variants, options)
+        second["whether gradients are wanted"] = _wanted_gradients(shards.tensors, arrays)
     try:
         where.everyone(second, device)
     finally:
@@ -137,6 +140,23 @@ def agreed_call(
             raise error
     assert built is not None
     return built
+
+
+def _in_words(variants: Sequence[tuple[Any, Any]], options: OptionValues) -> str:
+    """The variants of a call, and the options that are not at their defaults."""
+    given = [repr(as_variant(known)) for _, known in variants]
+    for name, value, default in zip(options._fields, options, DEFAULTS, strict=True):
+        if value is not default:
+            given.append(f"{name}={value!r}")
+    return ", ".join(one[:100] for one in given)[:400]
+
+
+def _wanted_gradients(tensors: Sequence[torch.Tensor], arrays: VariantArrays) -> str:
+    """Whether a backward pass may follow, and the places of arrays that have gradients too."""
+    every = (*tensors, *arrays.tensors)
+    if not torch.is_grad_enabled() or not any(of.requires_grad for of in every):
+        return "no"
+    return f"yes, also of arrays {list(arrays.places)}" if arrays.places else "yes"
 
 
 def _built(

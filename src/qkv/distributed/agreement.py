@@ -25,19 +25,24 @@ _READ_WHOLE = 2**24
 
 
 def tell(links: Links, said: Mapping[str, Any], device: torch.device) -> list[dict[str, Any]]:
-    """What every rank says, in the order of ranks."""
-    said = {"version": __version__, **said}
+    """What every rank says, in the order of ranks; messages after it have a number of their own."""
+    said = {"version": __version__, "own last number": Links.last_number, **said}
     written = json.dumps(said).encode()
     if len(written) > _SIZE:  # Text of variants may be long; its fingerprint is compared as well.
         written = json.dumps({k: str(v)[:200] for k, v in said.items()}).encode()[:_SIZE]
     buffer = np.zeros(_SIZE, np.uint8)
     buffer[: len(written)] = np.frombuffer(written, np.uint8)
+    links.number = 0
     found = links.all_to_all(torch.from_numpy(buffer).to(device))
-    return [json.loads(bytes(one.cpu().numpy()).rstrip(b"\0")) for one in found]
+    everyone = [json.loads(bytes(one.cpu().numpy()).rstrip(b"\0")) for one in found]
+    links.number = Links.last_number = 1 + max(int(of["own last number"]) for of in everyone)
+    return everyone
 
 
 def compare(everyone: Sequence[Mapping[str, Any]]) -> None:
     """Raise unless all ranks say the same under every name that does not begin with "own".
+
+    What a rank says under "own NAME" explains its NAME in the message.
 
     Raises
     ------
@@ -58,7 +63,10 @@ def compare(everyone: Sequence[Mapping[str, Any]]) -> None:
         if any(value != values[0] for value in values):
             raise DistributedError(
                 f"{name} differs between ranks.",
-                [(f"rank {rank}", str(value)) for rank, value in enumerate(values)],
+                [
+                    (f"rank {rank}", f"{of.get(f'own {name}', '')} {of.get(name)}".lstrip())
+                    for rank, of in enumerate(everyone)
+                ],
                 "Make the same call on every rank; no rank has computed anything.",
             )
 

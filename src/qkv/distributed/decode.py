@@ -86,6 +86,7 @@ def decode(
     links = Links(group_of(mesh, dim), timeout)
     own, error = _checked(query, key, value, values)
     said = {
+        "function": "decode",
         "query": f"{query.dtype} {tuple(query.shape)}",
         "number of variants": len(variants),
         "own tokens": 0 if own is None else own.problem.spec.kv_len,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -58,10 +58,17 @@ class Links:
         None is a group of this rank alone.
     timeout : float
         Seconds that one message may take.
+    number : int
+        Of the call that messages belong to, the same on all ranks. A rank that leaves out a
+        backward pass would otherwise have its next message taken for one of that pass.
+    last_number : int
+        That of this process's last call, in any group.
     """
 
+    last_number: ClassVar[int] = 0
     group: Any
     timeout: float = TIMEOUT
+    number: int = 0
     rank: int = field(init=False)
     ranks: int = field(init=False)
 
@@ -85,7 +92,7 @@ class Links:
             for peer, tensor in sorted(tensors.items()):
                 if tensor.numel():
                     there = dist.get_global_rank(self.group, peer)
-                    operations.append(dist.P2POp(function, tensor, there, self.group))
+                    operations.append(dist.P2POp(function, tensor, there, self.group, self.number))
                     peers.append(peer)
         if not operations:
             return Pending(self, (), ())

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from qkv.backends import Inspectable, choose
+from qkv.distributed.agreement import compare, tell
 from qkv.distributed.parts import ShardRows
 from qkv.distributed.sharded_call import ShardedCall
 from qkv.errors import ShapeError
@@ -88,6 +89,7 @@ class DistributedRecord:
     def received(self) -> torch.Tensor:
         """`sum_i w[i, j]` of this rank's keys, `(..., num_heads, own keys)`, over all queries."""
         ring = self._call.ring
+        self._agree("received")
         own = ring.links.rank
         heads = self._lse.shape[:-1]
         sums = [np.zeros((*heads, ring.keys.rows(rank))) for rank in range(ring.links.ranks)]
@@ -121,6 +123,7 @@ class DistributedRecord:
             If k is not a whole number of 1 or more.
         """
         k = number_of_keys(k)
+        self._agree("top", k=k)
         numbers = np.full((*self._lse.shape, k), -1, np.int64)
         best = np.zeros((*self._lse.shape, k))
         for seen in self._parts():
@@ -144,12 +147,15 @@ class DistributedRecord:
         ------
         ShapeError
             If a slice reaches beyond the sequence.
+        DistributedError
+            If ranks ask for different rows.
         """
         ring = self._call.ring
         q_range, kv_range = (
             _range_of(rows, order.length, name)
             for rows, order, name in ((queries, ring.queries, "queries"), (keys, ring.keys, "keys"))
         )
+        self._agree("tile", queries=str(q_range), keys=str(kv_range))
         found = np.zeros((*self._lse.shape[:-1], len(q_range), len(kv_range)))
         for seen in self._parts():
             for index, head, rows, columns, weights in self._blocks(seen):
@@ -164,6 +170,11 @@ class DistributedRecord:
                 found[(*index, head, *to)] = weights[a[:, None], b]
         summed = ring.links.summed(torch.from_numpy(found))
         return summed.to(self.lse.dtype)
+
+    def _agree(self, function: str, **said: Any) -> None:
+        """Raise unless every rank asks for the same."""
+        links = self._call.ring.links
+        compare(tell(links, {"function": f"record.{function}", **said}, torch.device("cpu")))
 
     def _parts(self) -> Iterator[_Seen]:
         ring, query = self._call.ring, self._operands.query
