@@ -292,7 +292,8 @@ class MultiHeadAttention(nn.Module):
             What is given is no tensor, or of another type or device than the weights, or `cache`
             is no cache.
         ShapeError
-            Rows do not have the width of the weights that they are multiplied with.
+            Rows do not have the width of the weights that they are multiplied with, or with a
+            cache query and key do not have as many.
         KeywordError
             A keyword of `torch.nn.MultiheadAttention`; the message has the call to write.
         """
@@ -313,6 +314,13 @@ class MultiHeadAttention(nn.Module):
         if cache is not None and not (hasattr(cache, "append") and hasattr(cache, "q_offset")):
             raise ArgumentError(
                 f"cache is a {type(cache).__name__}, not a cache.", action="Pass qkv.torch.Cache."
+            )
+        if cache is not None and query.shape[-2] != key.shape[-2]:
+            raise ShapeError(
+                f"query has {query.shape[-2]} rows and key {key.shape[-2]} new tokens; with a "
+                "cache row i of query stands at new token i.",
+                [("query", f"{tuple(query.shape)}"), ("key", f"{tuple(key.shape)}")],
+                "Pass a row of query for each new token.",
             )
         q = self._heads(self.q_proj(query), self.num_heads)
         k = self._heads(self.k_proj(key), self.num_kv_heads)
