@@ -237,14 +237,14 @@ class Builder:
             have not in (1, want) for have, want in zip(padded.shape, target, strict=True)
         ):
             names = ", ".join(["*batch", *(name for name, _, _ in axes)])
-            index, lengths = padding_index(self.shape.scores, view, label)
-            padding = f"Pass {label}{index}" + (f" or {lengths}." if lengths else ".")
+            inserted, lengths = padding_index(self.shape.scores, view, label)
+            padding = f"Pass {label}{inserted}" + (f" or {lengths}." if lengths else ".")
             raise ShapeError(
                 f"{label} has shape {view.shape}, which does not broadcast to ({names}) = "
                 f"{target}.",
                 [("variant", self._label)],
                 padding
-                if index and target == self.shape.scores
+                if inserted and target == self.shape.scores
                 else "Insert dimensions of size 1 where it is the same for all.",
             )
         for axis, (size, stride) in enumerate(zip(padded.shape, padded.strides, strict=True)):

@@ -311,7 +311,7 @@ def _scale(scale: Any, head_dim: int) -> float:
     if scale is None:
         return float(head_dim**-0.5)
     try:
-        number = float(scale)
+        number = float("nan" if isinstance(scale, str | bytes) else scale)
     except (OverflowError, TypeError, ValueError):
         number = float("nan")
     if not np.isfinite(number):
