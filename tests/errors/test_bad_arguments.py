@@ -227,7 +227,7 @@ def test_an_integer_mask_names_both_fixes(dtype) -> None:
     error = raises(DTypeError, FLAT, FLAT, FLAT, np.ones((6, 6), dtype))
     assert np.dtype(dtype).name in error.fact
     assert "astype(np.float32)" in error.action
-    assert "Mask(array.astype(bool))" in error.action
+    assert "qkv.Mask(array.astype(bool))" in error.action
     error = raises(DTypeError, FLAT, FLAT, FLAT, qkv.Mask(np.ones((6, 6), dtype)))
     assert "astype(bool)" in error.action
     assert "Bias" in error.action
@@ -262,11 +262,25 @@ def test_what_is_no_variant(thing) -> None:
     [
         (None, "Leave it out"),
         ([[True, False]], "Pass an array: True may attend"),
+        ((qkv.Causal(), qkv.ALiBi()), "each as an argument of its own: *variants."),
+        ([np.tri(6, dtype=bool)], "each as an argument of its own: *variants."),
+        ([None, qkv.Causal()], "each as an argument of its own: *variants."),
+        ((), "Leave it out"),
         (lambda score: score, "Pass qkv.ScoreMod(fn)."),
         (len, "Pass qkv.ScoreMod(len)."),
         (0.5, "other arguments have names, as scale=0.5."),
     ],
-    ids=["nothing", "a list", "a lambda", "a function", "a number"],
+    ids=[
+        "nothing",
+        "a list",
+        "variants",
+        "arrays",
+        "some variants",
+        "no variants",
+        "a lambda",
+        "a function",
+        "a number",
+    ],
 )
 def test_what_to_pass_as_a_variant(thing, action) -> None:
     error = raises(ArgumentError, FLAT, FLAT, FLAT, thing)

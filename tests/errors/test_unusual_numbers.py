@@ -82,6 +82,16 @@ def test_an_unknown_instruction_set_is_not_answered_by_another_backend() -> None
     assert "QKV_ISA='avx-512' is not an instruction set" in output
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1, 8), (1, 2, 64, 8)], ids=["one task", "many"])
+def test_a_wrong_number_of_threads_is_an_error_of_the_first_call(shape: tuple[int, ...]) -> None:
+    """Also of one that a single thread computes, which never asks for their number."""
+    x = f"x = np.ones({shape}, np.float32)"
+    output = in_a_process(
+        f"import numpy as np, qkv; {x}; qkv.attention(x, x, x)", QKV_NUM_THREADS="abc"
+    )
+    assert "QKV_NUM_THREADS='abc' is not a number of threads" in output
+
+
 def test_a_number_of_threads_with_thousands_of_digits() -> None:
     output = in_a_process("import qkv; qkv.get_num_threads()", QKV_NUM_THREADS="9" * 5000)
     assert "is not a number of threads" in output

@@ -81,7 +81,7 @@ class BufferedCache(ABC):
         ArgumentError
             If the cache is empty.
         """
-        return self._rows(self._stored, self._stored.lengths)
+        return self._rows(self._stored, self._stored.lengths, None)
 
     def append(self, key: Any, value: Any, new_lens: Any = None) -> Rows:
         """Write new tokens and hand out all rows that they may attend to.
@@ -96,7 +96,7 @@ class BufferedCache(ABC):
         # Rows behind the tokens that are there are written to, and count once they are all there.
         after = self._written(stored, before, new_tokens)
         self._replace(stored, after)
-        return self._rows(after, before)
+        return self._rows(after, before, int(key.shape[-2]))
 
     def truncate(self, lengths: Any) -> None:
         """Forget all tokens but the first `lengths` of each sequence.
@@ -153,8 +153,8 @@ class BufferedCache(ABC):
         """What is stored when new tokens have been written behind those that are there."""
 
     @abstractmethod
-    def _rows(self, stored: Stored, before: Lengths) -> Rows:
-        """Rows of what is stored, for queries from position `before`."""
+    def _rows(self, stored: Stored, before: Lengths, new: int | None) -> Rows:
+        """Rows of what is stored, for `new` queries, or any, from position `before`."""
 
     def _check_room(self, before: Lengths, counts: Lengths) -> None:
         """An error if there is none for as many tokens."""

@@ -81,10 +81,10 @@ class ContiguousCache(BufferedCache):
         buffer.write(new_tokens, before, new_tokens.new_lens)
         return Stored(new_tokens.row_format, buffer, after, origin, None)
 
-    def _rows(self, stored: Stored, before: Lengths) -> Rows:
+    def _rows(self, stored: Stored, before: Lengths, new: int | None) -> Rows:
         after = stored.lengths
         longest = int(after.max(initial=0))
         key, value = nonempty(stored.buffer).read(0, longest, self._encoding)
         same_length = bool((after == longest).all())
         masks: tuple[Any, ...] = () if same_length else (qkv.KeyLengths(after.copy()),)
-        return Rows((Part(key, value, masks, 0),), as_offset(before.copy()))
+        return Rows((Part(key, value, masks, 0),), as_offset(before.copy()), new)

@@ -137,7 +137,7 @@ class PagedCache:
         held, storage = self._holder.held, self._pool.storage
         if storage.row_format is None or not held.lengths.ndim:
             raise ArgumentError("the cache is empty.", action="Append keys and values first.")
-        return self._rows(held, storage, held.lengths)
+        return self._rows(held, storage, held.lengths, None)
 
     def append(self, key: Any, value: Any, new_lens: Any = None) -> Rows:
         """Write new tokens and hand out all rows that they may attend to.
@@ -158,7 +158,7 @@ class PagedCache:
             after, replaced = self._with_room(held, before, new_tokens)
             self._write(after.table, before, new_tokens)
             pool.change(self._holder, after, [], replaced)
-            return self._rows(after, pool.storage, before)
+            return self._rows(after, pool.storage, before, int(key.shape[-2]))
 
     def _checked(
         self, key: Any, value: Any, new_lens: Any, held: Held
@@ -351,10 +351,10 @@ class PagedCache:
         slot, row = np.divmod(before[batch] + new, self.page_size)
         self._pool.write(new_tokens, table[batch, slot], row, batch, new)
 
-    def _rows(self, held: Held, storage: Storage, before: Lengths) -> Rows:
+    def _rows(self, held: Held, storage: Storage, before: Lengths, new: int | None) -> Rows:
         key, value = storage.paged(self._pool.encoding, held.table.copy())
         part = Part(key, value, (qkv.KeyLengths(held.lengths.copy()),), 0)
-        return Rows((part,), as_offset(before.copy()), self)
+        return Rows((part,), as_offset(before.copy()), new, _cache=self)
 
 
 def _wider(table: Lengths, batch: int, slots: int) -> Lengths:

@@ -107,7 +107,7 @@ class RollingCache(BufferedCache):
         """The first position in the window of a query."""
         return np.maximum(position - (self.window - 1), 0)
 
-    def _rows(self, stored: Stored, before: Lengths) -> Rows:
+    def _rows(self, stored: Stored, before: Lengths, new: int | None) -> Rows:
         after, origin = stored.lengths, stored.origin
         start = _smallest(self._oldest(before) - origin)
         stop = max(start, int((after - origin).max(initial=0)))
@@ -121,7 +121,7 @@ class RollingCache(BufferedCache):
             key, value = stored.first.read(0, self.sinks, self._encoding)
             before_others = qkv.KeyLengths(np.minimum(self.sinks, kv_offset))
             parts.insert(0, Part(key, value, (before_others,), 0))
-        return Rows(tuple(parts), as_offset(before.copy()))
+        return Rows(tuple(parts), as_offset(before.copy()), new, self.window)
 
     def _mask(self) -> qkv.MaskVariant:
         window = qkv.SlidingWindow(self.window - 1, None)

@@ -12,6 +12,7 @@ import qkv
 from qkv.arrays import is_array
 from qkv.arrays.views import view
 from qkv.cache.arguments import Lengths
+from qkv.cache.query_positions import check_row_count, check_window, q_len_of, without_end
 from qkv.errors import UnsupportedError
 from qkv.readable_checks import checked_flag
 
@@ -62,6 +63,10 @@ class Rows:
         One, or two where a rolling cache has kept sinks and dropped what followed them.
     q_offset : int or int64 array over the batch dimensions
         Position of the first of the tokens that were just appended.
+    new : int, optional
+        Rows that were just appended, None for rows that were read.
+    window : int, optional
+        That of a rolling cache: tokens that a query reads, its own among them.
 
     Notes
     -----
@@ -82,6 +87,8 @@ class Rows:
 
     parts: tuple[Part, ...]
     q_offset: Any
+    new: int | None = None
+    window: int | None = None
     _cache: Any = field(default=None, repr=False)
 
     @property
@@ -124,6 +131,7 @@ class Rows:
         query: Any,
         *variants: Any,
         scale: float | None = None,
+        q_offset: Any = None,
         return_lse: bool = False,
         backend: str = "auto",
     ) -> Any:
@@ -132,8 +140,13 @@ class Rows:
         Parameters
         ----------
         query : array (..., num_heads, q_len, head_dim)
+            As many rows as were appended, unless `q_offset` or `Causal("end")` says where they
+            stand.
         *variants
             As for `qkv.attention`: `Causal()`, `ALiBi()`, ... Positions are those of the tokens.
+        q_offset : int, integer array over the batch dimensions, "start", "end" or None
+            Position of query row 0. "end" puts the last query at the last token of its sequence,
+            "start" the first at position 0, None at the first of the appended tokens.
         scale, return_lse, backend
             As for `qkv.attention`.
 
@@ -144,6 +157,9 @@ class Rows:
 
         Raises
         ------
+        ShapeError
+            If nothing says where the queries stand and they are not as many as the rows that were
+            appended, or a rolling cache has dropped keys in the window of one of them.
         QkvError
             As `qkv.attention` does.
 
@@ -154,6 +170,7 @@ class Rows:
         for each token of the longest sequence, or for each row of the pages.
         """
         return_lse = checked_flag("return_lse", return_lse)
+        variants, q_offset = self._positions(query, variants, q_offset)
         found = []
         for i, part in enumerate(self.parts):
             part_variants = [
@@ -167,7 +184,7 @@ class Rows:
                     *part_variants,
                     *part.masks,
                     scale=scale,
-                    q_offset=self.q_offset,
+                    q_offset=q_offset,
                     kv_offset=part.kv_offset,
                     return_lse=return_lse or len(self.parts) > 1,
                     backend=backend,
@@ -177,6 +194,33 @@ class Rows:
             return found[0]
         merged = qkv.merge(*found)
         return merged if return_lse else merged[0]
+
+    def _positions(
+        self, query: Any, variants: tuple[Any, ...], q_offset: Any
+    ) -> tuple[tuple[Any, ...], Any]:
+        """The variants, and the position of query row 0 among the tokens."""
+        q_len = q_len_of(query)
+        if q_len is None:
+            return variants, self.q_offset  # `attention` says what is wrong with the query.
+        # `attention` counts "end" in key rows; here they need not begin at position 0.
+        if q_offset is None or (isinstance(q_offset, str) and q_offset == "end"):
+            bare = tuple([without_end(v) for v in variants])
+            if q_offset is None and all(a is b for a, b in zip(bare, variants, strict=True)):
+                if self.new is not None:
+                    check_row_count(q_len, self.new)
+                return variants, self.q_offset
+            variants, q_offset = bare, as_offset(self._stop() - q_len)
+        if self.window is not None:
+            check_window(q_offset, self.window, np.asarray(self.parts[-1].kv_offset))
+        return variants, q_offset
+
+    def _stop(self) -> Lengths:
+        """Position behind the last token of each sequence."""
+        part = self.parts[-1]
+        lens = next((mask for mask in part.masks if isinstance(mask, qkv.KeyLengths)), None)
+        key = part.key.values if isinstance(part.key, qkv.Quantized) else part.key
+        rows = key.shape[-2] if lens is None else lens.kv_lens
+        return np.asarray(part.kv_offset + rows, np.int64)
 
 
 def _over_rows(variant: Any, part: Part) -> Any:

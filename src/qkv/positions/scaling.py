@@ -48,7 +48,7 @@ _MOST_ENTRIES = 2**24
 """Of a row that is rotated."""
 
 
-def checked_rotary_dim(rotary_dim: Any) -> int:
+def checked_rotary_dim(rotary_dim: Any, name: str = "rotary_dim") -> int:
     """The number of entries to rotate, which come in pairs."""
     if (
         isinstance(rotary_dim, bool)
@@ -56,16 +56,19 @@ def checked_rotary_dim(rotary_dim: Any) -> int:
         or rotary_dim % 2
         or not 0 <= rotary_dim <= _MOST_ENTRIES
     ):
+        action = "Pass an even rotary_dim."
+        if name == "head_dim":  # It was read from a shape.
+            action = f"Pass qkv.RoPE(rotary_dim={rotary_dim - 1}), or rows with an even head_dim."
         raise ArgumentError(
-            f"RoPE rotates pairs; {rotary_dim!r:.60} entries are not a whole number of pairs.",
-            action="Pass an even rotary_dim.",
+            f"RoPE rotates pairs; {name}={rotary_dim!r:.60} is not a whole number of pairs.",
+            action=action,
         )
     return int(rotary_dim)
 
 
-def inverse_frequencies(rotary_dim: int, base: float) -> Array:
+def inverse_frequencies(rotary_dim: int, base: float, name: str = "rotary_dim") -> Array:
     """`base ** (-2 i / rotary_dim)`."""
-    pairs = checked_rotary_dim(rotary_dim) // 2
+    pairs = checked_rotary_dim(rotary_dim, name) // 2
     steps = np.arange(pairs, dtype=np.float64)
     return np.asarray(positive("base", base) ** (-steps / max(pairs, 1)))
 

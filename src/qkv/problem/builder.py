@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from qkv.errors import AmbiguityError, ArgumentError, DTypeError, ShapeError
 from qkv.problem.expressions import Kind, Var, as_node, conjunction, text, variables
+from qkv.problem.padding import padding_index
 from qkv.problem.spec import Dropout, Origin, Rotation, Stage, TableSpec
 from qkv.problem.symbols import Expr, Table
 from qkv.readable_checks import as_array
@@ -236,11 +237,15 @@ class Builder:
             have not in (1, want) for have, want in zip(padded.shape, target, strict=True)
         ):
             names = ", ".join(["*batch", *(name for name, _, _ in axes)])
+            inserted, lengths = padding_index(self.shape.scores, view, label)
+            padding = f"Pass {label}{inserted}" + (f" or {lengths}." if lengths else ".")
             raise ShapeError(
                 f"{label} has shape {view.shape}, which does not broadcast to ({names}) = "
                 f"{target}.",
                 [("variant", self._label)],
-                "Insert dimensions of size 1 where it is the same for all.",
+                padding
+                if inserted and target == self.shape.scores
+                else "Insert dimensions of size 1 where it is the same for all.",
             )
         for axis, (size, stride) in enumerate(zip(padded.shape, padded.strides, strict=True)):
             if stride == 0 and size > 1:

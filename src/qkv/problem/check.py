@@ -173,6 +173,10 @@ def _no_variant(given: Any) -> ArgumentError:
     elif isinstance(given, list | tuple):
         fact = f"a {kind} of {len(given)} is not a variant."
         action = "Pass an array: True may attend, numbers are added to the scores."
+        if not given:
+            action = "Leave it out: without a mask every query sees every key."
+        elif any(hasattr(item, "lower") or hasattr(item, "dtype") for item in given):
+            action = "Pass each as an argument of its own: *variants."
     elif callable(given) and name:
         fact = f"the function {name} is not a variant."
         action = f"Pass qkv.ScoreMod({'fn' if name == '<lambda>' else name})."
@@ -307,7 +311,7 @@ def _scale(scale: Any, head_dim: int) -> float:
     if scale is None:
         return float(head_dim**-0.5)
     try:
-        number = float(scale)
+        number = float("nan" if isinstance(scale, str | bytes) else scale)
     except (OverflowError, TypeError, ValueError):
         number = float("nan")
     if not np.isfinite(number):

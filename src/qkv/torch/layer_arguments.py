@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from qkv.arrays.torch_arrays import check_dense
+from qkv.call.unknown_keywords import keyword_error
 from qkv.declarations import shown
-from qkv.errors import ArgumentError, DTypeError, ShapeError
+from qkv.errors import ArgumentError, DTypeError, KeywordError, ShapeError
 
-__all__ = ["Device", "FloatingType", "first_line", "require_fitting", "require_tensors"]
+__all__ = [
+    "Device",
+    "FloatingType",
+    "first_line",
+    "require_fitting",
+    "require_tensors",
+    "unknown_of_layer",
+]
 
 
 def _device(name: str, given: Any) -> torch.device | None:
@@ -97,3 +107,21 @@ def require_fitting(name: str, rows: Tensor, projection: nn.Module) -> None:
             f"{name} is on {rows.device}; the weights of its projection are on {weight.device}.",
             action=f"Pass {name}.to({str(weight.device)!r}), or move the layer.",
         )
+
+
+_KNOWN = ("num_kv_heads", "causal", "rope", "alibi", "dropout", "bias", "kv_dim", "device", "dtype")
+
+
+def unknown_of_layer(unknown: Mapping[str, Any]) -> KeywordError:
+    """What to raise for keywords that `MultiHeadAttention` is not made with."""
+    close = get_close_matches(next(iter(unknown)), _KNOWN, 1)
+    action = f"Pass {close[0]}= instead." if close else "Pass only keywords from this list."
+    widths = [unknown[name] for name in ("kdim", "vdim") if isinstance(unknown.get(name), int)]
+    if "batch_first" in unknown:
+        moved = "" if unknown["batch_first"] is True else ", and pass rows.transpose(0, 1)"
+        action = f"Leave it out{moved}: the batch always comes first."
+    elif widths:
+        given = "kv_dim" if widths[0] != widths[-1] else f"kv_dim={widths[0]}"
+        action = f"Pass {given}, the width of key and value."
+    fact = keyword_error("MultiHeadAttention", unknown, _KNOWN).fact
+    return KeywordError(fact, [("keywords", ", ".join(_KNOWN))], action)

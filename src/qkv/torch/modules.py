@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import qkv
 from qkv.backends.torch.attention import softmax
 from qkv.cache import ContiguousCache
-from qkv.cache.arguments import checked_integer
-from qkv.call.unknown_keywords import keyword_error
+from qkv.call.unknown_keywords import keyword_error, with_signature_of_theirs
 from qkv.declarations import Size, checked, checked_size
 from qkv.errors import ArgumentError, ShapeError
 from qkv.torch.layer_arguments import (
@@ -21,6 +20,7 @@ from qkv.torch.layer_arguments import (
     first_line,
     require_fitting,
     require_tensors,
+    unknown_of_layer,
 )
 
 __all__ = ["Cache", "MultiHeadAttention", "ScaledDotProductAttention"]
@@ -133,18 +133,21 @@ def _weights(Q: Tensor, K: Tensor, mask: Tensor | None, scale: float) -> Tensor:
 class Cache(ContiguousCache):
     """Keys and values of earlier tokens, at the end of which new ones are written.
 
-    `qkv.cache.ContiguousCache` with a capacity. For inference: rows are stored without gradients,
+    `qkv.cache.ContiguousCache` with a `length`. For inference: rows are stored without gradients,
     and rows that require gradients are refused.
 
     Parameters
     ----------
-    capacity : int
-        Tokens that there is room for; memory is taken when the first arrive.
+    capacity : int, optional
+        Tokens that there is room for; memory is then taken when the first arrive. Unless given,
+        it doubles whenever it is full.
+    dtype : "int8", optional
+        As for `qkv.cache.ContiguousCache`.
 
     Raises
     ------
     ArgumentError
-        If the capacity is not a whole number of 0 or more.
+        If the capacity is not a whole number of 0 or more, or the dtype is unknown.
 
     Examples
     --------
@@ -154,9 +157,6 @@ class Cache(ContiguousCache):
     >>> cache.length, tuple(key.shape)
     (3, (1, 2, 3, 4))
     """
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(checked_integer(0, "capacity", capacity))
 
     @property
     def length(self) -> int:
@@ -196,6 +196,9 @@ class MultiHeadAttention(nn.Module):
         of num_kv_heads, or torch cannot make such weights on the device.
     DTypeError
         If dtype is not one of torch's floating types of 16, 32 or 64 bits.
+    KeywordError
+        A keyword of `torch.nn.MultiheadAttention` that means nothing here; the message says what
+        to write.
 
     Notes
     -----
@@ -210,6 +213,7 @@ class MultiHeadAttention(nn.Module):
     torch.Size([2, 5, 16])
     """
 
+    @with_signature_of_theirs
     @checked
     def __init__(
         self,
@@ -225,8 +229,11 @@ class MultiHeadAttention(nn.Module):
         kv_dim: Size | None = None,
         device: Device = None,
         dtype: FloatingType = None,
+        **unknown: Any,
     ) -> None:
         super().__init__()
+        if unknown:
+            raise unknown_of_layer(unknown)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if embed_dim % num_heads:
             raise ArgumentError(
@@ -292,7 +299,8 @@ class MultiHeadAttention(nn.Module):
             What is given is no tensor, or of another type or device than the weights, or `cache`
             is no cache.
         ShapeError
-            Rows do not have the width of the weights that they are multiplied with.
+            Rows do not have the width of the weights that they are multiplied with, or with a
+            cache query and key do not have as many.
         KeywordError
             A keyword of `torch.nn.MultiheadAttention`; the message has the call to write.
         """
@@ -313,6 +321,13 @@ class MultiHeadAttention(nn.Module):
         if cache is not None and not (hasattr(cache, "append") and hasattr(cache, "q_offset")):
             raise ArgumentError(
                 f"cache is a {type(cache).__name__}, not a cache.", action="Pass qkv.torch.Cache."
+            )
+        if cache is not None and query.shape[-2] != key.shape[-2]:
+            raise ShapeError(
+                f"query has {query.shape[-2]} rows and key {key.shape[-2]} new tokens; with a "
+                "cache row i of query stands at new token i.",
+                [("query", f"{tuple(query.shape)}"), ("key", f"{tuple(key.shape)}")],
+                "Pass a row of query for each new token.",
             )
         q = self._heads(self.q_proj(query), self.num_heads)
         k = self._heads(self.k_proj(key), self.num_kv_heads)

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from qkv.errors import DTypeError, MaskLooksBooleanWarning
 from qkv.problem.builder import Builder, Shape, kind_of_array
 from qkv.problem.dense import Dense
+from qkv.problem.padding import padding_index
 from qkv.readable_checks import as_array
 from qkv.variants.base import Role, Variant
 
@@ -54,9 +55,16 @@ class Bias(Variant):
     def lower(self, builder: Builder) -> None:
         array = as_array("array", self.array)
         if kind_of_array(array, "a bias") != "float":
+            index, lengths = padding_index(builder.shape.scores, array, "array")
+            mask = f"qkv.Mask(array.astype(bool){index})" + (f" or {lengths}" if lengths else "")
+            fact = f"a bias has dtype {array.dtype}, not a floating type."
+            if array.dtype.kind != "b":  # A bare array need not be meant as a bias.
+                fact = f"an array has dtype {array.dtype}; masks are bool, biases floating."
             raise DTypeError(
-                f"a bias has dtype {array.dtype}, not a floating type.",
-                action="Pass array.astype(np.float32) to add it, or Mask(array.astype(bool)).",
+                fact,
+                [("array", f"{array.dtype} {array.shape}")],
+                f"Pass {mask} if 1 means may attend, or array.astype(np.float32){index} to add it "
+                "to the scores.",
             )
         bias = builder.broadcast(array, "bias")
         builder.mask(bias != -np.inf)

@@ -310,17 +310,17 @@ class RoPE(Variant):
         np.float64(0.25)
         """
         found = hf_config.read(config, layer_type, seq_len)
-        usual: Pairs = "interleaved" if found.interleaved else "half_split"
-        factor = found.attention_factor
-        return cls(layout=layout or usual, inv_freq=found.inv_freq, attention_factor=factor)
+        pairs: Pairs = layout or ("interleaved" if found.interleaved else "half_split")
+        return cls(layout=pairs, inv_freq=found.inv_freq, attention_factor=found.attention_factor)
 
     def frequencies(self, head_dim: int) -> NDArray[np.float64]:
         """Radians per position of each pair."""
         if self.inv_freq is not None:
             self._check_inv_freq((given := scaling.given_frequencies(self.inv_freq)).shape)
             return given
-        dim = head_dim if self.rotary_dim is None else self.rotary_dim
-        return scaling.inverse_frequencies(dim, self.base)
+        if self.rotary_dim is None:
+            return scaling.inverse_frequencies(head_dim, self.base, "head_dim")
+        return scaling.inverse_frequencies(self.rotary_dim, self.base)
 
     def _check_inv_freq(self, shape: tuple[int, ...]) -> None:
         if len(shape) != 1 or (self.rotary_dim is not None and self.rotary_dim != 2 * shape[0]):

@@ -50,6 +50,7 @@ class CpuBackend:
                 from qkv.backends.cpu.machine.host import host
 
             host()
+            get_num_threads()  # Raises now, and not in the first call that needs several.
         except (ImportError, OSError) as error:
             return (Refusal(f"llvmlite cannot be loaded: {error}", "platforms that have it"),)
         return ()

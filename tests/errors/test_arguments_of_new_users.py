@@ -1,0 +1,79 @@
+"""What somebody who comes from torch writes first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+
+X = np.random.default_rng(0).normal(size=(1, 2, 5, 8))
+
+
+@pytest.mark.parametrize("scale", ["0.1", b"0.1", np.str_("0.1")])
+def test_a_scale_in_words(scale: Any) -> None:
+    for function in (qkv.attention, qkv.plan, qkv.inspect):
+        with pytest.raises(qkv.ArgumentError, match=r"scale=.*0\.1.* is not a finite number"):
+            function(X, X, X, scale=scale)
+
+
+@pytest.mark.parametrize("scale", [0.1, np.float64(0.1), np.array(0.1)])
+def test_numbers_are_scales(scale: Any) -> None:
+    twice = qkv.attention(X * np.float64(0.1), X, X, scale=1.0, backend="blocked")
+    found = qkv.attention(X, X, X, scale=scale, backend="blocked")
+    np.testing.assert_allclose(found, twice, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda x: qkv.attention(x, x, x, qkv.RoPE()), lambda x: qkv.RoPE().rotate(x, np.arange(5))],
+    ids=["attention", "rotate"],
+)
+def test_rope_of_an_odd_head_dim_says_so(call: Any) -> None:
+    with pytest.raises(qkv.ArgumentError) as caught:
+        call(X[..., :7])
+    assert "head_dim=7" in caught.value.fact
+    assert caught.value.action == "Pass qkv.RoPE(rotary_dim=6), or rows with an even head_dim."
+
+
+def test_an_odd_rotary_dim_names_itself() -> None:
+    with pytest.raises(qkv.ArgumentError, match="rotary_dim=5 is not a whole number of pairs"):
+        qkv.RoPE(rotary_dim=5)
+
+
+class TestLayers:
+    def test_keywords_of_torchs_layer(self) -> None:
+        pytest.importorskip("torch", reason="the layer is torch's")
+        from qkv.torch import MultiHeadAttention
+
+        for keywords, action in (
+            ({"batch_first": True}, "Leave it out: the batch always comes first."),
+            ({"kdim": 8, "vdim": 8}, "Pass kv_dim=8, the width of key and value."),
+            ({"kdim": 8, "vdim": 4}, "Pass kv_dim, the width of key and value."),
+            ({"is_causal": True}, "Pass causal= instead."),
+            ({"kv_heads": 2}, "Pass num_kv_heads= instead."),
+        ):
+            given: dict[str, Any] = {"dropout": 0.1, **keywords}
+            with pytest.raises(qkv.KeywordError) as caught:
+                MultiHeadAttention(32, 4, **given)
+            assert f"{next(iter(keywords))!r}" in caught.value.fact
+            assert caught.value.action == action
+
+    def test_no_rows_of_other_orders(self) -> None:
+        pytest.importorskip("torch", reason="the layer is torch's")
+        from qkv.torch import MultiHeadAttention
+
+        with pytest.raises(qkv.KeywordError, match=r"transpose\(0, 1\)"):
+            MultiHeadAttention(32, 4, batch_first=False)
+
+    def test_a_cache_without_a_capacity_grows(self) -> None:
+        torch = pytest.importorskip("torch", reason="the cache is torch's")
+        from qkv.torch import Cache
+
+        cache, rows = Cache(), torch.from_numpy(X)
+        for i in range(5):
+            key, _ = cache.append(rows[:, :, i : i + 1], rows[:, :, i : i + 1])
+        assert cache.length == 5
+        assert torch.equal(key, rows)

@@ -1,0 +1,74 @@
+"""A mask of (batch, kv_len), as tokenizers give it: the error has the call to write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+
+X = np.random.default_rng(0).normal(size=(2, 4, 6, 8))
+
+
+def raised(*arguments: Any) -> qkv.QkvError:
+    with pytest.raises((qkv.ShapeError, qkv.DTypeError)) as caught:
+        qkv.attention(*arguments)
+    return caught.value
+
+
+@pytest.mark.parametrize("dtype", [np.int64, bool])
+def test_a_padding_mask_of_two_dimensions(dtype) -> None:
+    """`attention_mask` of Hugging Face, (batch, kv_len): the message means it."""
+    given = np.array([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]], dtype)
+    x = np.random.default_rng(0).normal(size=(2, 4, 5, 8))
+    keys = np.random.default_rng(1).normal(size=(2, 4, 6, 8))
+    name = "array" if dtype is np.int64 else "mask"
+    error = raised(x, keys, keys, given)
+    assert ("int64" if dtype is np.int64 else "(2, 6)") in error.fact
+    as_mask = "qkv.Mask(array.astype(bool)[:, None, None, :])"
+    written = as_mask if dtype is np.int64 else "mask[:, None, None, :]"
+    assert written in error.action
+    assert f"qkv.KeyLengths({name}.sum(-1))" in error.action
+    names = {"qkv": qkv, "array": given, "mask": given}
+    masked = qkv.attention(x, keys, keys, eval(written, names), backend="reference")
+    alone = qkv.attention(x[1], keys[1, :, :3], keys[1, :, :3], backend="reference")
+    np.testing.assert_allclose(masked[1], alone, rtol=0, atol=1e-12)
+    assert (
+        masked == qkv.attention(x, keys, keys, qkv.KeyLengths([6, 3]), backend="reference")
+    ).all()
+
+
+def test_a_padding_mask_with_padding_on_the_left() -> None:
+    """Lengths would not say what it means."""
+    given = np.array([[1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]], bool)
+    error = raised(X[:, :, :5], X, X, given)
+    assert "mask[:, None, None, :]" in error.action
+    assert "KeyLengths" not in error.action
+
+
+def test_tensors() -> None:
+    torch = pytest.importorskip("torch", reason="the words of torch")
+    x, given = torch.from_numpy(X), torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+    error = raised(x[:, :, :5], x, x, given)
+    assert "torch.float32" not in error.fact
+    assert "qkv.Mask(array.to(torch.bool)[:, None, None, :])" in error.action
+    masked = qkv.attention(
+        x, x, x, qkv.Mask(given.to(torch.bool)[:, None, None, :]), backend="blocked"
+    )
+    assert torch.equal(
+        masked, qkv.attention(x, x, x, qkv.KeyLengths(given.sum(-1)), backend="blocked")
+    )
+
+
+def test_a_bias_for_each_batch_row() -> None:
+    error = raised(X[:, :, :5], X, X, np.zeros((2, 6)))
+    assert "bias[:, None, None, :]" in error.action
+    assert "KeyLengths" not in error.action
+
+
+def test_a_boolean_bias() -> None:
+    error = raised(X, X, X, qkv.Bias(np.ones((6, 6), bool)))
+    assert error.fact == "a bias has dtype bool, not a floating type."
+    assert error.action.startswith("Pass qkv.Mask(array.astype(bool)) if 1 means may attend")
