@@ -18,7 +18,7 @@ from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.attention import observe
 from qkv.hf.forward_calls import BackwardAfter, around_forward, in_backward
 from qkv.hf.layer_call import LayerCall
-from qkv.hf.positions import positions_of, warn_beyond
+from qkv.hf.positions import can_be_scaled, positions_of, require_positions, warn_beyond
 from qkv.hf.sequences import CallArguments, Sequence
 from qkv.hf.sharding.layers import sharding_of
 from qkv.hf.sharding.record import ShardRecord
@@ -244,9 +244,24 @@ class _Run:
         self.inputs = {"input_ids": args[0], **inputs} if args else inputs
         ids = self._given("input_ids")
         self.record.tokens = None if ids is None else np.array(ids)
-        positions = positions_of(getattr(self.model, "config", None))
-        if ids is not None and positions is not None and ids.shape[1] > positions:
-            warn_beyond(ids.shape[1], positions)
+        self._check_positions(ids)
+
+    def _check_positions(self, ids: Array | None) -> None:
+        """Refuse a text that the model has no positions for, or warn of one."""
+        if ids is None:
+            return
+        config, count = getattr(self.model, "config", None), ids.shape[1]
+        places = self._given("position_ids")
+        if places is not None:
+            count = int(places.max(initial=-1)) + 1  # Those of packed texts begin anew.
+        else:
+            require_positions(self.model, count)
+            answers = self._given("decoder_input_ids")
+            if answers is not None:
+                require_positions(self.model, answers.shape[1], decoder=True)
+        positions = positions_of(config)
+        if positions is not None and count > positions:
+            warn_beyond(count, positions, can_be_scaled(config))
 
     def see(self, call: LayerCall) -> None:
         """Add the scores of one layer, before its output is computed."""
