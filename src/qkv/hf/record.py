@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as TextSequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -23,6 +24,7 @@ from qkv.hf.sequences import CallArguments, Sequence
 from qkv.hf.sharding.layers import sharding_of
 from qkv.hf.sharding.record import ShardRecord
 from qkv.hf.switching import inner_model, switched, uncompiled
+from qkv.hf.text_inputs import inputs_of_text
 from qkv.hf.usage import SilentLayers, warn_of_silent
 from qkv.inspection.model_record import Keep, ModelRecord
 from qkv.inspection.token_texts import token_texts
@@ -46,9 +48,10 @@ def inspect(
 @overload
 def inspect(
     model: torch.nn.Module,
-    text: str,
+    text: str | TextSequence[str],
     tokenizer: Any,
     *,
+    decoder_text: str | None = None,
     top: int = 4,
     keep: Keep = None,
     progress: Progress | None = None,
@@ -57,9 +60,10 @@ def inspect(
 
 def inspect(
     model: torch.nn.Module,
-    text: str | None = None,
+    text: str | TextSequence[str] | None = None,
     tokenizer: Any = None,
     *,
+    decoder_text: str | None = None,
     top: int = 4,
     keep: Keep = None,
     progress: Progress | None = None,
@@ -79,10 +83,14 @@ def inspect(
     model : transformers.PreTrainedModel, or a module with one inside
         Loaded with any attention implementation. It is switched to qkv inside the `with`, and
         has its own again afterwards, also after an error. Compiled code is run uncompiled there.
-    text : str, optional
-        What the model reads, as `tokenizer` turns it into inputs; no gradients are kept.
+    text : str or sequence of str, optional
+        What the model reads, as `tokenizer` turns it into inputs; several texts are one batch. No
+        gradients are kept.
     tokenizer : transformers tokenizer, optional
         Goes with `text`.
+    decoder_text : str, optional
+        For a model of an encoder and a decoder (T5, BART): what the decoder reads after its start
+        token, `decoder_start_token_id`. Without it the decoder reads the start token alone.
     top : int
         Keys to keep of each query.
     keep : "weights", layer numbers or None
@@ -99,7 +107,7 @@ def inspect(
     Warns
     -----
     UserWarning
-        The text has more tokens than the model has positions.
+        The text has more tokens than the model has positions, and they are not learned.
     NotUsedWarning
         Some attention layers that ran did not call qkv, so that the record lacks them.
 
@@ -109,7 +117,10 @@ def inspect(
         The model computes its attention without asking for an implementation, or is not on the
         CPU; or weights are to be kept of a sequence that is spread over ranks.
     ArgumentError
-        A text is given without a tokenizer, or a tokenizer without a text.
+        A text is given without a tokenizer, or a tokenizer without a text; a text has no tokens, or
+        more than the model has learned positions; texts of several lengths cannot be padded; the
+        configuration does not say what a decoder begins with: give its tokens in the other form,
+        `with qkv.hf.inspect(model) as record: model(**inputs, decoder_input_ids=...)`.
         The model is called more than once, or not at all; or there is no model of transformers, or
         more than one.
 
@@ -140,7 +151,7 @@ def inspect(
     ModelRecord('GPT2Model', 1 layers, 2 heads)
     """
     recorded = _recorded(model, top, keep, progress)
-    if text is None and tokenizer is None:
+    if text is None and tokenizer is None and decoder_text is None:
         return recorded
     if text is None or tokenizer is None:
         missing = "text" if text is None else "tokenizer"
@@ -153,10 +164,13 @@ def inspect(
             f"tokenizer={shown(tokenizer)} is no tokenizer.",
             action="Pass what AutoTokenizer.from_pretrained returns.",
         )
-    inputs = tokenizer(text, return_tensors="pt")
+    inputs = inputs_of_text(inner_model(model), text, tokenizer, decoder_text)
     with torch.no_grad(), recorded as record:
         model(**inputs)
     record.texts = token_texts(tokenizer, inputs["input_ids"][0].tolist())
+    if "decoder_input_ids" in inputs:
+        answer = inputs["decoder_input_ids"][0].tolist()
+        record.decoder_texts = token_texts(tokenizer, answer)
     return record
 
 
