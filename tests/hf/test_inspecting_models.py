@@ -321,6 +321,18 @@ def test_weights_are_stored_on_request() -> None:
         record[0].weights  # noqa: B018
 
 
+def test_layers_to_keep_that_are_not_there() -> None:
+    model = model_of("gpt2")
+    with (
+        pytest.raises(qkv.ArgumentError, match="layer 9 does not exist") as found,
+        qkv.hf.inspect(model, keep=[1, 9]),
+    ):
+        model(IDS)
+    assert found.value.action == "Choose from 0 to 1."
+    with pytest.raises(qkv.ArgumentError, match=r"keep=\[-1\]"), qkv.hf.inspect(model, keep=[-1]):
+        model(IDS)
+
+
 @pytest.mark.slow
 def test_training_and_bfloat16() -> None:
     """Scores are those before dropout; gradients still flow."""

@@ -94,7 +94,8 @@ def inspect(
     top : int
         Keys to keep of each query.
     keep : "weights", layer numbers or None
-        Layers whose query and key are kept, so that `record[i].weights` can be read.
+        Layers whose query and key are kept, so that `record[i].weights` can be read. Numbers count
+        from 0; one that no layer has is an error when the model has run.
     progress : callable (done, total), optional
         Told of each layer that is done.
 
@@ -205,6 +206,7 @@ def _recorded(
         finally:
             after.has_ended = True
     run.require_layers()
+    record.require_kept()
     warn_of_silent(model, run.silent.names, len(record))
 
 
@@ -258,12 +260,14 @@ class _Run:
         self.inputs = {"input_ids": args[0], **inputs} if args else inputs
         ids = self._given("input_ids")
         self.record.tokens = None if ids is None else np.array(ids)
-        self._check_positions(ids)
+        self._check_length(ids)
 
-    def _check_positions(self, ids: Array | None) -> None:
-        """Refuse a text that the model has no positions for, or warn of one."""
+    def _check_length(self, ids: Array | None) -> None:
+        """Refuse a text without tokens, or with more than learned positions; warn of others."""
         if ids is None:
             return
+        if not ids.size:
+            raise ArgumentError("the text has no tokens.", action="Pass a sentence.")
         config, count = getattr(self.model, "config", None), ids.shape[1]
         places = self._given("position_ids")
         if places is not None:

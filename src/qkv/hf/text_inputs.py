@@ -32,12 +32,10 @@ def inputs_of_text(
     Raises
     ------
     ArgumentError
-        There is no token, or no start token of the decoder, or texts of several lengths cannot be
+        There is no text, or no start token of the decoder, or texts of several lengths cannot be
         padded.
     """
     inputs = dict(tokenizer(_texts(text), return_tensors="pt", **_padding(text, tokenizer)))
-    if not inputs["input_ids"].numel():
-        raise ArgumentError("the text has no tokens.", action="Pass a sentence.")
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         start = torch.tensor([[_start_token(model)]])

@@ -37,7 +37,9 @@ def _is_keep(keep: Any) -> bool:
     if keep is None or isinstance(keep, str):
         return keep in (None, "weights")
     try:
-        return isinstance(keep, Collection) and all(isinstance(n, int | np.integer) for n in keep)
+        return isinstance(keep, Collection) and all(
+            isinstance(n, int | np.integer) and n >= 0 for n in keep
+        )
     except TypeError:  # An array of no dimension.
         return False
 
@@ -69,7 +71,7 @@ class ModelRecord:
     Raises
     ------
     ArgumentError
-        If `keep` is another string.
+        If `keep` is another string, or has a number below 0.
 
     Notes
     -----
@@ -92,7 +94,7 @@ class ModelRecord:
         if not _is_keep(keep):
             raise ArgumentError(
                 f"keep={shown(keep)} is not known.",
-                action='Pass "weights" for all layers, or the numbers of some.',
+                action='Pass "weights" for all layers, or the numbers of some, from 0.',
             )
         self.model = model
         self.layers: list[LayerRecord] = []
@@ -156,6 +158,18 @@ class ModelRecord:
                 else "Call the model first: no layer has run.",
             )
         return self.layers[index]
+
+    def require_kept(self) -> None:
+        """Refuse numbers in `keep` that no layer has; for those who have added all layers.
+
+        Raises
+        ------
+        ArgumentError
+            If there is no such layer.
+        """
+        if not isinstance(self._keep, str):
+            for index in self._keep or ():
+                self.layer(index)
 
     def __getitem__(self, index: int) -> LayerRecord:
         try:
