@@ -101,7 +101,7 @@ def inspect_corpus(
     >>> texts = [torch.tensor([[1, 2, 3, n]]) for n in range(4)]
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     qkv.hf.inspect_corpus(model, texts, folder)
-    CorpusRecord('GPT2Model', 4 texts, 1 layers, 2 heads)
+    CorpusRecord('GPT2Model', 4 texts, 1 layer, 2 heads)
     """
     if not isinstance(folder, str | os.PathLike):
         raise ArgumentError(

@@ -149,7 +149,7 @@ def inspect(
     >>> with qkv.hf.inspect(model) as record:
     ...     output = model(ids)
     >>> record
-    ModelRecord('GPT2Model', 1 layers, 2 heads)
+    ModelRecord('GPT2Model', 1 layer, 2 heads)
     """
     recorded = _recorded(model, top, keep, progress)
     if text is None and tokenizer is None and decoder_text is None:

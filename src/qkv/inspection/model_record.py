@@ -18,6 +18,7 @@ from qkv.declarations import checked, shown
 from qkv.errors import ArgumentError
 from qkv.inspection import model_file
 from qkv.inspection.comparison import ComparedHeads, HeadComparison
+from qkv.inspection.counts import counted
 from qkv.inspection.head_scores import HeadScores, head_scores
 from qkv.inspection.head_table import HeadTable, as_frame, frame_or_table
 from qkv.inspection.layer_record import LayerRecord
@@ -115,7 +116,8 @@ class ModelRecord:
         Parameters
         ----------
         query, key, *variants, **options
-            As for `head_scores`, which does not ask for values.
+            As for `head_scores`, which does not ask for values. The first `tokens` become those of
+            the record.
         name : str
             Name of the layer.
         sequences : tuple (str or None, str or None), keyword
@@ -134,6 +136,9 @@ class ModelRecord:
         scores = self._scores(query, key, *variants, top=self._top, **options)
         if not keep_weights:
             scores = replace(scores, weights=None, inputs=None)
+        tokens = options.get("tokens")
+        if self.tokens is None and tokens is not None and sequences[1] == "input_ids":
+            self.tokens = np.array(np.atleast_2d(np.asarray(tokens)))
         layer = LayerRecord(index, name, scores, sequences)
         self.layers.append(layer)
         return layer
@@ -185,7 +190,8 @@ class ModelRecord:
 
     def __repr__(self) -> str:
         heads = sum(layer.num_heads for layer in self)
-        return f"ModelRecord({self.model!r}, {len(self)} layers, {heads} heads)"
+        sizes = f"{counted(len(self), 'layer')}, {counted(heads, 'head')}"
+        return f"ModelRecord({self.model!r}, {sizes})"
 
     def heads(self) -> Any:
         """One row for each layer and head, averaged over batch and queries that are no padding.
@@ -303,7 +309,7 @@ class ModelRecord:
         (8, 3)
         """
         return HeadComparison(
-            *(ComparedHeads.of(r.model, r.rows(), r.texts) for r in (self, other))
+            *(ComparedHeads.of(r.model, r.rows(), r.texts, r.tokens) for r in (self, other))
         )
 
     def plot(

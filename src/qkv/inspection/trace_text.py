@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.inspection.counts import counted
 from qkv.inspection.tokens import columns, printable
 from qkv.inspection.trace_fields import (
     RowGradients,
@@ -107,12 +108,13 @@ def render(trace: TraceFields, width: int = 100, top: int | None = None) -> str:
 def _heading(trace: TraceFields) -> Iterator[str]:
     p = trace.problem
     yield f"Attention: {printable(p.summary, 200)}"
-    heads = f"{p.num_heads} heads" if p.num_heads != 1 else "1 head"
+    heads = counted(p.num_heads, "head")
     if p.num_kv_heads != p.num_heads:
         heads += f" on {p.num_kv_heads} kv heads"
     batch = f"batch {p.batch_shape}, " if p.batch_shape else ""
     yield (
-        f"{batch}{heads}, {p.q_len} queries, {p.kv_len} keys, head_dim {p.head_dim}, "
+        f"{batch}{heads}, {counted(p.q_len, 'query', 'queries')}, "
+        f"{counted(p.kv_len, 'key')}, head_dim {p.head_dim}, "
         f"v_head_dim {p.v_head_dim}, {p.dtype}"
     )
 
