@@ -243,8 +243,9 @@ def test_a_model_that_is_compiled_or_inside_another_module(wrapper: str) -> None
 def test_a_module_without_one_model(count: int) -> None:
     parts = torch.nn.Sequential(*[copy.deepcopy(model_of("llama")) for _ in range(count)])
     fact = f"Sequential has {count} models of transformers inside"
-    with pytest.raises(qkv.ArgumentError, match=fact), qkv.hf.inspect(parts):
+    with pytest.raises(qkv.ArgumentError, match=fact) as found, qkv.hf.inspect(parts):
         pass
+    assert ("record.add(query, key" in found.value.action) == (count == 0)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

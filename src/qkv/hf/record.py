@@ -34,6 +34,11 @@ __all__ = ["inspect"]
 Array = NDArray[Any]
 Progress = Callable[[int, int], None]
 
+_OWN_MODELS = (
+    "Record the layers of an own model with qkv.ModelRecord: record.add(query, key, qkv.Causal(), "
+    'name="layer 0") for each of them, as docs/inspect-models.md shows.'
+)
+
 
 @overload
 def inspect(
@@ -165,7 +170,7 @@ def inspect(
             f"tokenizer={shown(tokenizer)} is no tokenizer.",
             action="Pass what AutoTokenizer.from_pretrained returns.",
         )
-    inputs = inputs_of_text(inner_model(model), text, tokenizer, decoder_text)
+    inputs = inputs_of_text(inner_model(model, _OWN_MODELS), text, tokenizer, decoder_text)
     with torch.no_grad(), recorded as record:
         model(**inputs)
     record.texts = token_texts(tokenizer, inputs["input_ids"][0].tolist())
@@ -182,7 +187,7 @@ def _recorded(
     from qkv.hf import enable
 
     enable()
-    model = inner_model(model)
+    model = inner_model(model, _OWN_MODELS)
     _require_cpu(model)
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
     sharding = sharding_of(model)

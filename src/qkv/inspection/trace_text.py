@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,7 @@ def render(trace: TraceFields, width: int = 100, top: int | None = None) -> str:
         for row in head.rows:
             lines += ["", *_Row(trace, head, row, width, top).lines()]
     if trace.gradient is not None:
-        lines += ["", *_gradients(trace.gradient, width, top)]
+        lines += ["", *_gradients(trace, trace.gradient, width, top)]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -337,8 +338,14 @@ class _Row:
         yield from self.vector("   dq = ", _without_noise(back.d_query), form=_number)
 
 
-def _gradients(gradient: TracedGradients, width: int, top: int | None) -> Iterator[str]:
+def _gradients(
+    trace: TraceFields, gradient: TracedGradients, width: int, top: int | None
+) -> Iterator[str]:
     yield "=== Gradients, summed over all rows and heads ==="
+    shown_rows = sum(len(head.rows) for head in trace.heads)
+    all_rows = prod(trace.problem.batch_shape) * trace.problem.num_heads * trace.problem.q_len
+    if shown_rows < all_rows:
+        yield f"Of all {all_rows:,} rows, not of the {shown_rows:,} above alone."
     arrays = {"dQ": gradient.d_query, "dK": gradient.d_key, "dV": gradient.d_value}
     for name, array in arrays.items():
         shown = _without_noise(array)
