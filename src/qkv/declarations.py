@@ -39,6 +39,7 @@ __all__ = [
     "Positive",
     "Rule",
     "Size",
+    "TextOrIds",
     "Whole",
     "checked",
     "checked_integer",
@@ -159,6 +160,10 @@ def _sequence(name: str, given: Any) -> Any:
     return given
 
 
+def _text_or_ids(name: str, given: Any) -> Any:
+    return given if isinstance(given, str) else _entries(checked_integer)(name, given)
+
+
 def _indent(name: str, given: Any) -> int:
     size = checked_size(name, given, 0)
     if size > 100:
@@ -180,6 +185,8 @@ Interval: TypeAlias = Annotated[tuple[float, float], _interval]
 """Two numbers, the smaller one first."""
 Places: TypeAlias = Annotated[Sequence[int], _places]
 """Whole numbers of 0 or more."""
+TextOrIds: TypeAlias = Annotated[str | Sequence[int], _text_or_ids]
+"""A text, or the ids of its tokens."""
 
 
 def checked(thing: T) -> T:

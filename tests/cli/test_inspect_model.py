@@ -600,7 +600,7 @@ def test_weights_that_attention_does_not_read(
         without(path, "decoder.block.0.layer.0.SelfAttention.q")
     (tmp_path / "t.txt").write_text("hello", encoding="utf-8")
     assert main(["inspect", "--model", str(path), "--text", str(tmp_path / "t.txt")]) == 0
-    assert "1 layers, 2 heads" in " ".join(capsys.readouterr().out.split())
+    assert "1 layer, 2 heads" in " ".join(capsys.readouterr().out.split())
 
 
 def test_nothing_is_fetched_without_asking(

@@ -243,8 +243,9 @@ def test_a_model_that_is_compiled_or_inside_another_module(wrapper: str) -> None
 def test_a_module_without_one_model(count: int) -> None:
     parts = torch.nn.Sequential(*[copy.deepcopy(model_of("llama")) for _ in range(count)])
     fact = f"Sequential has {count} models of transformers inside"
-    with pytest.raises(qkv.ArgumentError, match=fact), qkv.hf.inspect(parts):
+    with pytest.raises(qkv.ArgumentError, match=fact) as found, qkv.hf.inspect(parts):
         pass
+    assert ("record.add(query, key" in found.value.action) == (count == 0)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -319,6 +320,18 @@ def test_weights_are_stored_on_request() -> None:
     assert record[1].weights.shape == (2, 4, 14, 14)
     with pytest.raises(qkv.ArgumentError, match=r"keep=\[0\]"):
         record[0].weights  # noqa: B018
+
+
+def test_layers_to_keep_that_are_not_there() -> None:
+    model = model_of("gpt2")
+    with (
+        pytest.raises(qkv.ArgumentError, match="layer 9 does not exist") as found,
+        qkv.hf.inspect(model, keep=[1, 9]),
+    ):
+        model(IDS)
+    assert found.value.action == "Choose from 0 to 1."
+    with pytest.raises(qkv.ArgumentError, match=r"keep=\[-1\]"), qkv.hf.inspect(model, keep=[-1]):
+        model(IDS)
 
 
 @pytest.mark.slow

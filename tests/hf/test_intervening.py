@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 REASON = "changing heads of models of transformers needs it: pip install transformers"
@@ -184,7 +185,9 @@ def test_the_model_is_as_it_was_after_an_error() -> None:
     [
         ({(0, 0): "on"}, "nothing that a head can become"),
         ({0: "off"}, "no pair of layer and head"),
-        ({(0, -1): "off"}, "no pair of layer and head"),
+        ({(True, 0): "off"}, "no pair of layer and head"),
+        ({(0, -1): "off"}, "negative number; layers and heads count from 0"),
+        ({(-1, 0): "off"}, "negative number; layers and heads count from 0"),
         ({(7, 0): "off"}, "layer 7 does not exist"),
     ],
 )
@@ -192,6 +195,16 @@ def test_wrong_changes(changes: Any, fact: str) -> None:
     model = model_of("llama")
     with InDouble(), pytest.raises(qkv.ArgumentError, match=fact), qkv.hf.intervene(model, changes):
         logits(model)
+
+
+def test_numbers_of_numpy() -> None:
+    """As tables of pandas give them."""
+    model = model_of("llama")
+    with InDouble():
+        with qkv.hf.intervene(model, {(1, 2): "off"}):
+            expected = logits(model)
+        with qkv.hf.intervene(model, {(np.int64(1), np.int64(2)): "off"}):
+            assert torch.equal(logits(model), expected)
 
 
 def test_a_model_that_ignores_the_implementation() -> None:

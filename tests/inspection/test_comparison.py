@@ -76,7 +76,7 @@ def test_the_text_has_both_texts_and_the_largest_difference(records) -> None:
 def test_records_of_other_shapes_are_refused(records) -> None:
     other = qkv.ModelRecord("one layer")
     other.add(np.eye(4)[None], np.eye(4)[None], name="layer 0")
-    with pytest.raises(qkv.ShapeError, match="2 layers with 8 heads and of 1 layers with 1 heads"):
+    with pytest.raises(qkv.ShapeError, match="2 layers, 8 heads and of 1 layer, 1 head cannot"):
         records[0].compare(other)
     with pytest.raises(qkv.ShapeError, match="0 layers"):
         qkv.ModelRecord("none").compare(qkv.ModelRecord("none"))

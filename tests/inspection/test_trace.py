@@ -285,4 +285,4 @@ def test_a_trace_beyond_the_limit_is_refused_with_its_size() -> None:
 
 
 def test_repr_is_short() -> None:
-    assert repr(explain(SMALL[0], head=0, batch=0)) == "Trace(9 rows of 1 heads, kv_len=9)"
+    assert repr(explain(SMALL[0], head=0, batch=0)) == "Trace(9 rows of 1 head, kv_len=9)"

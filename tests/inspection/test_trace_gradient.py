@@ -309,3 +309,19 @@ def test_derivative_by_a_table_entry() -> None:
     found = evaluate(derivative(node, slope), {"score": 2.0}, tables, np.dtype(np.float64))
     assert found == 2 * 3.0 * 2.0
     assert derivative(node, other) == constant(1.0)
+
+
+def test_gradients_beside_one_row_are_of_all_rows() -> None:
+    """The text says so, and a cotangent that is 0 elsewhere gives those of the row alone."""
+    q, k, v = np.random.default_rng(3).normal(size=(3, 2, 5, 4))
+    whole = qkv.explain(q, k, v, grad=True)
+    one = qkv.explain(q, k, v, head=1, q_index=2, grad=True)
+    np.testing.assert_array_equal(one.gradient.d_key, whole.gradient.d_key)
+    assert "Of all 10 rows, not of the 1 above alone." in str(one)
+    assert "above alone" not in str(whole)
+    cotangent = np.zeros((2, 5, 4))
+    cotangent[1, 2] = 1
+    alone = qkv.explain(q, k, v, head=1, q_index=2, grad=True, cotangent=cotangent)
+    w = one.heads[0].rows[0].softmax.weights
+    np.testing.assert_allclose(alone.gradient.d_value[1], np.outer(w, np.ones(4)), atol=1e-12)
+    assert not alone.gradient.d_value[0].any()

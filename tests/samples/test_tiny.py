@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 import qkv
-from qkv.samples import TinyModel, tiny_model
+from qkv.samples import TinyModel, language_model, tiny_model
 from scripts import script_module
 
 Array = NDArray[np.float64]
@@ -258,3 +258,29 @@ def test_ids_that_are_none(ids: list[object], fact: str) -> None:
     for use in (model.logits, model.tokens, lambda given: list(model.attention_inputs(given))):
         with pytest.raises(qkv.ArgumentError, match=fact):
             use(ids)
+
+
+def test_a_text_is_taken_where_ids_are() -> None:
+    tiny, text = tiny_model(), "qkv makes #7"
+    for use in (tiny.logits, tiny.loss, lambda given: next(tiny.attention_inputs(given))[0]):
+        np.testing.assert_array_equal(use(text), use(tiny.encode(text)))
+        np.testing.assert_array_equal(use(np.array(tiny.encode(text))), use(text))
+    language, sentence = language_model(), "She could not"
+    found = language.next_probabilities(sentence)
+    np.testing.assert_array_equal(found, language.next_probabilities(language.encode(sentence)))
+    assert tiny.inspect(np.array(tiny.encode(text))).texts == list(text)
+
+
+def test_layers_that_are_not_there() -> None:
+    model = tiny_model()
+    assert model.inspect("the cat", keep=[1])[1].weights.shape == (1, HEADS, 7, 7)
+    for use in (
+        lambda: model.inspect("the cat", keep=[0, 9]),
+        lambda: model.logits("the cat", {(9, 0): "off"}),
+        lambda: model.inspect("the cat").layer(9),
+    ):
+        with pytest.raises(qkv.ArgumentError, match="layer 9 does not exist") as found:
+            use()
+        assert found.value.action == "Choose from 0 to 1."
+    with pytest.raises(qkv.ArgumentError, match=r"keep=\[-1\] is not known"):
+        model.inspect("the cat", keep=[-1])

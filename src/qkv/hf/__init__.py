@@ -12,6 +12,7 @@ ignored_keywords
                 keywords without one; a name in neither file is refused
 layer_call      the call that comes of it, as arguments of `qkv.attention`
 positions       how many positions a model has
+text_inputs     what a model is called with for a text
 layer_weights   its weights, a tensor that is computed where it is read
 prepared_layers decoding steps: prepared calls, one for each kind of layer
 masks           masks without storage; mask_functions, groups: functions read as masks

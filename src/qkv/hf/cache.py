@@ -20,7 +20,7 @@ from qkv.cache import ContiguousCache, PagedCache, RollingCache
 from qkv.cache.arguments import checked_integer
 from qkv.declarations import shown
 from qkv.errors import ArgumentError, UnsupportedError
-from qkv.hf.positions import positions_of, warn_beyond
+from qkv.hf.positions import can_be_scaled, positions_of, warn_beyond
 from qkv.hf.stored_tensor import as_tensors
 
 __all__ = ["Cache"]
@@ -95,7 +95,7 @@ class Cache(DynamicCache):
             full_cache = partial(PagedCache, page_size, num_pages, dtype=dtype)
         # Made once here, so that wrong arguments raise now and not in the first layer.
         full_cache()
-        self._positions = positions_of(config)
+        self._positions, self._can_be_scaled = positions_of(config), can_be_scaled(config)
         # DynamicCache.__init__ would make layers of its own class.
         if config is None:
             replicate: Any = partial(_make_layer, full_cache)
@@ -128,7 +128,7 @@ class Cache(DynamicCache):
         if self._positions is not None:
             count = self.get_seq_length(layer_idx) + query_length
             if count > self._positions:
-                warn_beyond(count, self._positions)
+                warn_beyond(count, self._positions, self._can_be_scaled)
                 self._positions = None  # Once is enough.
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes

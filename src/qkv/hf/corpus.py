@@ -18,6 +18,7 @@ from qkv.distributed.links import TIMEOUT, Links, group_of
 from qkv.errors import ArgumentError, DistributedError, FileError, QkvError
 from qkv.hf.record import inspect
 from qkv.hf.switching import inner_model
+from qkv.hf.text_inputs import inputs_of_text
 from qkv.inspection.corpus import CorpusRecord, LayerSums, sums_of
 from qkv.inspection.corpus_folder import Chunk, CorpusFolder
 
@@ -55,7 +56,8 @@ def inspect_corpus(
     folder : path
         All ranks see it. Of one corpus and one model.
     tokenizer : callable, optional
-        For strings: called as `tokenizer(text, return_tensors="pt")`.
+        For strings: called as `tokenizer(text, return_tensors="pt")`. The decoder of a model of
+        two sequences reads its start token alone; a mapping of inputs can give it more.
     chunk : int
         Texts of one file; what a killed process has begun is lost.
     mesh : DeviceMesh or ProcessGroup, optional
@@ -99,7 +101,7 @@ def inspect_corpus(
     >>> texts = [torch.tensor([[1, 2, 3, n]]) for n in range(4)]
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     qkv.hf.inspect_corpus(model, texts, folder)
-    CorpusRecord('GPT2Model', 4 texts, 1 layers, 2 heads)
+    CorpusRecord('GPT2Model', 4 texts, 1 layer, 2 heads)
     """
     if not isinstance(folder, str | os.PathLike):
         raise ArgumentError(
@@ -249,6 +251,13 @@ class _Run:
 
     def _inputs(self, number: int) -> dict[str, Any]:
         """What the model is called with for one text."""
+        inputs = self._read(number)
+        ids = inputs.get("input_ids")
+        if isinstance(ids, torch.Tensor) and not ids.numel():
+            raise ArgumentError(f"text {number} has no tokens.", action="Leave it out.")
+        return inputs
+
+    def _read(self, number: int) -> dict[str, Any]:
         text = self.texts[number]
         if isinstance(text, str):
             if self.tokenizer is None:
@@ -256,20 +265,20 @@ class _Run:
                     f"text {number} is a string, and there is no tokenizer.",
                     action="Pass tokenizer=, or token ids.",
                 )
-            text = self.tokenizer(text, return_tensors="pt")
+            return inputs_of_text(inner_model(self.model), text, self.tokenizer)
         if isinstance(text, Mapping):
             return dict(text)
         try:
             ids = torch.as_tensor(text)
         except (TypeError, ValueError, RuntimeError):
             ids = None
-        if ids is None or ids.ndim not in (1, 2) or ids.is_floating_point():
+        if ids is None or ids.ndim not in (1, 2) or (ids.is_floating_point() and ids.numel()):
             raise ArgumentError(
                 f"text {number} is a {type(text).__name__} of no token ids.",
                 action="Pass a mapping of inputs, token ids (length,) or (batch, length), or a "
                 "string and a tokenizer.",
             )
-        return {"input_ids": ids.reshape(-1, ids.shape[-1])}
+        return {"input_ids": ids[None] if ids.ndim == 1 else ids}
 
 
 def _digest(inputs: Mapping[str, Any]) -> str:

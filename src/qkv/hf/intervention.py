@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 
 from qkv.errors import ArgumentError, UnsupportedError
@@ -60,7 +61,7 @@ def intervene(model: torch.nn.Module, changes: Mapping[tuple[int, int], Change])
         it was afterwards, also after an error.
     changes : mapping of (layer, head) to change
         Layers as `qkv.hf.inspect` numbers them, in the order in which the model first calls them,
-        and query heads. Other models that run meanwhile are not changed.
+        and query heads, both from 0. Other models that run meanwhile are not changed.
         "off": the head writes 0. "uniform": equal weights on all keys that its masks allow,
         without biases and sinks. `CopyFrom(**inputs)`: the weights that it has on another prompt
         of the same length, which is run first, unchanged.
@@ -115,17 +116,27 @@ def _checked(changes: Any) -> dict[tuple[int, int], Change]:
     found: dict[tuple[int, int], Change] = {}
     for place, change in dict(changes).items():
         pair = isinstance(place, tuple) and len(place) == 2
-        if not pair or not all(type(index) is int and index >= 0 for index in place):
+        if not pair or not all(_is_number(index) for index in place):
             raise ArgumentError(
                 f"{place!r:.60} is no pair of layer and head.", action="Pass {(layer, head): ...}."
+            )
+        if min(place) < 0:
+            # How many layers there are is known when the model has run.
+            raise ArgumentError(
+                f"{place!r:.60} has a negative number; layers and heads count from 0 here.",
+                action="Count from 0, as record.heads() does.",
             )
         if not isinstance(change, CopyFrom) and change not in ("off", "uniform"):
             raise ArgumentError(
                 f"{change!r:.60} is nothing that a head can become.",
                 action='Use "off", "uniform", or qkv.hf.CopyFrom(**inputs).',
             )
-        found[place] = change
+        found[int(place[0]), int(place[1])] = change
     return found
+
+
+def _is_number(index: Any) -> bool:
+    return isinstance(index, int | np.integer) and not isinstance(index, bool)
 
 
 def _copied(

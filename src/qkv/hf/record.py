@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as TextSequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -18,11 +19,12 @@ from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.attention import observe
 from qkv.hf.forward_calls import BackwardAfter, around_forward, in_backward
 from qkv.hf.layer_call import LayerCall
-from qkv.hf.positions import positions_of, warn_beyond
+from qkv.hf.positions import can_be_scaled, positions_of, require_positions, warn_beyond
 from qkv.hf.sequences import CallArguments, Sequence
 from qkv.hf.sharding.layers import sharding_of
 from qkv.hf.sharding.record import ShardRecord
 from qkv.hf.switching import inner_model, switched, uncompiled
+from qkv.hf.text_inputs import inputs_of_text
 from qkv.hf.usage import SilentLayers, warn_of_silent
 from qkv.inspection.model_record import Keep, ModelRecord
 from qkv.inspection.token_texts import token_texts
@@ -31,6 +33,11 @@ __all__ = ["inspect"]
 
 Array = NDArray[Any]
 Progress = Callable[[int, int], None]
+
+_OWN_MODELS = (
+    "Record the layers of an own model with qkv.ModelRecord: record.add(query, key, qkv.Causal(), "
+    'name="layer 0") for each of them, as docs/inspect-models.md shows.'
+)
 
 
 @overload
@@ -46,9 +53,10 @@ def inspect(
 @overload
 def inspect(
     model: torch.nn.Module,
-    text: str,
+    text: str | TextSequence[str],
     tokenizer: Any,
     *,
+    decoder_text: str | None = None,
     top: int = 4,
     keep: Keep = None,
     progress: Progress | None = None,
@@ -57,9 +65,10 @@ def inspect(
 
 def inspect(
     model: torch.nn.Module,
-    text: str | None = None,
+    text: str | TextSequence[str] | None = None,
     tokenizer: Any = None,
     *,
+    decoder_text: str | None = None,
     top: int = 4,
     keep: Keep = None,
     progress: Progress | None = None,
@@ -79,14 +88,19 @@ def inspect(
     model : transformers.PreTrainedModel, or a module with one inside
         Loaded with any attention implementation. It is switched to qkv inside the `with`, and
         has its own again afterwards, also after an error. Compiled code is run uncompiled there.
-    text : str, optional
-        What the model reads, as `tokenizer` turns it into inputs; no gradients are kept.
+    text : str or sequence of str, optional
+        What the model reads, as `tokenizer` turns it into inputs; several texts are one batch. No
+        gradients are kept.
     tokenizer : transformers tokenizer, optional
         Goes with `text`.
+    decoder_text : str, optional
+        For a model of an encoder and a decoder (T5, BART): what the decoder reads after its start
+        token, `decoder_start_token_id`. Without it the decoder reads the start token alone.
     top : int
         Keys to keep of each query.
     keep : "weights", layer numbers or None
-        Layers whose query and key are kept, so that `record[i].weights` can be read.
+        Layers whose query and key are kept, so that `record[i].weights` can be read. Numbers count
+        from 0; one that no layer has is an error when the model has run.
     progress : callable (done, total), optional
         Told of each layer that is done.
 
@@ -99,7 +113,7 @@ def inspect(
     Warns
     -----
     UserWarning
-        The text has more tokens than the model has positions.
+        The text has more tokens than the model has positions, and they are not learned.
     NotUsedWarning
         Some attention layers that ran did not call qkv, so that the record lacks them.
 
@@ -109,7 +123,10 @@ def inspect(
         The model computes its attention without asking for an implementation, or is not on the
         CPU; or weights are to be kept of a sequence that is spread over ranks.
     ArgumentError
-        A text is given without a tokenizer, or a tokenizer without a text.
+        A text is given without a tokenizer, or a tokenizer without a text; a text has no tokens, or
+        more than the model has learned positions; texts of several lengths cannot be padded; the
+        configuration does not say what a decoder begins with: give its tokens in the other form,
+        `with qkv.hf.inspect(model) as record: model(**inputs, decoder_input_ids=...)`.
         The model is called more than once, or not at all; or there is no model of transformers, or
         more than one.
 
@@ -137,10 +154,10 @@ def inspect(
     >>> with qkv.hf.inspect(model) as record:
     ...     output = model(ids)
     >>> record
-    ModelRecord('GPT2Model', 1 layers, 2 heads)
+    ModelRecord('GPT2Model', 1 layer, 2 heads)
     """
     recorded = _recorded(model, top, keep, progress)
-    if text is None and tokenizer is None:
+    if text is None and tokenizer is None and decoder_text is None:
         return recorded
     if text is None or tokenizer is None:
         missing = "text" if text is None else "tokenizer"
@@ -153,10 +170,13 @@ def inspect(
             f"tokenizer={shown(tokenizer)} is no tokenizer.",
             action="Pass what AutoTokenizer.from_pretrained returns.",
         )
-    inputs = tokenizer(text, return_tensors="pt")
+    inputs = inputs_of_text(inner_model(model, _OWN_MODELS), text, tokenizer, decoder_text)
     with torch.no_grad(), recorded as record:
         model(**inputs)
     record.texts = token_texts(tokenizer, inputs["input_ids"][0].tolist())
+    if "decoder_input_ids" in inputs:
+        answer = inputs["decoder_input_ids"][0].tolist()
+        record.decoder_texts = token_texts(tokenizer, answer)
     return record
 
 
@@ -167,7 +187,7 @@ def _recorded(
     from qkv.hf import enable
 
     enable()
-    model = inner_model(model)
+    model = inner_model(model, _OWN_MODELS)
     _require_cpu(model)
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
     sharding = sharding_of(model)
@@ -191,6 +211,7 @@ def _recorded(
         finally:
             after.has_ended = True
     run.require_layers()
+    record.require_kept()
     warn_of_silent(model, run.silent.names, len(record))
 
 
@@ -244,9 +265,26 @@ class _Run:
         self.inputs = {"input_ids": args[0], **inputs} if args else inputs
         ids = self._given("input_ids")
         self.record.tokens = None if ids is None else np.array(ids)
-        positions = positions_of(getattr(self.model, "config", None))
-        if ids is not None and positions is not None and ids.shape[1] > positions:
-            warn_beyond(ids.shape[1], positions)
+        self._check_length(ids)
+
+    def _check_length(self, ids: Array | None) -> None:
+        """Refuse a text without tokens, or with more than learned positions; warn of others."""
+        if ids is None:
+            return
+        if not ids.size:
+            raise ArgumentError("the text has no tokens.", action="Pass a sentence.")
+        config, count = getattr(self.model, "config", None), ids.shape[1]
+        places = self._given("position_ids")
+        if places is not None:
+            count = int(places.max(initial=-1)) + 1  # Those of packed texts begin anew.
+        else:
+            require_positions(self.model, count)
+            answers = self._given("decoder_input_ids")
+            if answers is not None:
+                require_positions(self.model, answers.shape[1], decoder=True)
+        positions = positions_of(config)
+        if positions is not None and count > positions:
+            warn_beyond(count, positions, can_be_scaled(config))
 
     def see(self, call: LayerCall) -> None:
         """Add the scores of one layer, before its output is computed."""

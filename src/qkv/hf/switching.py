@@ -17,11 +17,17 @@ SPREAD = "qkv_sharded"
 """The implementation of a model inside of `qkv.hf.sharded`."""
 
 
-def inner_model(module: torch.nn.Module) -> torch.nn.Module:
-    """The model of transformers that a module is, or wraps."""
+def inner_model(
+    module: torch.nn.Module, without: str = "Pass a model of transformers."
+) -> torch.nn.Module:
+    """The model of transformers that a module is, or wraps; `without` says what to do if none."""
     models = list(dict.fromkeys(_models(module)))
     if len(models) == 1:
         return models[0]
+    if not models:
+        raise ArgumentError(
+            f"{type(module).__name__} has 0 models of transformers inside.", action=without
+        )
     raise ArgumentError(
         f"{type(module).__name__} has {len(models)} models of transformers inside; "
         "one is looked into at a time.",

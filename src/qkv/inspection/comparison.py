@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qkv.declarations import checked
 from qkv.errors import ShapeError
+from qkv.inspection.counts import counted, words_of_tokens
 from qkv.inspection.head_table import HeadTable, as_frame
 from qkv.inspection.pictures import picture_of_differences
 from qkv.inspection.score_rows import SCORES, require_score
-from qkv.inspection.tokens import printable
+from qkv.inspection.tokens import joined, printable
 
 __all__ = ["HeadComparison"]
 
@@ -38,12 +40,18 @@ class ComparedHeads(NamedTuple):
     rows: HeadTable
 
     @classmethod
-    def of(cls, model: str, rows: HeadTable, texts: Sequence[str] | None) -> ComparedHeads:
-        """Of a record with these tokens."""
+    def of(
+        cls,
+        model: str,
+        rows: HeadTable,
+        texts: Sequence[str] | None,
+        tokens: NDArray[Any] | None = None,
+    ) -> ComparedHeads:
+        """Of a record with these tokens, as text or as ids (batch, length)."""
         if texts is None:
-            return cls(model, "tokens unknown", rows)
-        said = printable("".join(texts), _LONGEST_TEXT)
-        return cls(model, f"{len(texts)} tokens: {said}", rows)
+            return cls(model, words_of_tokens(tokens), rows)
+        said = printable(joined(texts), _LONGEST_TEXT)
+        return cls(model, f"{counted(len(texts), 'token')}: {said}", rows)
 
     @property
     def layers(self) -> int:
@@ -82,8 +90,7 @@ class HeadComparison:
 
     def __repr__(self) -> str:
         return (
-            f"HeadComparison({self.first.model!r} and {self.second.model!r}, "
-            f"{self.first.layers} layers, {len(self.first.rows)} heads)"
+            f"HeadComparison({self.first.model!r} and {self.second.model!r}, {_sizes(self.first)})"
         )
 
     def rows(self) -> HeadTable:
@@ -196,13 +203,16 @@ class HeadComparison:
         return picture_of_differences(path, ax, self.rows().grid(score), score, title)
 
 
+def _sizes(heads: ComparedHeads) -> str:
+    return f"{counted(heads.layers, 'layer')}, {counted(len(heads.rows), 'head')}"
+
+
 def _require_same_heads(first: ComparedHeads, second: ComparedHeads) -> None:
     places = [[(row["layer"], row["head"]) for row in each.rows] for each in (first, second)]
     if places[0] == places[1] and places[0]:
         return
     raise ShapeError(
-        f"records of {first.layers} layers with {len(first.rows)} heads and of {second.layers} "
-        f"layers with {len(second.rows)} heads cannot be compared head by head.",
+        f"records of {_sizes(first)} and of {_sizes(second)} cannot be compared head by head.",
         [("first", printable(first.model, 60)), ("second", printable(second.model, 60))],
         "Compare records of models with the same layers and heads.",
     )

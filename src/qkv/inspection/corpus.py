@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
+from qkv.inspection.counts import counted
 from qkv.inspection.head_scores import SCORES, also, kind_of
 from qkv.inspection.head_table import HeadTable, frame_or_table
 from qkv.inspection.model_record import ModelRecord
@@ -92,7 +93,7 @@ class CorpusRecord:
     ...     return sums_of(record)
     >>> corpus = CorpusRecord.of("one layer", lambda: map(text, range(5)))
     >>> corpus
-    CorpusRecord('one layer', 5 texts, 1 layers, 1 heads)
+    CorpusRecord('one layer', 5 texts, 1 layer, 1 head)
     >>> low, high = corpus.interval("own")[0][:, 0]
     >>> bool(low < corpus.rows()[0]["own"] < high)
     True
@@ -195,8 +196,8 @@ class CorpusRecord:
     def __repr__(self) -> str:
         heads = sum(layer.means.shape[1] for layer in self._layers)
         return (
-            f"CorpusRecord({self.model!r}, {self.texts} texts, {len(self._layers)} layers, "
-            f"{heads} heads)"
+            f"CorpusRecord({self.model!r}, {counted(self.texts, 'text')}, "
+            f"{counted(len(self._layers), 'layer')}, {counted(heads, 'head')})"
         )
 
 
@@ -217,7 +218,7 @@ def _totals(
                 total[_LARGEST] = -np.inf
         if [layer.name for layer in text] != names:
             raise ArgumentError(
-                f"text {number} ran {len(text)} layers, text 0 {len(names)}, or others.",
+                f"text {number} ran {counted(len(text), 'layer')}, text 0 {len(names)}, or others.",
                 action="Call the model in the same way for every text.",
             )
         for layer, total, count in zip(text, sums, counts, strict=True):

@@ -88,7 +88,9 @@ def explain(
     kv_tokens : sequence of str (kv_len,), optional
         Names of the key rows.
     grad : bool
-        Add the step back: for each row the softmax Jacobian, and dQ, dK, dV over all rows.
+        Add the step back: for each row that is traced the softmax Jacobian, and dQ, dK, dV of the
+        loss over all rows, batches and heads, whichever `q_index`, `batch` and `head` choose. For
+        the gradients of one row alone, pass a `cotangent` that is 0 elsewhere.
     cotangent : array like the output, optional
         What the output is multiplied with before it is summed to a loss; ones by default.
     block_kv : int, optional

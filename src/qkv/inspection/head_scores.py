@@ -95,6 +95,7 @@ def head_scores(
         As for `qkv.attention`. Dropout is left out: scores are of the weights before it.
     tokens : integer array (batch, kv_len), optional
         Token of each key row; queries are among them. Without it, no duplicate and induction.
+        (kv_len,) where batch is 1, here and below.
     real : boolean array (batch, kv_len), optional
         False where a row is padding.
     top : int
@@ -106,6 +107,11 @@ def head_scores(
     Returns
     -------
     HeadScores
+
+    Raises
+    ------
+    ShapeError
+        Query, key, tokens and real do not fit together.
 
     Notes
     -----
@@ -189,9 +195,18 @@ class _WholeLayer(LayerHeads):
         self._options = {"scale": scale, "q_offset": q_offset, "kv_offset": kv_offset}
         self.variants = without_dropout(variants)
         batch, _, q_len, _ = self._query.shape
+        if len(self._key) != batch and 1 not in (len(self._key), batch):
+            raise ShapeError(
+                f"query has a batch of {batch} and key one of {len(self._key)}.",
+                action="Let them be equal, or 1 where all rows have the same.",
+            )
         kv_len = self._key.shape[2]
         self._value: Array = np.zeros((batch, 1, kv_len, 2), dtype)
-        positions = self._bind().problem.operands.positions
+        try:
+            checked = self._bind()
+        except ShapeError as error:
+            raise _without_value(error) from None
+        positions = checked.problem.operands.positions
         self.q_pos = np.broadcast_to(positions.query_positions(), (batch, q_len))
         self.kv_pos = np.broadcast_to(positions.key_positions(), (batch, kv_len))
         self._value[:, 0, :, 0] = self.kv_pos
@@ -244,6 +259,18 @@ class _WholeLayer(LayerHeads):
 
     def _bind(self, *more: Any) -> CheckedCall:
         return check_call(self._bound(*more))
+
+
+def _without_value(error: ShapeError) -> ShapeError:
+    """The error without the value, which is made here, and without a keyword that none takes."""
+    seen = [(name, row) for name, row in error.seen if name != "value"]
+    action = error.action
+    if "layout=" in action:
+        action = (
+            "Arrays are read as (batch, heads, length, head_dim). If yours are (batch, length, "
+            "heads, head_dim), pass query.swapaxes(1, 2), and key so."
+        )
+    return ShapeError(error.fact, seen, action)
 
 
 def _with_batch(array: Any, name: str) -> Array:

@@ -124,4 +124,4 @@ def frame_or_table(table: HeadTable) -> Any:
 def _cell(value: Any) -> str:
     if value is None or value != value:
         return "-"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    return f"{value:z.3f}" if isinstance(value, float) else str(value)

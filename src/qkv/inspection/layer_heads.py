@@ -114,8 +114,8 @@ class LayerHeads(ABC):
             rows["distance"] = self._distance()
             queries["previous"] = counted & self._has_key_at(-1)
             queries["own"] = counted & self._has_key_at(0)
-        if one_sequence and tokens is not None and self.first < self.kv_pos.shape[1]:
-            ids = np.broadcast_to(np.asarray(tokens), self.kv_pos.shape)
+        ids = None if tokens is None else self._per_key("tokens", tokens)
+        if one_sequence and ids is not None and self.first < self.kv_pos.shape[1]:
             table = Tokens.of(ids, self.real, self.first, self.q_pos, self.kv_pos)
             for name, keys in (("duplicate", table.duplicates), ("induction", table.followers)):
                 rows[name] = self.mass(keys)
@@ -180,13 +180,19 @@ class LayerHeads(ABC):
         """
         if given is None:
             return np.ones(self.kv_pos.shape, bool)
-        real = np.asarray(given)
-        if real.shape != self.kv_pos.shape:
+        return self._per_key("real", given).astype(bool)
+
+    def _per_key(self, name: str, given: Any) -> Array:
+        """An entry for each key row; the dimension of the batch may lack where it is 1."""
+        array = np.asarray(given)
+        if array.ndim == 1 and len(self.kv_pos) == 1:
+            array = array[None]
+        if array.shape != self.kv_pos.shape:
             raise ShapeError(
-                f"real has shape {real.shape}; there are {self.kv_pos.shape} key rows.",
+                f"{name} has shape {array.shape}; there are {self.kv_pos.shape} key rows.",
                 action="Give one entry for each batch row and key row.",
             )
-        return real.astype(bool)
+        return array
 
     def count_queries(self) -> Array:
         """Which queries are no padding; all, where keys do not say it."""

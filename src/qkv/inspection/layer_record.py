@@ -8,6 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
+from qkv.inspection.counts import counted
 from qkv.inspection.head_scores import SCORES, HeadScores, also, kind_of
 from qkv.inspection.weights import LazyWeights
 
@@ -39,7 +40,7 @@ class LayerRecord:
     >>> record, x = qkv.ModelRecord("one layer"), np.eye(4)[None]
     >>> layer = record.add(x, x, qkv.Causal(), name="layer 0")
     >>> layer, layer.rows["entropy"][0, 0, 0]
-    (LayerRecord(0, 'layer 0', 1 heads, 1 x 4 queries, 4 keys), np.float64(0.0))
+    (LayerRecord(0, 'layer 0', 1 head, 1 x 4 queries, 4 keys), np.float64(0.0))
     """
 
     index: int
@@ -96,6 +97,6 @@ class LayerRecord:
         batch, num_heads, q_len = self.rows["entropy"].shape
         kv_len = self.received.shape[-1]
         return (
-            f"LayerRecord({self.index}, {self.name!r}, {num_heads} heads, "
-            f"{batch} x {q_len} queries, {kv_len} keys)"
+            f"LayerRecord({self.index}, {self.name!r}, {counted(num_heads, 'head')}, "
+            f"{batch} x {counted(q_len, 'query', 'queries')}, {counted(kv_len, 'key')})"
         )

@@ -18,6 +18,7 @@ from qkv.declarations import checked, shown
 from qkv.errors import ArgumentError
 from qkv.inspection import model_file
 from qkv.inspection.comparison import ComparedHeads, HeadComparison
+from qkv.inspection.counts import counted
 from qkv.inspection.head_scores import HeadScores, head_scores
 from qkv.inspection.head_table import HeadTable, as_frame, frame_or_table
 from qkv.inspection.layer_record import LayerRecord
@@ -37,7 +38,9 @@ def _is_keep(keep: Any) -> bool:
     if keep is None or isinstance(keep, str):
         return keep in (None, "weights")
     try:
-        return isinstance(keep, Collection) and all(isinstance(n, int | np.integer) for n in keep)
+        return isinstance(keep, Collection) and all(
+            isinstance(n, int | np.integer) and n >= 0 for n in keep
+        )
     except TypeError:  # An array of no dimension.
         return False
 
@@ -69,7 +72,7 @@ class ModelRecord:
     Raises
     ------
     ArgumentError
-        If `keep` is another string.
+        If `keep` is another string, or has a number below 0.
 
     Notes
     -----
@@ -92,7 +95,7 @@ class ModelRecord:
         if not _is_keep(keep):
             raise ArgumentError(
                 f"keep={shown(keep)} is not known.",
-                action='Pass "weights" for all layers, or the numbers of some.',
+                action='Pass "weights" for all layers, or the numbers of some, from 0.',
             )
         self.model = model
         self.layers: list[LayerRecord] = []
@@ -113,7 +116,8 @@ class ModelRecord:
         Parameters
         ----------
         query, key, *variants, **options
-            As for `head_scores`, which does not ask for values.
+            As for `head_scores`, which does not ask for values. The first `tokens` become those of
+            the record.
         name : str
             Name of the layer.
         sequences : tuple (str or None, str or None), keyword
@@ -132,6 +136,9 @@ class ModelRecord:
         scores = self._scores(query, key, *variants, top=self._top, **options)
         if not keep_weights:
             scores = replace(scores, weights=None, inputs=None)
+        tokens = options.get("tokens")
+        if self.tokens is None and tokens is not None and sequences[1] == "input_ids":
+            self.tokens = np.array(np.atleast_2d(np.asarray(tokens)))
         layer = LayerRecord(index, name, scores, sequences)
         self.layers.append(layer)
         return layer
@@ -157,6 +164,18 @@ class ModelRecord:
             )
         return self.layers[index]
 
+    def require_kept(self) -> None:
+        """Refuse numbers in `keep` that no layer has; for those who have added all layers.
+
+        Raises
+        ------
+        ArgumentError
+            If there is no such layer.
+        """
+        if not isinstance(self._keep, str):
+            for index in self._keep or ():
+                self.layer(index)
+
     def __getitem__(self, index: int) -> LayerRecord:
         try:
             return self.layer(index)
@@ -171,7 +190,8 @@ class ModelRecord:
 
     def __repr__(self) -> str:
         heads = sum(layer.num_heads for layer in self)
-        return f"ModelRecord({self.model!r}, {len(self)} layers, {heads} heads)"
+        sizes = f"{counted(len(self), 'layer')}, {counted(heads, 'head')}"
+        return f"ModelRecord({self.model!r}, {sizes})"
 
     def heads(self) -> Any:
         """One row for each layer and head, averaged over batch and queries that are no padding.
@@ -289,7 +309,7 @@ class ModelRecord:
         (8, 3)
         """
         return HeadComparison(
-            *(ComparedHeads.of(r.model, r.rows(), r.texts) for r in (self, other))
+            *(ComparedHeads.of(r.model, r.rows(), r.texts, r.tokens) for r in (self, other))
         )
 
     def plot(

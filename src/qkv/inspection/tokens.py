@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
 
 LONGEST = 24
 """Characters of a token that are shown."""
@@ -26,6 +27,18 @@ def printable(token: str, longest: int = LONGEST) -> str:
     plain = _ESCAPES.sub("", token)
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in plain[: longest + 1])
     return shown if len(shown) <= longest else shown[: longest - 3] + "..."
+
+
+def joined(tokens: Sequence[str]) -> str:
+    """Tokens as one text: with spaces between whole words that come without their own.
+
+    Examples
+    --------
+    >>> joined(["the", " cat"]), joined(["the", "cat"]), joined(["c", "a", "t"])
+    ('the cat', 'the cat', 'cat')
+    """
+    apart = max(map(len, tokens), default=0) > 1 and not any(re.search(r"\s", t) for t in tokens)
+    return " ".join(tokens) if apart else "".join(tokens)
 
 
 def columns(text: str) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from qkv.declarations import Indent, Size, Whole, checked
 from qkv.errors import ArgumentError
+from qkv.inspection.counts import counted
 from qkv.inspection.pages import page_of
 from qkv.inspection.trace_data import built, plain
 from qkv.inspection.trace_fields import TracedHead, TracedLedger, TracedProblem, TraceFields
@@ -54,7 +55,10 @@ class Trace(TraceFields):
 
     def __repr__(self) -> str:
         rows = sum(len(head.rows) for head in self.heads)
-        return f"Trace({rows} rows of {len(self.heads)} heads, kv_len={self.problem.kv_len})"
+        return (
+            f"Trace({counted(rows, 'row')} of {counted(len(self.heads), 'head')}, "
+            f"kv_len={self.problem.kv_len})"
+        )
 
     def __str__(self) -> str:
         return self.text()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.inspection.counts import counted
 from qkv.inspection.tokens import columns, printable
 from qkv.inspection.trace_fields import (
     RowGradients,
@@ -100,19 +102,20 @@ def render(trace: TraceFields, width: int = 100, top: int | None = None) -> str:
         for row in head.rows:
             lines += ["", *_Row(trace, head, row, width, top).lines()]
     if trace.gradient is not None:
-        lines += ["", *_gradients(trace.gradient, width, top)]
+        lines += ["", *_gradients(trace, trace.gradient, width, top)]
     return "\n".join(line.rstrip() for line in lines)
 
 
 def _heading(trace: TraceFields) -> Iterator[str]:
     p = trace.problem
     yield f"Attention: {printable(p.summary, 200)}"
-    heads = f"{p.num_heads} heads" if p.num_heads != 1 else "1 head"
+    heads = counted(p.num_heads, "head")
     if p.num_kv_heads != p.num_heads:
         heads += f" on {p.num_kv_heads} kv heads"
     batch = f"batch {p.batch_shape}, " if p.batch_shape else ""
     yield (
-        f"{batch}{heads}, {p.q_len} queries, {p.kv_len} keys, head_dim {p.head_dim}, "
+        f"{batch}{heads}, {counted(p.q_len, 'query', 'queries')}, "
+        f"{counted(p.kv_len, 'key')}, head_dim {p.head_dim}, "
         f"v_head_dim {p.v_head_dim}, {p.dtype}"
     )
 
@@ -335,8 +338,14 @@ class _Row:
         yield from self.vector("   dq = ", _without_noise(back.d_query), form=_number)
 
 
-def _gradients(gradient: TracedGradients, width: int, top: int | None) -> Iterator[str]:
+def _gradients(
+    trace: TraceFields, gradient: TracedGradients, width: int, top: int | None
+) -> Iterator[str]:
     yield "=== Gradients, summed over all rows and heads ==="
+    shown_rows = sum(len(head.rows) for head in trace.heads)
+    all_rows = prod(trace.problem.batch_shape) * trace.problem.num_heads * trace.problem.q_len
+    if shown_rows < all_rows:
+        yield f"Of all {all_rows:,} rows, not of the {shown_rows:,} above alone."
     arrays = {"dQ": gradient.d_query, "dK": gradient.d_key, "dV": gradient.d_value}
     for name, array in arrays.items():
         shown = _without_noise(array)

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from qkv._api import attention
 from qkv.backends import Progress
-from qkv.declarations import checked, shown
+from qkv.declarations import TextOrIds, checked, shown
 from qkv.errors import ArgumentError
 from qkv.inspection.model_record import Keep, ModelRecord
 from qkv.interventions import HeadChange, HeadInputs, changed_heads
@@ -70,7 +70,7 @@ class Decoder(ABC):
         """The text of each id."""
 
     def attention_inputs(
-        self, ids: Sequence[int]
+        self, ids: TextOrIds
     ) -> Iterator[tuple[Array, Array, Array, tuple[Any, ...]]]:
         """Query, key, value and variants of each layer, as `qkv.inspect` takes them.
 
@@ -85,7 +85,7 @@ class Decoder(ABC):
 
     def inspect(
         self,
-        text: str | Sequence[int],
+        text: TextOrIds,
         *,
         keep: Keep = None,
         progress: Progress | None = None,
@@ -97,8 +97,8 @@ class Decoder(ABC):
         ----------
         text : str or sequence of int
             A text, or the ids of its tokens.
-        keep : "weights", optional
-            Query and key of each layer are kept, so that weights can be read.
+        keep : "weights" or layer numbers, optional
+            Layers whose query and key are kept, so that weights can be read.
         progress : callable (done, all), optional
             Told of each layer that is done.
         see : callable (record, value), optional
@@ -111,7 +111,8 @@ class Decoder(ABC):
         Raises
         ------
         ArgumentError
-            There is no character to read, or an id is not one of the model's.
+            There is no character to read, or an id is not one of the model's, or there is no such
+            layer.
 
         Notes
         -----
@@ -135,18 +136,20 @@ class Decoder(ABC):
                 see(record, value[None])
             if progress is not None:
                 progress(layer + 1, len(self._layers))
+        record.require_kept()
         return record
 
     def logits(
         self,
-        ids: Sequence[int],
+        ids: TextOrIds,
         changes: Mapping[tuple[int, int], str | Sequence[int]] | None = None,
     ) -> Array:
         """Scores of every token to follow each position, (length, vocabulary).
 
         Parameters
         ----------
-        ids : sequence of int
+        ids : str or sequence of int
+            A text, or the ids of its tokens.
         changes : mapping of (layer, head) to "off", "uniform" or ids, optional
             Heads that write nothing, that have equal weights, or that have the weights which they
             have on other ids, as many of them; see `qkv.interventions`.
@@ -155,8 +158,19 @@ class Decoder(ABC):
         logits: Array = norm(last) @ self._unembedding.T
         return logits
 
-    def loss(self, ids: Sequence[int], changes: Any = None) -> Array:
-        """`-log softmax(logits)[next id]` for each position but the last, float64 (length - 1,)."""
+    def loss(self, ids: TextOrIds, changes: Any = None) -> Array:
+        """`-log softmax(logits)[next id]` for each position but the last, float64 (length - 1,).
+
+        `ids` and `changes` are as for `logits`.
+
+        Examples
+        --------
+        >>> import qkv.samples
+        >>> model = qkv.samples.tiny_model()
+        >>> text = "qkv makes #7 ... qkv makes #7"
+        >>> bool(model.loss(text)[-1] < model.loss(text)[10])
+        True
+        """
         logits = self.logits(ids, changes)[:-1].astype(np.float64)
         shifted = logits - logits.max(axis=1, keepdims=True)
         chosen = np.take_along_axis(shifted, self._checked(ids)[1:, None], axis=1)[:, 0]
@@ -178,7 +192,8 @@ class Decoder(ABC):
         for (layer, head), change in changes.items():
             if not 0 <= layer < len(self._layers):
                 raise ArgumentError(
-                    f"layer {layer} does not exist.", action=f"There are {len(self._layers)}."
+                    f"layer {layer} does not exist.",
+                    action=f"Choose from 0 to {len(self._layers) - 1}.",
                 )
             if isinstance(change, str):
                 found.setdefault(layer, {})[head] = cast(HeadChange, change)
@@ -191,7 +206,7 @@ class Decoder(ABC):
         return found
 
     def _states(
-        self, ids: Sequence[int], changes: Mapping[int, Mapping[int, HeadChange]] | None = None
+        self, ids: TextOrIds, changes: Mapping[int, Mapping[int, HeadChange]] | None = None
     ) -> Iterator[Array]:
         """What each layer reads, (length, width), and at last what all of them have written."""
         x = self._begun(self._embedding[self._checked(ids)])
@@ -220,7 +235,8 @@ class Decoder(ABC):
         return q, k, v
 
     def _checked(self, ids: ArrayLike) -> Array:
-        array = np.asarray(ids)
+        """The ids of a text, or ids, as an array."""
+        array = np.asarray(self.encode(ids) if isinstance(ids, str) else ids)
         if array.size == 0:
             array = array.astype(np.intp)
         action = "Pass encode(text) of this model."

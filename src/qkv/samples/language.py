@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv.declarations import Positive, checked
+from qkv.declarations import Positive, TextOrIds, checked
 from qkv.errors import ArgumentError
 from qkv.samples.decoder import Array, Decoder, norm
 from qkv.variants import Causal, RoPE
@@ -108,7 +108,7 @@ class LanguageModel(Decoder):
 
     def next_probabilities(
         self,
-        ids: Sequence[int],
+        ids: TextOrIds,
         temperature: Positive = 1.0,
         changes: Mapping[tuple[int, int], str | Sequence[int]] | None = None,
     ) -> Array:
@@ -116,8 +116,8 @@ class LanguageModel(Decoder):
 
         Parameters
         ----------
-        ids : sequence of int
-            One token or more.
+        ids : str or sequence of int
+            A text, or the ids of its tokens; one token or more.
         temperature : float
             Below 1 the probable becomes more probable, above 1 less.
         changes : mapping of (layer, head) to "off", "uniform" or ids, optional

@@ -10,6 +10,7 @@ from rich.cells import cell_len
 from rich.console import RenderableType
 from rich.text import Text
 
+from qkv.inspection.counts import counted
 from qkv.inspection.summaries.head_statistics import (
     FAR,
     Head,
@@ -61,7 +62,9 @@ def summary_of_heads(
 
 def title_of(page: Page, shown: ShownHeads) -> str:
     kv_len = shown.kv_len
-    length = f"{kv_len} tokens" if shown.q_len == kv_len else f"{shown.q_len} x {kv_len} rows"
+    length = f"{shown.q_len} x {kv_len} rows"
+    if shown.q_len == kv_len:
+        length = counted(kv_len, "token")
     parts = [page.token(shown.title, 200), length, f"head_dim {shown.head_dim}"]
     parts += [
         "causal" if isinstance(variant, Causal) else page.token(short_repr(variant), 80)

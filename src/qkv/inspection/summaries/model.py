@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
 
+from qkv.inspection.counts import counted, words_of_tokens
 from qkv.inspection.head_scores import KINDS, LETTERS, MEANINGS, THRESHOLD
 from qkv.inspection.head_table import HeadTable
 from qkv.inspection.summaries.heads_text import CAUTION
@@ -41,10 +42,10 @@ def summary_of_model(
         A line to end with.
     """
     page = Page()
-    length = 0 if tokens is None else tokens.shape[-1]
     layers = 1 + max((row["layer"] for row in table), default=-1)
-    title = f"{page.token(model, 200)}, {layers} layers, {len(table)} heads"
-    parts: list[Any] = [Text(f"{title}, {length} tokens"), Text()]
+    sizes = [page.token(model, 200), counted(layers, "layer"), counted(len(table), "head")]
+    title = ", ".join([*sizes, words_of_tokens(tokens)])
+    parts: list[Any] = [Text(title), Text()]
     parts += _map(page, layers, table)
     parts += [Text(), _legend(page, table), Text()]
     parts.append(Text(f"A letter stands for a mean weight of {THRESHOLD} or more.", style="dim"))

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
+from qkv.inspection.counts import counted
 from qkv.inspection.summaries.head_statistics import HeadStatistics, ReadRecord, ShownHeads, heads
 from qkv.inspection.summaries.heads_text import PAIRS, summary_of_heads
 
@@ -32,13 +33,13 @@ def summary_of_record(record: ReadRecord, tokens: Sequence[str] | None, batch: i
         )
     if tokens is not None and len(tokens) != spec.kv_len:
         raise ArgumentError(
-            f"there are {len(tokens)} tokens for {spec.kv_len} keys.",
+            f"there are {counted(len(tokens), 'token')} for {counted(spec.kv_len, 'key')}.",
             action="Give one token for each key.",
         )
     shifts = positions.q_shift, positions.kv_shift
     q_shift, kv_shift = (int(shift[batch if len(shift) > 1 else 0]) for shift in shifts)
     shown = ShownHeads(
-        f"{spec.num_heads} heads",
+        counted(spec.num_heads, "head"),
         None if tokens is None else tuple(tokens),
         record.variants,
         spec.q_len,
