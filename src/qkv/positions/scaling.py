@@ -50,14 +50,10 @@ _MOST_ENTRIES = 2**24
 
 def checked_rotary_dim(rotary_dim: Any, name: str = "rotary_dim") -> int:
     """The number of entries to rotate, which come in pairs."""
-    if (
-        isinstance(rotary_dim, bool)
-        or not isinstance(rotary_dim, int | np.integer)
-        or rotary_dim % 2
-        or not 0 <= rotary_dim <= _MOST_ENTRIES
-    ):
-        action = "Pass an even rotary_dim."
-        if name == "head_dim":  # It was read from a shape.
+    is_whole = isinstance(rotary_dim, int | np.integer) and not isinstance(rotary_dim, bool)
+    if not is_whole or rotary_dim % 2 or not 0 <= rotary_dim <= _MOST_ENTRIES:
+        action = f"Pass an even {name}."
+        if name == "head_dim" and is_whole and 1 < rotary_dim <= _MOST_ENTRIES:
             action = f"Pass qkv.RoPE(rotary_dim={rotary_dim - 1}), or rows with an even head_dim."
         raise ArgumentError(
             f"RoPE rotates pairs; {name}={rotary_dim!r:.60} is not a whole number of pairs.",
