@@ -78,7 +78,9 @@ def test_the_map_has_a_letter_for_each_head(capsys: pytest.CaptureFixture[str]) 
     assert (code, err) == (0, "")
     assert "layer 0  I D P O S ·\nlayer 1  S · · I O P\n" in out
     assert "head     0       4\n" in out
-    assert re.search(r"I +induction +what followed this token before +2 +layer \d head \d +\d", out)
+    assert re.search(
+        r"I +induction +what followed this token +2 +layer \d head \d +\d\.\d+ +8\n +before", out
+    )
     assert "\x1b" not in out
     assert max(map(len, out.splitlines())) <= 80
 
@@ -279,7 +281,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--text", "t"], "--text goes with --model"),
+        (["a.npz", "--text", "t"], "--text goes with --model"),
         (["--download"], "--download goes with --model"),
         (["--model", "tiny", "--causal"], "--causal goes with a file of arrays"),
         (["--model", "tiny", "a.npz"], "the file 'a.npz' and --model tiny are two inputs"),

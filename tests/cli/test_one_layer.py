@@ -105,7 +105,7 @@ def test_a_layer_of_transformers(capsys: pytest.CaptureFixture[str], tmp_path: P
     ("words", "message"),
     [
         (["--layer", "0"], "--layer goes with --model"),
-        (["--text", "t"], "--text goes with --model"),
+        (["a.npz", "--text", "t"], "--text goes with --model"),
         (["--model", "tiny", "a.npz"], "the file 'a.npz' and --model tiny are two inputs"),
         (["--model", "tiny", "--causal"], "--causal goes with a file of arrays"),
         (["--model", "tiny", "--layer", "5"], "Choose from 0 to 1."),

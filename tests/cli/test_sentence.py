@@ -101,8 +101,9 @@ def test_one_head_of_a_sentence_is_explained(capsys: pytest.CaptureFixture[str])
         ([TEXT, "--text", "another"], "and --text are two texts"),
         ([TEXT, "--causal"], "--causal goes with a file of arrays"),
         (["no such file.npz"], "cannot be read"),
-        (["nothing"], "cannot be read"),
-        (["  "], "cannot be read"),
+        (["nothing"], "there is no file 'nothing'"),
+        (["no.npz"], "cannot be read"),
+        (["  "], "the text is empty"),
     ],
 )
 def test_what_is_no_sentence(

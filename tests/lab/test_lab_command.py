@@ -43,8 +43,8 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     ("argv", "fact"),
     [
         (["--port", "70000"], "no port"),
-        (["--text", "a"], "--text goes with --model"),
-        (["file", "--model", "tiny"], "two things to show"),
+        (["a.npz", "--text", "a"], "--text goes with --model"),
+        (["file.npz", "--model", "tiny"], "two things to show"),
         (["--causal"], "--causal goes with a file"),
         (["nothing.safetensors", "--export", "page.html"], "cannot be read"),
         (["--export", "nowhere/page.html"], "in no folder"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -11,14 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from lab_client import Client
 
-from qkv.cli.enter_key import on_enter
+from qkv.cli.enter_key import is_interactive, on_enter
 
 LAB = [sys.executable, "-m", "qkv", "lab", "--no-open"]
 PATIENCE = 120
@@ -169,6 +170,27 @@ class Console(ModuleType):
     def getwch(self) -> str:
         return self.keys.pop(0)
 
+    def get_osfhandle(self, descriptor: int) -> int:
+        return 1000 + descriptor
+
+
+class Kernel32:
+    """`GetConsoleMode`, which fails for a handle that is no console."""
+
+    def __init__(self, is_console: bool) -> None:
+        self.is_console = is_console
+        self.asked: list[int | None] = []
+
+    def GetConsoleMode(self, handle: ctypes.c_void_p, mode: object) -> int:
+        self.asked.append(handle.value)
+        return int(self.is_console)
+
+
+def on_windows(patched: pytest.MonkeyPatch, console: Console, kernel32: Kernel32) -> None:
+    patched.setitem(sys.modules, "msvcrt", console)
+    patched.setattr(ctypes, "windll", SimpleNamespace(kernel32=kernel32), raising=False)
+    patched.setattr(sys, "platform", "win32")
+
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it stands in for the console of that system")
 @pytest.mark.parametrize(
@@ -182,8 +204,7 @@ def test_enter_on_windows(keys: str, expected: int, monkeypatch: pytest.MonkeyPa
     keyboard, terminal = os.openpty()
     with os.fdopen(terminal) as stdin, monkeypatch.context() as patched:
         patched.setattr(sys, "stdin", stdin)
-        patched.setitem(sys.modules, "msvcrt", console)
-        patched.setattr(sys, "platform", "win32")
+        on_windows(patched, console, Kernel32(is_console=True))
         before = set(threading.enumerate())
         on_enter(lambda: answers.append(len(console.keys)))
         for thread in set(threading.enumerate()) - before:
@@ -192,6 +213,19 @@ def test_enter_on_windows(keys: str, expected: int, monkeypatch: pytest.MonkeyPa
     os.close(keyboard)
     assert len(answers) == expected
     assert console.keys == list(keys.partition("\x1a")[2])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it stands in for the console of that system")
+@pytest.mark.parametrize("is_console", [True, False])
+def test_nul_of_windows_is_no_terminal(is_console: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`isatty` is true of every device of characters there; only a console has a mode."""
+    kernel32 = Kernel32(is_console)
+    stdin = SimpleNamespace(isatty=lambda: True, fileno=lambda: 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdin", stdin)
+        on_windows(patched, Console(""), kernel32)
+        assert is_interactive() == is_console
+    assert kernel32.asked == [1003]
 
 
 @pytest.mark.slow

@@ -23,9 +23,21 @@ _CTRL_Z = "\x1a"
 def is_interactive() -> bool:
     """Whether standard input is a terminal."""
     try:
-        return sys.stdin is not None and sys.stdin.isatty()
-    except ValueError:  # It is closed.
+        return sys.stdin is not None and sys.stdin.isatty() and _is_console(sys.stdin.fileno())
+    except (OSError, ValueError):  # It is closed, or has no descriptor.
         return False
+
+
+def _is_console(descriptor: int) -> bool:
+    """Whether a terminal is one: Windows calls every device of characters so, and NUL is one."""
+    if sys.platform != "win32":
+        return True
+    import ctypes
+    import msvcrt
+
+    mode = ctypes.c_ulong()
+    handle = ctypes.c_void_p(msvcrt.get_osfhandle(descriptor))
+    return bool(ctypes.windll.kernel32.GetConsoleMode(handle, ctypes.byref(mode)))
 
 
 def on_enter(answer: Callable[[], object]) -> None:

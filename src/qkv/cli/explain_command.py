@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from typing import Any
 
 import qkv
 from qkv.cli.inputs import CommandInput, InputArrays, checked_index
 from qkv.errors import ArgumentError, UnsupportedError
-from qkv.inspection.head_scores import KINDS, MEANINGS
+from qkv.inspection.head_scores import KINDS, MEANINGS, THRESHOLD
 from qkv.inspection.summaries.terminal import Page
 
 __all__ = ["run"]
@@ -16,6 +17,8 @@ __all__ = ["run"]
 _EXAMPLE = "the shared example"
 _MOST_ROWS = 16
 """Rows that are printed at once."""
+_RANKS = {"sink": 0, "own": 1}
+"""Kinds of head that tell less of a text than the others, which are 2."""
 _MOST_KEYS, _TOP = 32, 12
 """Of more keys than these, so many are printed unless `--top` says otherwise."""
 
@@ -57,8 +60,9 @@ def run(options: argparse.Namespace) -> str:
     if options.json:
         return trace.to_json() + "\n"
     top = options.top or (_TOP if problem.key.shape[1] > _MOST_KEYS else None)
-    title = "" if given.title == _EXAMPLE else f"{Page().token(given.title, 200)}\n"
-    return title + trace.text(Page().width, top) + "\n"
+    page, lines = Page(), [] if given.title == _EXAMPLE else [given.title, *given.notes]
+    title = "".join(f"{page.token(line, 500)}\n" for line in lines)
+    return title + trace.text(page.width, top) + "\n"
 
 
 def _of_model(options: argparse.Namespace) -> InputArrays:
@@ -79,13 +83,19 @@ def _of_model(options: argparse.Namespace) -> InputArrays:
 def _choose_head(options: argparse.Namespace) -> str:
     """Choose the head of a shipped model that is most clearly of one kind on this text; its kind.
 
-    Other models would have to be loaded twice.
+    Heads that read another token come first, and those that rest on the first one last. Other
+    models would have to be loaded twice.
     """
     from qkv.cli.model_loading import inspect_model
 
     record = inspect_model(options, lambda done, of: None)
     found = [(row[kind], kind, row) for kind in KINDS if (row := record.best(kind)) is not None]
-    weight, kind, row = max(found, key=lambda entry: entry[0])
+
+    def order(entry: tuple[float, str, dict[str, Any]]) -> tuple[bool, int, float]:
+        weight, kind, _ = entry
+        return weight >= THRESHOLD, _RANKS.get(kind, 2), weight
+
+    weight, kind, row = max(found, key=order)
     options.layer, options.head = row["layer"], row["head"]
     return f"which puts {weight:.2f} of its weight on {MEANINGS[kind]}"
 

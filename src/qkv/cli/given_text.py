@@ -3,48 +3,111 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import os
+import shlex
 import stat
 import sys
 from pathlib import Path
 
 from qkv.errors import ArgumentError, FileError
 from qkv.files.contents import shown
+from qkv.inspection.tokens import printable
 from qkv.samples.shipped_models import LANGUAGE
 
 __all__ = ["given_text", "sentence_is_text"]
 
 _ARRAYS = (".safetensors", ".npz", ".npy")
 _MAX_BYTES = 1 << 26
+_PEEKED = 1 << 12
+_LONGEST = 80
+"""Characters of a text that are repeated in an error."""
 
 
 def sentence_is_text(options: argparse.Namespace) -> None:
-    """A sentence in the place of FILE is what the model reads, `language` if none is named."""
+    """A sentence in the place of FILE is what the model reads, `language` if none is named.
+
+    So is "-", standard input, and where a model is named a word that is no file.
+
+    Raises
+    ------
+    FileError
+        A word is no file, or a file is a text; the message has the `--text` to pass.
+    ArgumentError
+        There is nothing in the place of FILE, or two texts are given.
+    """
     said = options.file
-    if said is None or not any(map(str.isspace, said.strip())):
-        return
-    if said.endswith(_ARRAYS) or os.path.exists(said):
-        return
-    if options.text is not None:
-        raise ArgumentError(
-            f"{said!r:.80} and --text are two texts.", action="Leave one of them out."
-        )
-    options.file, options.text = None, said
-    options.model = options.model or LANGUAGE
+    if said is not None and _is_text(said, options.model):
+        if options.text is not None:
+            raise ArgumentError(
+                f"{said!r:.80} and --text are two texts.", action="Leave one of them out."
+            )
+        options.file, options.text = None, said
+    if options.file is None and options.text is not None:
+        options.model = options.model or LANGUAGE
 
 
-def given_text(said: str) -> str:
-    """The text of `--text`: standard input for "-", a file if it is one, else what was said."""
+def _is_text(said: str, model: str | None) -> bool:
+    """Whether what stands in the place of FILE is a text itself."""
+    if said == "-":
+        return True
+    if not said.strip():
+        raise ArgumentError("the text is empty.", action="Write a sentence, or name a file.")
+    as_text = f"Pass --text {shlex.quote(printable(said, _LONGEST))} for a model to read it."
+    if os.path.exists(said):
+        if _holds_text(said):
+            raise FileError(
+                f"{shown(said)} is a text, and no file of arrays.",
+                action=as_text,
+            )
+        return False
+    if any(map(str.isspace, said.strip())):
+        return not said.endswith(_ARRAYS)
+    if _names_a_file(said):
+        return False
+    if model is None:
+        raise FileError(f"there is no file {shown(said)}.", action=as_text)
+    return True
+
+
+def _holds_text(path: str) -> bool:
+    """Whether a file begins with printable text, as no file of arrays does."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return False
+        with open(path, "rb") as file:
+            # A character may be cut at the end.
+            begin = codecs.getincrementaldecoder("utf-8")().decode(file.read(_PEEKED))
+    except (OSError, ValueError):
+        return False
+    return bool(begin.strip()) and all(c.isprintable() or c.isspace() for c in begin)
+
+
+def given_text(options: argparse.Namespace) -> str | None:
+    """The text of `--text`, if there is one: it is read once, as standard input is gone then."""
+    if "whole_text" not in options:
+        options.whole_text = None if options.text is None else _whole_text(options.text)
+    text: str | None = options.whole_text
+    return text
+
+
+def _whole_text(said: str) -> str:
+    """Standard input for "-", a file if it is one, else what was said."""
     if said == "-":
         text = sys.stdin.read(_MAX_BYTES)
         if not text.strip():
             raise ArgumentError("standard input held no text.", action="Pipe a text into it.")
         return text
-    # A word with an ending or a folder was meant as a file, also where there is none.
-    names_a_file = not any(map(str.isspace, said)) and (os.sep in said or "." in said[:-1])
-    if said.strip() and not names_a_file and not os.path.exists(said):
+    if not said.strip():
+        raise ArgumentError("the text is empty.", action="Write a sentence.")
+    if not _names_a_file(said) and not os.path.exists(said):
         return said
     return _read_text(said)
+
+
+def _names_a_file(said: str) -> bool:
+    """Whether a word has an ending or a folder: it was meant as a file, also if there is none."""
+    return not any(map(str.isspace, said)) and (os.sep in said or "." in said[:-1])
 
 
 def _read_text(path: str) -> str:

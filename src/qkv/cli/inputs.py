@@ -28,7 +28,7 @@ class InputArrays:
     """Arrays as they were read, and their source.
 
     Those of a layer of a model, and of a saved record, bring variants and options along. `found` is
-    the record.
+    the record, `notes` what there is to know of the text.
     """
 
     query: Array
@@ -40,6 +40,7 @@ class InputArrays:
     variants: tuple[Any, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     found: Inspected | None = None
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def from_file(cls, path: str) -> InputArrays:
@@ -233,6 +234,7 @@ class CommandInput:
             self.batch_size,
             self.head,
             self.q_index,
+            self.given.notes,
         )
 
     @property

@@ -29,11 +29,11 @@ from qkv.inspection.summaries.head_statistics import (
 )
 from qkv.inspection.summaries.heads_text import (
     PAIRS,
+    heading,
     name_of,
     number,
     side_by_side,
     summary_of_heads,
-    title_of,
 )
 from qkv.inspection.summaries.terminal import Page
 
@@ -41,6 +41,7 @@ __all__ = ["require_top", "run", "run_layer"]
 
 _KEYS = 8
 _CONTEXT = 6
+_LONGEST_COMMAND = 1000
 
 
 def run(options: argparse.Namespace) -> str:
@@ -86,7 +87,9 @@ def _printed(problem: CommandInput, options: argparse.Namespace) -> tuple[str, d
     again = ""
     if not all(math.isnan(head.entropy) for head in found):
         closer = f"--query {view['query']} --head {view['head']}"
-        again = f"Next: {Page().token(_command(options), 500)} {closer}"
+        command = f"Next: {_command(options)} {closer}"
+        # A command that was cut would be another one.
+        again = command if len(command) <= _LONGEST_COMMAND else ""
     return summary_of_heads(problem.shown, statistics, found, options.top, again), view
 
 
@@ -141,7 +144,26 @@ def _command(options: argparse.Namespace) -> str:
     for name in ("model", "layer", "text", "tokens", "q_offset", "scale", "batch"):
         value = getattr(options, name)
         words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
-    return shlex.join(words)
+    return " ".join(map(_quoted, words))
+
+
+def _quoted(word: str) -> str:
+    """A word for a shell: as it is, or with escapes that bash reads where a terminal would act."""
+    encoding = Page().console.encoding
+    if word.isprintable() and word.encode(encoding, "ignore").decode(encoding) == word:
+        return shlex.quote(word)
+    return "$'" + "".join(_escaped(c, encoding) for c in word) + "'"
+
+
+def _escaped(character: str, encoding: str) -> str:
+    if character in "\\'":
+        return "\\" + character
+    if character.isprintable() and character.encode(encoding, "ignore"):
+        return character
+    # Bytes, since bash reads \\u in a locale of Unicode alone. Words of a shell that are no text
+    # come as surrogates.
+    errors = "surrogateescape" if "\udc80" <= character <= "\udcff" else "surrogatepass"
+    return "".join(f"\\x{byte:02x}" for byte in character.encode("utf-8", errors))
 
 
 # --- all query rows ------------------------------------------------------------------------------
@@ -183,7 +205,7 @@ def _one_query(problem: CommandInput, options: argparse.Namespace) -> str:
         )
     page = Page()
     parts: list[RenderableType] = [
-        Text(title_of(page, problem.shown)),
+        *heading(page, problem.shown),
         _context(page, problem),
         Text(),
     ]

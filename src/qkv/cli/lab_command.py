@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file",
         nargs="?",
         metavar="FILE",
-        help="safetensors or npz with q, k, v, or a saved record",
+        help="safetensors or npz with q, k, v, or a saved record; or a sentence that the language "
+        "model reads, - for standard input",
     )
     parser.add_argument("--port", type=int, default=0, metavar="N", help="default: a free one")
     parser.add_argument("--no-open", action="store_true", help="do not open a browser")

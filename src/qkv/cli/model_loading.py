@@ -22,6 +22,7 @@ from qkv.extras import install_command
 from qkv.files.contents import shown
 from qkv.inspection.model_record import Keep, ModelRecord
 from qkv.inspection.token_texts import token_texts
+from qkv.inspection.unknown_tokens import unknown_id_of
 from qkv.samples.shipped_models import SHIPPED_MODELS
 
 if TYPE_CHECKING:
@@ -55,10 +56,8 @@ def inspect_model(
     """
     if options.model in SHIPPED_MODELS:
         shipped = SHIPPED_MODELS[options.model]
-        model = shipped.load()
-        text = None if options.text is None else given_text(options.text)
-        ids = shipped.ids(model, text)[: options.tokens]
-        return model.inspect(ids, keep=keep, progress=progress, see=see)
+        text, count = given_text(options), options.tokens
+        return shipped.inspect(shipped.load(), text, count, keep=keep, progress=progress, see=see)
     loaded = _load_transformer(options.model, options.download)
     return loaded.run(_chosen_text(options), options.tokens, progress, keep, see).record
 
@@ -77,8 +76,7 @@ def lab_source(options: argparse.Namespace, progress: Progress) -> Source:
     from qkv.lab.shipped import shipped_source
 
     if options.model in SHIPPED_MODELS:
-        text = None if options.text is None else given_text(options.text)
-        return shipped_source(options.model, text, options.tokens, progress)
+        return shipped_source(options.model, given_text(options), options.tokens, progress)
     loaded = _load_transformer(options.model, options.download, predicts=True)
     ran = loaded.run(_chosen_text(options), options.tokens, progress, "weights")
     return _transformer_source(loaded, ran, about(options))
@@ -144,6 +142,7 @@ class _Loaded:
             qkv.hf.observe(lambda call: see(record, call.value) if see is not None else None),
             _running_errors(type(self.model).__name__),
         ):
+            record.unknown_id = unknown_id_of(self.tokenizer)
             self.model(input_ids=torch.tensor([ids]))
         record.model = self.name
         record.texts = token_texts(self.tokenizer, ids)
@@ -152,8 +151,9 @@ class _Loaded:
 
 def _chosen_text(options: argparse.Namespace) -> str:
     """The text of `--text`, or a paragraph."""
-    if options.text is not None:
-        return given_text(options.text)
+    text = given_text(options)
+    if text is not None:
+        return text
     from qkv.samples import real_sample
 
     return real_sample().paragraph

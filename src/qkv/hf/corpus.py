@@ -21,6 +21,7 @@ from qkv.hf.switching import inner_model
 from qkv.hf.text_inputs import inputs_of_text
 from qkv.inspection.corpus import CorpusRecord, LayerSums, sums_of
 from qkv.inspection.corpus_folder import Chunk, CorpusFolder
+from qkv.inspection.unknown_tokens import unknown_id_of
 
 __all__ = ["inspect_corpus"]
 
@@ -170,6 +171,7 @@ class _Run:
                     inputs = self._inputs(text)
                     digests.append(_digest(inputs))
                     with torch.no_grad(), inspect(self.model, top=1) as record:
+                        record.unknown_id = unknown_id_of(self.tokenizer)
                         self.model(**inputs)
                     sums.append(sums_of(record))
                     done += 1

@@ -28,6 +28,7 @@ from qkv.hf.text_inputs import inputs_of_text
 from qkv.hf.usage import SilentLayers, warn_of_silent
 from qkv.inspection.model_record import Keep, ModelRecord
 from qkv.inspection.token_texts import token_texts
+from qkv.inspection.unknown_tokens import unknown_id_of
 
 __all__ = ["inspect"]
 
@@ -138,6 +139,9 @@ def inspect(
     of a layer are made of another sequence than its queries, as the layer's arguments show. What a
     backward pass computes anew (activation checkpointing) is not recorded again.
 
+    Unknown tokens, `tokenizer.unk_token_id`, are left out of duplicate and induction. Inside of the
+    `with`, `record.unknown_id = ...` says which id that is, before the model is called.
+
     Inside of `qkv.hf.sharded` every rank records its own rows, in the order of its shard: `rows`
     and `top` of its queries, `received` of its keys from all queries, keys by their number in the
     whole sequence. `heads()` is the same on all ranks, of the rows of all. Weights cannot be kept.
@@ -172,6 +176,7 @@ def inspect(
         )
     inputs = inputs_of_text(inner_model(model, _OWN_MODELS), text, tokenizer, decoder_text)
     with torch.no_grad(), recorded as record:
+        record.unknown_id = unknown_id_of(tokenizer)
         model(**inputs)
     record.texts = token_texts(tokenizer, inputs["input_ids"][0].tolist())
     if "decoder_input_ids" in inputs:

@@ -80,17 +80,19 @@ class Tokens:
     def of(cls, ids: Array, real: Array, first: int, q_pos: Array, kv_pos: Array) -> Tokens:
         """From token ids (batch, kv_len); query row 0 is key row `first`.
 
+        A negative id is no token, as of an unknown one: nobody knows whether two are the same.
         Packed sequences lie one after another: positions that do not rise begin a new one.
         """
         _, numbers = np.unique(ids, return_inverse=True)
         numbers = numbers.reshape(ids.shape)
         sequence = np.cumsum(sequence_starts(kv_pos), axis=1)
         numbers = numbers + sequence * (numbers.max(initial=0) + 1)
-        kv_tokens = np.where(real, numbers, NO_TOKEN)
+        known = real & (ids >= 0)
+        kv_tokens = np.where(known, numbers, NO_TOKEN)
         previous = np.full_like(kv_tokens, NO_TOKEN)
         previous[:, 1:] = np.where(sequence_starts(kv_pos)[:, 1:], NO_TOKEN, kv_tokens[:, :-1])
         q_rows = slice(first, first + q_pos.shape[1])
-        q_tokens = np.where(real[:, q_rows], kv_tokens[:, q_rows], _NO_QUERY)
+        q_tokens = np.where(known[:, q_rows], kv_tokens[:, q_rows], _NO_QUERY)
         return cls(q_tokens, kv_tokens, previous, q_pos, kv_pos)
 
     @property

@@ -94,8 +94,9 @@ def head_scores(
     *variants, scale, q_offset, kv_offset
         As for `qkv.attention`. Dropout is left out: scores are of the weights before it.
     tokens : integer array (batch, kv_len), optional
-        Token of each key row; queries are among them. Without it, no duplicate and induction.
-        (kv_len,) where batch is 1, here and below.
+        Token of each key row; queries are among them. Without it, no duplicate and induction. A
+        negative one is unknown: it is equal to no other in these two scores. (kv_len,) where batch
+        is 1, here and below.
     real : boolean array (batch, kv_len), optional
         False where a row is padding.
     top : int

@@ -29,6 +29,8 @@ class RecordFields(NamedTuple):
     texts: Sequence[str] | None
     decoder_texts: Sequence[str] | None
     layers: Sequence[tuple[str, HeadScores, tuple[str | None, str | None]]]
+    unknown_id: int | None = None
+    notes: Sequence[str] = ()
 
 
 def save(record: RecordFields, path: str | os.PathLike[str]) -> None:
@@ -48,6 +50,8 @@ def save(record: RecordFields, path: str | os.PathLike[str]) -> None:
         "layers": [name for name, _, _ in record.layers],
         "sequences": [sequences for _, _, sequences in record.layers],
         "kept": kept,
+        "unknown_id": record.unknown_id,
+        "notes": list(record.notes),
     }
     write_described(path, SCHEMA, VERSION, about, arrays)
 
@@ -83,6 +87,8 @@ def _record(header: dict[str, Any], arrays: dict[str, Array]) -> RecordFields:
         _texts(header["texts"]),
         _texts(header.get("decoder_texts")),
         [(str(name), scores, (_name(q), _name(kv))) for name, scores, (q, kv) in layers],
+        None if (unknown_id := header.get("unknown_id")) is None else int(unknown_id),
+        [str(note) for note in header.get("notes", ())],
     )
 
 

@@ -25,6 +25,7 @@ from qkv.inspection.layer_record import LayerRecord
 from qkv.inspection.pages import page_of
 from qkv.inspection.pictures import picture_of_heads
 from qkv.inspection.summaries import in_html
+from qkv.inspection.unknown_tokens import without_unknown
 
 __all__ = ["Keep", "LayerRecord", "ModelRecord", "load"]
 
@@ -57,6 +58,8 @@ class ModelRecord:
         Keys to keep of each query.
     keep : "weights", layer numbers or None
         Layers whose query and key are kept, so that their weights can be read.
+    unknown_id : int or None
+        The id of all tokens that the model does not know, if it has one.
 
     Attributes
     ----------
@@ -68,6 +71,11 @@ class ModelRecord:
         The tokens of batch row 0, as text.
     decoder_texts : sequence of str or None
         Those of the decoder, in a model of two sequences.
+    unknown_id : int or None
+        `duplicate` and `induction` leave these tokens out, which are not the same because their
+        ids are. It may be set until the model runs.
+    notes : list of str
+        What else there is to know of the text, in sentences that the summary shows.
 
     Raises
     ------
@@ -91,7 +99,9 @@ class ModelRecord:
     array([0.   , 0.999, 0.   , 0.   ])
     """
 
-    def __init__(self, model: str, *, top: int = 4, keep: Keep = None) -> None:
+    def __init__(
+        self, model: str, *, top: int = 4, keep: Keep = None, unknown_id: int | None = None
+    ) -> None:
         if not _is_keep(keep):
             raise ArgumentError(
                 f"keep={shown(keep)} is not known.",
@@ -102,6 +112,8 @@ class ModelRecord:
         self.tokens: Array | None = None
         self.texts: Sequence[str] | None = None
         self.decoder_texts: Sequence[str] | None = None
+        self.unknown_id = unknown_id
+        self.notes: list[str] = []
         self._top = top
         self._keep = keep
 
@@ -125,6 +137,7 @@ class ModelRecord:
         """
         index = len(self.layers)
         sequences = options.pop("sequences", ("input_ids", "input_ids"))
+        options["tokens"] = without_unknown(options.get("tokens"), self.unknown_id)
         keep_weights = (
             self._keep == "weights"
             if isinstance(self._keep, str)
@@ -229,7 +242,7 @@ class ModelRecord:
         # rich, which draws the map, is imported when the first text is asked for.
         from qkv.inspection.summaries.model import summary_of_model
 
-        return summary_of_model(self.model, self.tokens, self.rows()).rstrip("\n")
+        return summary_of_model(self).rstrip("\n")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all numbers to a safetensors file with names in its metadata.
@@ -246,7 +259,8 @@ class ModelRecord:
         """
         layers = [(layer.name, layer.scores, layer.sequences) for layer in self]
         fields = (self.model, self.tokens, self.texts, self.decoder_texts, layers)
-        model_file.save(model_file.RecordFields(*fields), path)
+        about = (self.unknown_id, self.notes)
+        model_file.save(model_file.RecordFields(*fields, *about), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ModelRecord:
@@ -369,6 +383,7 @@ def load(path: str | os.PathLike[str]) -> ModelRecord:
     record = ModelRecord(fields.model)
     record.tokens, record.texts = fields.tokens, fields.texts
     record.decoder_texts = fields.decoder_texts
+    record.unknown_id, record.notes = fields.unknown_id, list(fields.notes)
     for index, (name, scores, sequences) in enumerate(fields.layers):
         record.layers.append(LayerRecord(index, name, scores, sequences))
     return record

@@ -15,6 +15,7 @@ from qkv.inspection.model_record import LayerRecord, ModelRecord
 from qkv.inspection.record import Record
 from qkv.inspection.replay import Replay
 from qkv.inspection.tokens import printable
+from qkv.inspection.unknown_tokens import notes_of
 
 __all__ = ["EXACT_KEYS", "NOTE", "HeadLayer", "Heads", "heads_of_model", "heads_of_record", "shown"]
 
@@ -156,10 +157,14 @@ def shown(token: str) -> str:
 
 
 def heads_of_model(record: ModelRecord, about: str = "") -> Heads:
-    """The layers of a model record, and a sentence about what the model read."""
+    """The layers of a model record, and a sentence about what the model read.
+
+    Notes of the record come after it.
+    """
     layers = [_layer_of_model(layer, _texts(record, layer)) for layer in record]
     batch_size = record[0].rows["entropy"].shape[0] if len(record) else 0
-    return Heads(record.model, "model", "qkv", SCORES, record.texts, layers, batch_size, about)
+    said = " ".join([*([about] if about else []), *notes_of(record)])
+    return Heads(record.model, "model", "qkv", SCORES, record.texts, layers, batch_size, said)
 
 
 def _own_tokens(layer: HeadLayer) -> dict[str, Any]:

@@ -38,11 +38,11 @@ def shipped_source(
     """
     shipped = SHIPPED_MODELS[name]
     model = shipped.load()
-    ids = shipped.ids(model, text)[:count]
-    record = model.inspect(ids, keep="weights", progress=progress)
+    record = shipped.inspect(model, text, count, keep="weights", progress=progress)
+    assert record.tokens is not None  # the model reads tokens
     return Source(
         record.model,
         heads=heads_of_model(record, shipped.about if text is None else ""),
-        intervene=shipped_what_if(model, ids),
+        intervene=shipped_what_if(model, record.tokens[0].tolist()),
         read=lambda another: shipped_source(name, another),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, cast
@@ -49,6 +50,10 @@ class Decoder(ABC):
     """
 
     name: ClassVar[str]
+    unknown_id: ClassVar[int] = 0
+    """The id of every character that the model does not know."""
+    context: int | None = None
+    """Tokens of the rows that it was trained on, where it reads longer ones worse."""
 
     def __init__(
         self,
@@ -90,6 +95,7 @@ class Decoder(ABC):
         keep: Keep = None,
         progress: Progress | None = None,
         see: Callable[[ModelRecord, Array], None] | None = None,
+        unknown_id: int | None = None,
     ) -> ModelRecord:
         """Every head of the model on a text.
 
@@ -103,10 +109,17 @@ class Decoder(ABC):
             Told of each layer that is done.
         see : callable (record, value), optional
             Given the record after each layer, and its value (1, num_heads, length, head_dim).
+        unknown_id : int, optional
+            Among ids that are given, the one of unknown tokens; in a text it is the model's.
 
         Returns
         -------
         ModelRecord
+
+        Warns
+        -----
+        UserWarning
+            There are more tokens than in the rows that the model was trained on.
 
         Raises
         ------
@@ -128,7 +141,17 @@ class Decoder(ABC):
         ids = self.encode(text) if isinstance(text, str) else list(text)
         if not ids:
             raise ArgumentError("the text has no characters.", action="Write a sentence.")
-        record = ModelRecord(self.name, keep=keep)
+        if self.context is not None and len(ids) > self.context:
+            warnings.warn(
+                f"the text has {len(ids)} tokens; the model was trained on rows of {self.context}. "
+                "What it computes beyond them means little. Shorten the text, or pass the ids "
+                f"model.encode(text)[-{self.context}:].",
+                UserWarning,
+                stacklevel=3,
+            )
+        if isinstance(text, str):
+            unknown_id = self.unknown_id
+        record = ModelRecord(self.name, keep=keep, unknown_id=unknown_id)
         record.tokens, record.texts = np.array([ids]), self.tokens(ids)
         for layer, (query, key, value, variants) in enumerate(self.attention_inputs(ids)):
             record.add(query, key, *variants, name=f"layers.{layer}", tokens=record.tokens)

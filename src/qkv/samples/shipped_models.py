@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from qkv.inspection.model_record import ModelRecord
 from qkv.samples.decoder import Decoder
 from qkv.samples.language import language_model
 from qkv.samples.tiny import tiny_model
@@ -39,9 +40,24 @@ class ShippedModel:
     first: Callable[[Any], Sequence[int]]
     about: str
 
-    def ids(self, model: Decoder, text: str | None) -> list[int]:
-        """What the model reads: a text, or what it reads unless one is given."""
-        return list(self.first(model) if text is None else model.encode(text))
+    def inspect(
+        self, model: Decoder, text: str | None, count: int | None = None, **options: Any
+    ) -> ModelRecord:
+        """Every head on the first `count` tokens of a text, or of what is read unless one is given.
+
+        Of more tokens than the model was trained on, the last are read, as in the lab's page.
+        """
+        ids = list(self.first(model) if text is None else model.encode(text))[:count]
+        read = ids if model.context is None else ids[-model.context :]
+        # What is read first is made of ids, and the one of unknown tokens may be among them.
+        unknown_id = None if text is None else model.unknown_id
+        record = model.inspect(read, unknown_id=unknown_id, **options)
+        if len(read) < len(ids):
+            record.notes.append(
+                f"The model reads the last {len(read)} of {len(ids)} tokens, as many as it was "
+                "trained on."
+            )
+        return record
 
 
 SHIPPED_MODELS = {

@@ -62,6 +62,8 @@ class ShownHeads:
         Which batch row, and of how many.
     head, q_index : int
         Which head and query of the call come first here.
+    notes : tuple of str
+        What there is to know of the text.
     """
 
     title: str
@@ -76,6 +78,7 @@ class ShownHeads:
     batch_size: int = 1
     head: int = 0
     q_index: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def causal(self) -> bool:

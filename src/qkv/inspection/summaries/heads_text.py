@@ -24,7 +24,7 @@ from qkv.inspection.summaries.terminal import Page, weight
 from qkv.variants import Causal
 from qkv.variants.base import short_repr
 
-__all__ = ["CAUTION", "PAIRS", "name_of", "number", "side_by_side", "summary_of_heads", "title_of"]
+__all__ = ["CAUTION", "PAIRS", "heading", "name_of", "number", "side_by_side", "summary_of_heads"]
 
 PAIRS = 3
 """Pairs of each head that are shown."""
@@ -50,7 +50,7 @@ def summary_of_heads(
         if np.isnan(statistics.entropy).any():
             reasons.append("Means are those of the other rows.")
     return page.render(
-        Text(title_of(page, shown)),
+        *heading(page, shown),
         Text(),
         *table,
         *(Text(reason, style="bold") for reason in reasons),
@@ -60,7 +60,13 @@ def summary_of_heads(
     )
 
 
-def title_of(page: Page, shown: ShownHeads) -> str:
+def heading(page: Page, shown: ShownHeads) -> list[Text]:
+    """The title, and what there is to know of the text."""
+    notes = [Text(page.token(note, 500), style="bold") for note in shown.notes]
+    return [Text(_title(page, shown)), *notes]
+
+
+def _title(page: Page, shown: ShownHeads) -> str:
     kv_len = shown.kv_len
     length = f"{shown.q_len} x {kv_len} rows"
     if shown.q_len == kv_len:

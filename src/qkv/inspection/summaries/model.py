@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
 
 from qkv.inspection.counts import counted, words_of_tokens
 from qkv.inspection.head_scores import KINDS, LETTERS, MEANINGS, THRESHOLD
-from qkv.inspection.head_table import HeadTable
+from qkv.inspection.score_rows import SCORES
 from qkv.inspection.summaries.heads_text import CAUTION
 from qkv.inspection.summaries.terminal import Page
+from qkv.inspection.unknown_tokens import notes_of
+
+if TYPE_CHECKING:
+    from qkv.inspection.head_table import HeadTable
+    from qkv.inspection.model_record import ModelRecord
 
 __all__ = ["summary_of_model"]
 
@@ -26,29 +30,25 @@ _STYLES = {
 }
 
 
-def summary_of_model(
-    model: str, tokens: NDArray[Any] | None, table: HeadTable, written: str = ""
-) -> str:
+def summary_of_model(record: ModelRecord, written: str = "") -> str:
     """A map of the heads of a model, and what the letters in it stand for.
 
     Parameters
     ----------
-    model : str
-        Its name.
-    tokens : array (batch, length) or None
-    table : HeadTable
-        One row for each head.
+    record : ModelRecord
     written : str
         A line to end with.
     """
-    page = Page()
+    page, table = Page(), record.rows()
     layers = 1 + max((row["layer"] for row in table), default=-1)
-    sizes = [page.token(model, 200), counted(layers, "layer"), counted(len(table), "head")]
-    title = ", ".join([*sizes, words_of_tokens(tokens)])
-    parts: list[Any] = [Text(title), Text()]
+    sizes = [page.token(record.model, 200), counted(layers, "layer"), counted(len(table), "head")]
+    parts: list[Any] = [Text(", ".join([*sizes, words_of_tokens(record.tokens)]))]
+    parts += [Text(page.token(note, 500), style="bold") for note in notes_of(record)]
+    parts.append(Text())
     parts += _map(page, layers, table)
-    parts += [Text(), _legend(page, table), Text()]
-    parts.append(Text(f"A letter stands for a mean weight of {THRESHOLD} or more.", style="dim"))
+    parts += [Text(), _legend(page, record, table), Text()]
+    meaning = f"A letter stands for a mean weight of {THRESHOLD} or more over those queries that"
+    parts.append(Text(f"{meaning} have such a key; the last column counts them.", style="dim"))
     if written:
         parts.append(Text(written, no_wrap=True))
     parts.append(Text(CAUTION, style="dim"))
@@ -77,9 +77,15 @@ def _letter(page: Page, kind: str | None) -> tuple[str, str]:
     return LETTERS[kind], _STYLES[kind]
 
 
-def _legend(page: Page, heads: HeadTable) -> Table:
-    """Each kind: its letter, where its weight goes, how many heads, and the strongest."""
-    table = page.table("", "kind", "most weight on", ">heads", "strongest", ">weight")
+def _legend(page: Page, record: ModelRecord, heads: HeadTable) -> Table:
+    """Each kind: its letter, where its weight goes, how many heads, and the strongest.
+
+    A mean over few queries says little, so how many there are stands beside it.
+    """
+    columns = ("", "kind", "most weight on", ">heads", "strongest", ">weight", ">queries")
+    table = page.table(*columns)
+    at = {kind: SCORES.index(kind) for kind in KINDS}
+    counts = [layer.scores.sums()[1] for layer in record]
     for kind in KINDS:
         best = heads.best(kind)
         strongest = f"layer {best['layer']} head {best['head']}" if best else "-"
@@ -90,5 +96,6 @@ def _legend(page: Page, heads: HeadTable) -> Table:
             str(sum(kind in (row["kind"], row["also"]) for row in heads)),
             strongest,
             f"{best[kind]:.2f}" if best else "-",
+            str(counts[best["layer"]][at[kind]] if best else 0),
         )
     return table

@@ -1,0 +1,53 @@
+"""Tokens that a model does not know: all have one id, and are not the same token for that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from qkv.inspection.model_record import ModelRecord
+
+__all__ = ["notes_of", "unknown_id_of", "without_unknown"]
+
+_UNKNOWN = -1
+"""Of an unknown token, for `head_scores`."""
+
+
+def unknown_id_of(tokenizer: Any) -> int | None:
+    """The id that a tokenizer of transformers gives to what it does not know.
+
+    None if it has no such id, or one that also begins or ends texts: a byte-level tokenizer knows
+    everything, and GPT-2's names its end of texts there.
+    """
+    found = getattr(tokenizer, "unk_token_id", None)
+    ends = [getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos")]
+    return found if isinstance(found, int) and found not in ends else None
+
+
+def without_unknown(tokens: Any, unknown_id: int | None) -> NDArray[Any] | None:
+    """Token ids as `head_scores` takes them: those of unknown tokens are negative."""
+    if tokens is None or unknown_id is None:
+        return None if tokens is None else np.asarray(tokens)
+    ids = np.asarray(tokens)
+    return np.where(ids == unknown_id, _UNKNOWN, ids)
+
+
+def notes_of(record: ModelRecord) -> list[str]:
+    """What there is to know of the text of a record, in sentences."""
+    tokens = record.tokens
+    if tokens is None or record.unknown_id is None:
+        return record.notes
+    counted = [layer.scores.counted["entropy"] for layer in record]
+    # Padding is no part of the text.
+    real = next((of for of in counted if of.shape == tokens.shape), np.ones(tokens.shape, bool))
+    unknown, count = int((tokens == record.unknown_id)[real].sum()), int(real.sum())
+    if not unknown:
+        return record.notes
+    are = "is" if unknown == 1 else "are"
+    return [
+        *record.notes,
+        f"{unknown} of {count} tokens {are} unknown to this model, which cannot tell them apart.",
+    ]

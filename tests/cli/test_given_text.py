@@ -1,0 +1,191 @@
+"""What a command takes for a text and what for a file, and what it advises."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qkv.cli import _make_parser, inspect_command, main
+from qkv.samples import language_model
+
+COMMANDS = ["inspect", "explain", "lab"]
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err
+
+
+def tokens_of(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
+    """The model that `qkv inspect` asks, and the text that it reads."""
+    assert main(["inspect", "--json", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    return found["model"], "".join(found["tokens"])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("word", ["hello", "don't"])
+def test_a_word_that_is_no_file(
+    command: str, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {"hello": "hello", "don't": "'don'\"'\"'t'"}[word]
+    assert complaint(capsys, command, word) == (
+        f"qkv: there is no file {word!r}.\n\nPass --text {said} for a model to read it.\n"
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_empty_text(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([""], ["  "], ["", "--model", "language"], ["--text", ""], ["--text", " \n"]):
+        assert complaint(capsys, command, *words).startswith("qkv: the text is empty.\n\nWrite ")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_file_of_text(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    # The last of the bytes that are looked at is the first of a character.
+    Path("p.txt").write_text("The cat sat. " * 315 + "é" * 9, encoding="utf-8")
+    for words in (["p.txt"], ["p.txt", "--model", "language"]):
+        assert complaint(capsys, command, *words) == (
+            "qkv: 'p.txt' is a text, and no file of arrays.\n\n"
+            "Pass --text p.txt for a model to read it.\n"
+        )
+    Path("noise").write_bytes(b"\x00\x01arrays?")
+    assert "'noise' is neither safetensors nor npz" in complaint(capsys, command, "noise")
+    assert "'no.txt' cannot be read" in complaint(capsys, command, "no.txt")
+
+
+def test_a_text_without_a_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("p.txt").write_text("The cat sat.", encoding="utf-8")
+    assert tokens_of(capsys, "--text", "p.txt") == ("language", "The cat sat.")
+    assert tokens_of(capsys, "--text", "hello") == ("language", "hello")
+    assert main(["lab", "--text", "p.txt", "--export", "page.html"]) == 0
+    assert '"model":"language"' in Path("page.html").read_text(encoding="utf-8")
+    capsys.readouterr()
+    assert main(["explain", "--text", "p.txt", "--json"]) == 0
+    (head,) = json.loads(capsys.readouterr().out)["heads"]
+    last = len(language_model().encode("The cat sat.")) - 1
+    assert head["rows"][0]["q_index"] == last
+
+
+def test_a_word_for_a_model_that_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert tokens_of(capsys, "hello", "--model", "language") == ("language", "hello")
+    assert tokens_of(capsys, "hello", "--model", "tiny") == ("tiny", "hello")
+    Path("hello").write_bytes(b"\x00")
+    assert "are two inputs" in complaint(capsys, "inspect", "hello", "--model", "language")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_dash_is_standard_input(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    more = ["--export", str(tmp_path / "page.html")] if command == "lab" else ["--json"]
+    seen = []
+    for words in (["-"], ["--model", "language", "--text", "-"]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("The cat sat."))
+        assert main([command, *words, *more]) == 0
+        out = capsys.readouterr().out
+        page = tmp_path / "page.html"
+        seen.append(page.read_text(encoding="utf-8") if command == "lab" else out)
+    assert seen[0] == seen[1]
+    assert '"The"' in seen[0]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x"))
+    assert "'-' and --text are two texts" in complaint(capsys, command, "-", "--text", "x")
+
+
+def test_the_help_of_the_lab_names_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r" FILE safetensors or npz .* or a sentence", said)
+
+
+# --- the command to try next ---------------------------------------------------------------------
+
+TEXTS = [
+    "😀👩\u200d👩 hello שלום",
+    "don't \\ stop",
+    "two\nlines\tand \x1b[31m red",
+    "e\u0301 plain one",
+]
+
+
+def options_of(text: str) -> argparse.Namespace:
+    return _make_parser().parse_args(["inspect", "--layer", "0", "--text", text])
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_next_command_has_the_text_as_given(
+    text: str, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("the command is read by bash")
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    command = inspect_command._command(options_of(text))
+    command.encode(encoding)
+    assert command.isprintable()  # no terminal acts on it
+    # The arguments, whatever the locale, as bash passes them on.
+    ran = subprocess.run(
+        [bash, "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True, timeout=60,
+        env={**os.environ, "LC_ALL": "C"},
+    )  # fmt: skip
+    words = ran.stdout.decode().split("\0")
+    assert words[words.index("--text") + 1] == text
+
+
+def test_a_command_that_would_be_cut_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    for text, is_there in (("The cat sat. " * 10, True), ("The cat sat. " * 100, False)):
+        assert main(["inspect", text, "--layer", "0", "--tokens", "20"]) == 0
+        assert ("Next: " in capsys.readouterr().out) == is_there
+
+
+# --- the head that is explained ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["She was very happy", "The cat sat on the mat"])
+def test_a_head_that_reads_another_token_is_explained_first(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = language_model().inspect(text).rows()
+    clear = [
+        (row[kind], row["layer"], row["head"])
+        for row in rows
+        for kind in ("previous", "duplicate", "induction")
+        if row[kind] >= 0.4
+    ]
+    weight, layer, head = max(clear)
+    assert max(row["sink"] for row in rows) > weight or text.startswith("The")
+    assert main(["explain", text]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(
+        f"language, layer {layer} of 0..3: head {head}, which puts {weight:.2f} of its weight on "
+        "the token before"
+    )
+
+
+def test_where_only_rests_are_clear_they_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--text", "x"]) == 0
+    assert "of its weight on the token itself" in capsys.readouterr().out.splitlines()[0]
