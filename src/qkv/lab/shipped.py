@@ -40,9 +40,12 @@ def shipped_source(
     model = shipped.load()
     ids = shipped.ids(model, text)[:count]
     record = model.inspect(ids, keep="weights", progress=progress)
+    if text is not None and count is not None:
+        text = "".join(model.tokens(ids))
     return Source(
         record.model,
         heads=heads_of_model(record, shipped.about if text is None else ""),
+        text=text,
         intervene=shipped_what_if(model, ids),
         read=lambda another: shipped_source(name, another),
     )
