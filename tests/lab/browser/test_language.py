@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,9 @@ def test_the_kinds_of_heads_are_those_of_inspect(lab: Any) -> None:
     seen = set()
     asked = [{"text": text, "off": [], "temperature": 1, "threshold": THRESHOLD} for text in texts]
     for text, found in zip(texts, computed(asked), strict=True):
-        for row, kind in zip(model.inspect(text).rows(), sum(found["kinds"], []), strict=True):
+        for row, kind in zip(
+            model.inspect(text).rows(), chain.from_iterable(found["kinds"]), strict=True
+        ):
             assert kind == row["kind"], (text, row["layer"], row["head"])
             seen.add(kind)
     assert seen == {None, "induction", "duplicate", "previous", "own", "sink"}
