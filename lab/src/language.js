@@ -4,6 +4,8 @@
 
 const EPSILON = 1e-6;
 const BASE = 10000;
+/** The id of a character that no piece has. */
+const UNKNOWN = 0;
 
 /** The model of a safetensors file with int8 matrices and a float32 scale for each row. */
 export class LanguageModel {
@@ -38,7 +40,7 @@ export class LanguageModel {
     this.longest = Math.max(...this.pieces.map((piece) => piece.length));
   }
 
-  /** The longest piece that fits, from left to right; 0 for a character that no piece has. @param {string} text */
+  /** The longest piece that fits, from left to right. @param {string} text */
   encode(text) {
     const characters = Array.from(text);
     const found = [];
@@ -46,7 +48,7 @@ export class LanguageModel {
     while (at < characters.length) {
       let length = Math.min(this.longest, characters.length - at);
       while (length > 1 && !this.ids.has(characters.slice(at, at + length).join(""))) length -= 1;
-      found.push(this.ids.get(characters.slice(at, at + length).join("")) ?? 0);
+      found.push(this.ids.get(characters.slice(at, at + length).join("")) ?? UNKNOWN);
       at += length;
     }
     return found;
@@ -93,6 +95,14 @@ export class LanguageModel {
 
 /** The model from the base64 in which pages carry it. @param {string} text */
 export const fromBase64 = (text) => new LanguageModel(Uint8Array.from(atob(text), (character) => character.charCodeAt(0)));
+
+/** How many tokens the model does not know, as a sentence; null if it knows all. @param {number[]} ids */
+export function unknownOf(ids) {
+  const count = ids.filter((id) => id === UNKNOWN).length;
+  if (!count) return null;
+  const [verb, each] = count === 1 ? ["is", "it"] : ["are", "each of them"];
+  return `${count} of these ${ids.length} tokens ${verb} unknown to the model, which reads ${each} as “�”.`;
+}
 
 /** softmax(logits / temperature). @param {Float64Array} logits */
 export function probabilities(logits, temperature = 1) {

@@ -39,6 +39,36 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     assert data_of(page)["results"]["example"]["examples"][0]["name"] == "file"
 
 
+SENTENCE = "The party was \N{HOT BEVERAGE} late"
+"""The language model does not know the cup."""
+
+
+def test_panels_that_read_a_text_begin_with_the_sentence_of_the_command(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    for options in (["--model", "language"], ["--model", "tiny"], []):
+        assert main(["lab", SENTENCE, *options, "--export", str(page)]) == 0
+        data = data_of(page)
+        assert data["view"] == {"panel": "inspect", "text": SENTENCE, "sentence": SENTENCE}
+    assert "".join(data["results"]["model"]["tokens"]) == SENTENCE.replace("\u2615", "\ufffd")
+    # Pages of the same model that have its record alone.
+    assert main(["inspect", "She was very happy", "--html", str(page)]) == 0
+    assert data_of(page)["view"]["sentence"] == "She was very happy"
+    assert main(["lab", SENTENCE, "--tokens", "3", "--export", str(page)]) == 0
+    assert data_of(page)["view"]["text"] == "The party was"
+    # Without a sentence the tiny model's characters are no text for another model.
+    assert main(["lab", "--model", "tiny", "--export", str(page)]) == 0
+    assert data_of(page)["view"] == {"panel": "inspect"}
+
+
+def test_of_a_long_text_panels_begin_with_what_their_fields_hold(tmp_path: Path) -> None:
+    file, page = tmp_path / "text.txt", tmp_path / "page.html"
+    text = "".join(f"She was {i} times very happy.\n" for i in range(180))
+    file.write_text(text, encoding="utf-8")
+    assert main(["lab", "--model", "tiny", "--text", str(file), "--export", str(page)]) == 0
+    view = data_of(page)["view"]
+    assert (view["text"], view["sentence"]) == (text[-4096:], text[:-1].replace("\n", " ")[-200:])
+
+
 @pytest.mark.parametrize(
     ("argv", "fact"),
     [

@@ -82,6 +82,7 @@ def test_a_text_of_the_reader_changes_everything() -> None:
     data = ask(session, "open", text=text, host="widget")["data"]
     assert data["host"] == "widget"
     assert "".join(ask(session, "model")["tokens"]) == text
+    assert (data["view"]["text"], data["view"]["sentence"]) == (text, text)
     _, (query, key, _, _) = tiny_model().attention_inputs(tiny_model().encode(text))
     scores = query[2].astype(float) @ key[2].astype(float).T / np.sqrt(query.shape[-1])
     exp = np.exp(np.where(np.tri(len(text), dtype=bool), scores - scores.max(), -np.inf))

@@ -98,6 +98,7 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
     session = Session(lab_source(said, lambda done, total: None))
     summary = session.answer("model").result
     assert (len(summary["layers"]), summary["can_intervene"]) == (2, True)
+    assert session.data("server")["view"]["text"] == "a b c d a b c d a b"
     assert summary["layers"][0]["num_kv_heads"] == 2
     found = ask(session, changes=[{"layer": 1, "head": 2, "what": "off"}])
     ids = torch.tensor([[words[word] for word in "abcdabcdab"]])

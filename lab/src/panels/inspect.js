@@ -13,6 +13,8 @@ import { UNCHOSEN } from "../view.js";
 import { shown } from "../format.js";
 
 const PAGE = 512;
+/** The name of the model that the page computes itself. */
+const SHIPPED = "language";
 const worded = (name) => name.replaceAll("_", " ");
 
 /** Over how many queries the mean of a score goes, in words. */
@@ -148,6 +150,19 @@ function WhatIf({ model, layers, layer, head }) {
       <${Losses} title="Loss of each token" tokens=${result.tokens} losses=${result.before.losses && { before: result.before.losses, after: result.after.losses }} /></div>`}</${Block}>`;
 }
 
+/** Where heads can be switched off, in a page that has no model to run. */
+function NoWhatIf({ model }) {
+  const { set, shown: panels } = useLab();
+  const open = (event) => {
+    event.preventDefault();
+    set({ panel: "language" });
+  };
+  const panel = html`the panel <a href="#language" onClick=${open}>Language model</a>`;
+  const has = panels.includes("language");
+  return html`<p class="faint" data-name="no-what-if">${has && model === SHIPPED ? html`Heads of this model can be switched off in ${panel}.`
+    : html`Switching off heads of this model needs Python, <code>qkv lab --model NAME</code>${has && html`; those of ${panel} can be switched off here`}.`}</p>`;
+}
+
 export function Inspect() {
   const { view, set, client } = useLab();
   const { result: model, error } = useAsk("model");
@@ -190,5 +205,6 @@ export function Inspect() {
     <${DataTable} title="All heads in numbers" sortable=${true} columns=${["head", "kind", ...scores.map(worded)]} under=${["", "", ...scores.map((name) => (name === "max_logit" ? "largest" : `of ${current.counted[name]}`))]}
       rows=${layers.flatMap((each) => each.heads.map((one, i) => ({ key: `${each.index}.${i}`, class: each.index === layer && i === head ? "here" : "", cells: [layers.length > 1 ? `${each.index}.${i}` : i, one.kind ?? "", ...scores.map((name) => ({ x: one[name] ?? NaN }))] })))}
       note="Each column is a mean over the queries that have such a key; under its name stands how many they are. The columns of a row are means over different queries, so they are not parts of one whole." />
+    ${!model.can_intervene && model.kind === "model" && html`<${NoWhatIf} model=${model.model} />`}
     ${model.can_intervene && client.host !== "export" && html`<${WhatIf} model=${model} layers=${layers} layer=${layer} head=${head} />`}`;
 }

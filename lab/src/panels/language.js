@@ -1,12 +1,13 @@
 // A small language model that runs in the page: type, see what comes next, and switch heads off.
 
 import { html, inside, useAsk, useLab, useMemo } from "../parts/lab.js";
-import { Block, DataTable, Failure, Num, Token, Waiting } from "../parts/basics.js";
+import { Block, DataTable, Failure, Num, Token, Unknown, Waiting } from "../parts/basics.js";
 import { Bars } from "../parts/chart.js";
 import { HeadPictures, pictureOf } from "../parts/heads.js";
 import { Lines } from "../parts/lines.js";
 import { Words } from "../parts/words.js";
 import { size } from "../format.js";
+import { kindOf, scoresOf } from "../kinds.js";
 import { fromBase64, losses, probabilities } from "../language.js";
 import { UNCHOSEN } from "../view.js";
 
@@ -19,7 +20,7 @@ export function Language() {
   const model = useMemo(() => result && fromBase64(result.file), [result]);
   if (error) return html`<${Failure} error=${error} />`;
   if (!model) return html`<${Waiting} what="the model" />`;
-  return html`<${Reader} model=${model} />`;
+  return html`<${Reader} model=${model} meanings=${result.meanings} threshold=${result.threshold} />`;
 }
 
 /** The heads that are off, as "layer.head", of a view's text. */
@@ -30,7 +31,7 @@ function timed(compute) {
   return { ...compute(), took: performance.now() - start };
 }
 
-function Reader({ model }) {
+function Reader({ model, meanings, threshold }) {
   const { view, set, announce } = useLab();
   const { text, temperature } = view;
   const all = useMemo(() => model.encode(text), [text]);
@@ -38,6 +39,11 @@ function Reader({ model }) {
   const off = offOf(view.off);
   const plain = useMemo(() => timed(() => model.run(ids)), [text]);
   const run = useMemo(() => (off.size ? model.run(ids, off) : plain), [text, view.off]);
+  const heads = useMemo(() => run.weights.map((layer) => layer.map((weights) => {
+    const scores = scoresOf(weights, ids);
+    const kind = kindOf(scores, threshold);
+    return { weights, kind, share: scores[kind] };
+  })), [run]);
   const tokens = ids.map((id) => model.pieces[id]);
   const layer = inside(view.llayer, model.layers.length);
   const head = inside(view.lhead, model.numHeads);
@@ -49,11 +55,12 @@ function Reader({ model }) {
   return html`<${About} model=${model} took=${plain.took} count=${ids.length} />
     <label class="field own-text"><span>A sentence, for the model to read</span><textarea rows="3" maxlength="4096" spellcheck=${false} value=${text} onInput=${(event) => set({ text: event.currentTarget.value, lquery: UNCHOSEN })}></textarea></label>
     ${all.length > ids.length && html`<p class="faint">The model reads the last ${ids.length} of ${all.length} tokens, as many as it was trained on.</p>`}
+    <${Unknown} ids=${ids} />
     ${!ids.length && html`<p class="faint">Write something, and the model says what comes next.</p>`}
     ${ids.length > 0 && html`<div class="two wide-left"><${Next} model=${model} logits=${run.logits.at(-1)} before=${off.size ? plain.logits.at(-1) : null} temperature=${temperature} onTake=${append} />
       <${Loss} ids=${ids} plain=${plain} run=${run} off=${off} /></div>
-    <${Heads} model=${model} weights=${run.weights} off=${off} layer=${layer} head=${head} />
-    <${Head} weights=${run.weights[layer][head]} tokens=${tokens} query=${query} more=${model.measured["more without"]?.[layer]?.[head]} title=${`Layer ${layer}, head ${head}${off.has(`${layer}.${head}`) ? " (off)" : ""}`} />`}`;
+    <${Heads} heads=${heads} meanings=${meanings} threshold=${threshold} off=${off} layer=${layer} head=${head} />
+    <${Head} head=${heads[layer][head]} meanings=${meanings} threshold=${threshold} tokens=${tokens} query=${query} more=${model.measured["more without"]?.[layer]?.[head]} title=${`Layer ${layer}, head ${head}${off.has(`${layer}.${head}`) ? " (off)" : ""}`} />`}`;
 }
 
 function About({ model, took, count }) {
@@ -88,16 +95,7 @@ function Loss({ ids, plain, run, off }) {
   return html`<div data-name="loss"><${DataTable} title="Loss of this text" columns=${["heads", "nats for each token"]} rows=${rows} note="The mean of −log p over its tokens but the first: low where the model expected what you wrote." /></div>`;
 }
 
-/** What most of a head's weight is on, in a word or two. */
-function reading(weights) {
-  const rows = weights.slice(1);
-  if (!rows.length) return "itself";
-  const on = (key) => mean(rows.map((row, i) => row[key(i + 1)]));
-  const [name, share] = [["itself", on((i) => i)], ["token before", on((i) => i - 1)], ["first token", on(() => 0)]].sort((a, b) => b[1] - a[1])[0];
-  return share >= 0.4 ? `${name} ${share.toFixed(2)}` : "spread";
-}
-
-function Heads({ model, weights, off, layer, head }) {
+function Heads({ heads, meanings, threshold, off, layer, head }) {
   const { set, announce } = useLab();
   const toggle = (name) => {
     const next = new Set(off);
@@ -105,10 +103,11 @@ function Heads({ model, weights, off, layer, head }) {
     set({ off: [...next].sort().join(" ") });
     announce(`head ${name} ${next.has(name) ? "off" : "on"}`);
   };
-  const pictures = useMemo(() => weights.map((heads) => heads.map((each) => ({ picture: pictureOf(each), note: reading(each) }))), [weights]);
-  const layers = pictures.map((heads, i) => ({ name: `layer ${i}`, heads: heads.map((each, j) => ({ ...each, name: `${i}.${j}`, off: off.has(`${i}.${j}`) })) }));
+  const pictures = useMemo(() => heads.map((each) => each.map(({ weights, kind, share }) => ({ picture: pictureOf(weights), note: kind ? `${kind} ${share.toFixed(2)}` : "" }))), [heads]);
+  const layers = pictures.map((row, i) => ({ name: `layer ${i}`, heads: row.map((each, j) => ({ ...each, name: `${i}.${j}`, off: off.has(`${i}.${j}`) })) }));
   return html`<${Block} title="Every head: layers down, heads across">
     <p class="faint">Each picture is one head: a row for each token, and the stronger a colour, the more it reads of an earlier one. Choose a head to see it below; switch heads off, and what comes next is computed without them.</p>
+    <p class="faint">Under a picture stand the kind of its head, where one has ${threshold} or more of the weight, and how much that is. The kinds are ${Object.entries(meanings).map(([kind, meaning]) => `${kind}: ${meaning}`).join("; ")}.</p>
     <${HeadPictures} layers=${layers} chosen=${[layer, head]} onChoose=${(i, j) => set({ llayer: i, lhead: j })} below=${(i, j) => {
       const { name } = layers[i].heads[j];
       return html`<label><input type="checkbox" checked=${!off.has(name)} aria-label=${`Head ${name} is on`} onChange=${() => toggle(name)} /> on</label>`;
@@ -116,11 +115,12 @@ function Heads({ model, weights, off, layer, head }) {
     <div class="row"><button type="button" disabled=${!off.size} onClick=${() => set({ off: "" })}>All heads on</button></div></${Block}>`;
 }
 
-function Head({ weights, tokens, query, title, more }) {
+function Head({ head: { weights, kind }, meanings, threshold, tokens, query, title, more }) {
   const { set } = useLab();
   const row = weights[query];
   const best = [...row.keys()].sort((a, b) => row[b] - row[a]).slice(0, 6);
   return html`<${Block} title=${title} rows=${() => [["query", "key", "weight"], ...weights.flatMap((keys, i) => [...keys].map((weight, j) => [tokens[i], tokens[j], weight]))]}>
+    ${kind && html`<p class="faint">Its kind is ${kind}: it puts ${threshold} or more of its weight on ${meanings[kind]}, which is what the word says and no more.</p>`}
     ${more !== undefined && html`<p class="faint">Without this head alone, the model loses <${Num} x=${more} /> nats more for each token of the text that was held out.</p>`}
     <div class="two wide-left"><div><${Words} tokens=${tokens} query=${query} strength=${new Map(row.entries())} onChoose=${(to) => set({ lquery: to })} />
       <p>${html`<${Token} text=${tokens[query]} />`} reads:</p>

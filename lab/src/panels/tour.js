@@ -1,7 +1,7 @@
 // The tour: one sentence, from its tokens to the next token, in twelve steps that play by themselves.
 
 import { html, inside, useAsk, useEffect, useKeys, useLab, useLayoutEffect, useMemo, useRef, useState } from "../parts/lab.js";
-import { DataTable, Failure, Stepper, Waiting } from "../parts/basics.js";
+import { DataTable, Failure, Stepper, Unknown, Waiting } from "../parts/basics.js";
 import { Figure } from "../parts/chart.js";
 import { saidOf } from "../parts/narration.js";
 import { paint } from "../colours.js";
@@ -87,6 +87,7 @@ function Steps({ model }) {
   const step = STEPS[at];
   return html`<p class="lead">One sentence through a language model, from its tokens to the next token. All numbers are computed in this page, by a small model that comes with it.${shown.includes("language") && html` <a href="#language" onClick=${openModel}>All of its heads</a>`}</p>
     <label class="field own-text"><span>The sentence; its last 8 tokens are read</span><input value=${view.sentence} maxlength="200" spellcheck=${false} onInput=${(event) => go({ sentence: event.currentTarget.value })} /></label>
+    ${numbers && html`<${Unknown} ids=${numbers.ids} />`}
     ${numbers ? html`<div class="tourbar" ref=${bar}><button type="button" onClick=${play}>${playing ? "Pause" : "Play"} <kbd>p</kbd></button><${Stepper} at=${at} length=${STEPS.length} onStep=${(tour) => go({ tour })} /></div>
     <${Step} step=${step} numbers=${numbers} words=${words} onAgain=${again} />`
     : html`<p class="faint">Write a word or more, and the tour shows what becomes of it.</p>`}`;

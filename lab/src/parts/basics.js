@@ -2,6 +2,7 @@
 
 import { html, useLab, useKeys, useRef, useState } from "./lab.js";
 import { quoted, shown, tsv, written } from "../format.js";
+import { unknownOf } from "../language.js";
 import { save } from "../picture.js";
 
 /** A number for reading, with all its digits in `value`. */
@@ -24,6 +25,9 @@ export const Token = ({ text }) => html`<span class="token">${shown(text)}</span
 
 /** A token inside of a sentence, in quotes and as text. */
 export const Quoted = ({ text }) => html`<span class="token">${quoted(text)}</span>`;
+
+/** How many tokens of a text the small language model does not know. */
+export const Unknown = ({ ids }) => unknownOf(ids) && html`<p class="faint" data-name="unknown">${unknownOf(ids)}</p>`;
 
 /** Puts text on the clipboard. @param {Element} holder where a selection may be for a moment */
 export async function copied(text, holder) {

@@ -78,11 +78,15 @@ def lab_source(options: argparse.Namespace, progress: Progress) -> Source:
     if options.model in SHIPPED_MODELS:
         return shipped_source(options.model, given_text(options), options.tokens, progress)
     loaded = _load_transformer(options.model, options.download, predicts=True)
-    ran = loaded.run(_chosen_text(options), options.tokens, progress, "weights")
-    return _transformer_source(loaded, ran, about(options))
+    text = _chosen_text(options)
+    ran = loaded.run(text, options.tokens, progress, "weights")
+    given = None if options.text is None else text
+    return _transformer_source(loaded, ran, given, about(options))
 
 
-def _transformer_source(loaded: _Loaded, ran: _ModelRun, about: str = "") -> Source:
+def _transformer_source(
+    loaded: _Loaded, ran: _ModelRun, text: str | None, about: str = ""
+) -> Source:
     from qkv.lab.heads import heads_of_model
     from qkv.lab.sources import Source
     from qkv.lab.what_if import transformer_what_if
@@ -94,10 +98,10 @@ def _transformer_source(loaded: _Loaded, ran: _ModelRun, about: str = "") -> Sou
 
     def read(text: str) -> Source:
         again = loaded.run(text, None, lambda done, of: None, "weights")
-        return _transformer_source(loaded, again)
+        return _transformer_source(loaded, again, text)
 
     heads = heads_of_model(ran.record, about)
-    return Source(ran.record.model, heads=heads, intervene=intervene, read=read)
+    return Source(ran.record.model, heads=heads, intervene=intervene, read=read, text=text)
 
 
 # --- models of transformers ----------------------------------------------------------------------

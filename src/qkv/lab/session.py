@@ -22,7 +22,7 @@ from qkv.lab.small_methods import SmallMethods
 from qkv.lab.sources import Source
 from qkv.lab.thumbnails import queries_drawn, thumbnails
 from qkv.lab.weight_map import TILE, WeightMaps, levels_of
-from qkv.samples.shipped_models import SHIPPED_MODELS
+from qkv.samples.shipped_models import LANGUAGE, SHIPPED_MODELS
 
 __all__ = ["HEAVY", "Session"]
 
@@ -38,6 +38,8 @@ _MOST_QUERIES = 4096
 _LONGEST_RECEIVED = 4096
 _LONGEST_READ = 4096
 """Characters of a text that is typed into the page."""
+_LONGEST_SENTENCE = 200
+"""Characters of the sentence of the tour, which reads the last tokens of it."""
 
 
 @checked
@@ -151,7 +153,7 @@ class Session:
             "host": host,
             "title": self.title,
             "panels": self.panels(host),
-            "view": {"panel": "inspect"} if self._has_heads() else {},
+            "view": self._view(),
             "results": found,
         }
 
@@ -164,6 +166,23 @@ class Session:
         if host == "export" and not self._has_heads():
             names.remove("inspect")
         return names
+
+    def _view(self) -> dict[str, str]:
+        """What a page opens with: the heads; and in every panel the text that they have read."""
+        source = self.source
+        if source is None or source.heads is None:
+            return {}
+        text, heads = source.text, source.heads
+        if text is None and heads.title == LANGUAGE and heads.tokens is not None:
+            text = "".join(heads.tokens)
+        if text is None:
+            return {"panel": "inspect"}
+        sentence = " ".join(text.splitlines())
+        return {
+            "panel": "inspect",
+            "text": text[-_LONGEST_READ:],
+            "sentence": sentence[-_LONGEST_SENTENCE:],
+        }
 
     def _has_heads(self) -> bool:
         return self.source is not None and self.source.heads is not None

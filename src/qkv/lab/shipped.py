@@ -40,9 +40,13 @@ def shipped_source(
     model = shipped.load()
     record = shipped.inspect(model, text, count, keep="weights", progress=progress)
     assert record.tokens is not None  # the model reads tokens
+    ids = record.tokens[0].tolist()
+    if text is not None and count is not None:
+        text = "".join(model.tokens(ids))
     return Source(
         record.model,
         heads=heads_of_model(record, shipped.about if text is None else ""),
-        intervene=shipped_what_if(model, record.tokens[0].tolist()),
+        text=text,
+        intervene=shipped_what_if(model, ids),
         read=lambda another: shipped_source(name, another),
     )

@@ -15,6 +15,7 @@ import numpy as np
 import qkv
 from qkv.errata import ERRATA
 from qkv.exercises import EXERCISES, check
+from qkv.inspection.head_scores import MEANINGS, THRESHOLD
 from qkv.inspection.trace import Trace
 from qkv.inspection.trace_fields import TracedMechanism
 from qkv.lab.code_lines import class_lines, listings
@@ -85,7 +86,8 @@ class SmallMethods:
 
     def language(self, given: Parameters) -> dict[str, Any]:
         """The file of the small language model, which the page computes itself, as base64."""
-        return {"file": base64.b64encode(language_model_bytes()).decode("ascii")}
+        file = base64.b64encode(language_model_bytes()).decode("ascii")
+        return {"file": file, "meanings": MEANINGS, "threshold": THRESHOLD}
 
     def errata(self, given: Parameters) -> dict[str, Any]:
         """What the classical texts print wrongly."""

@@ -42,6 +42,8 @@ class Source:
         Runs the model again with some heads changed; answers the method `intervene`.
     read : callable (text) -> Source, or None
         The same model on another text.
+    text : str or None
+        What the reader gave the model to read.
     """
 
     title: str
@@ -49,6 +51,7 @@ class Source:
     heads: Heads | None = None
     intervene: Callable[[Parameters], dict[str, Any]] | None = None
     read: Callable[[str], Source] | None = None
+    text: str | None = None
 
 
 @checked

@@ -133,6 +133,21 @@ def test_keys_lead_from_the_maps_to_the_text(opened: Any, sample_page: Path) -> 
         assert page.evaluate("document.activeElement.classList.contains('words')")
 
 
+def test_a_file_says_where_heads_can_be_switched_off(
+    opened: Any, tiny_page: Path, sample_page: Path
+) -> None:
+    page = plainly(opened(tiny_page))
+    assert page.query_selector(".whatif") is None
+    assert page.inner_text('[data-name="no-what-if"]') == (
+        "Switching off heads of this model needs Python, qkv lab --model NAME; "
+        "those of the panel Language model can be switched off here."
+    )
+    page.click('[data-name="no-what-if"] a')
+    page.wait_for_selector('main[data-panel="language"] input[aria-label="Head 0.0 is on"]')
+    # Arrays have no model that could be run again.
+    assert plainly(opened(sample_page)).query_selector('[data-name="no-what-if"]') is None
+
+
 def test_means_over_different_queries_say_how_many(opened: Any, tiny_page: Path) -> None:
     """Previous and own, duplicate and induction can add up to more than one in a row."""
     lab = opened(tiny_page)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from qkv.inspection.head_scores import MEANINGS, THRESHOLD
 from qkv.samples import language_model
 
 pytestmark = pytest.mark.browser
@@ -21,18 +25,27 @@ TOLERANCE = 1e-10
 """Of logits and losses: both are float64, and differ in the order of sums alone."""
 
 
+SENTENCE = "The party was \N{HOT BEVERAGE} at \N{HOT BEVERAGE} five"
+"""The language model does not know the cup."""
+
+
+def computed(asked: list[dict[str, Any]]) -> Any:
+    """What the script of the page computes of texts."""
+    node = shutil.which("node")
+    assert node is not None
+    answer = subprocess.run(
+        [node, str(SCRIPT)], input=json.dumps(asked), capture_output=True, check=True, text=True
+    )
+    return json.loads(answer.stdout)
+
+
 def test_tokens_scores_and_weights_are_those_of_python() -> None:
     model = language_model()
     asked = [
         {"text": text, "off": ["2.1", "0.3"], "temperature": 0.7}
         for text in (*TEXTS, "Elizabeth could not help smiling. " * 9)
     ]
-    node = shutil.which("node")
-    assert node is not None
-    answer = subprocess.run(
-        [node, str(SCRIPT)], input=json.dumps(asked), capture_output=True, check=True, text=True
-    )
-    for given, found in zip(asked, json.loads(answer.stdout), strict=True):
+    for given, found in zip(asked, computed(asked), strict=True):
         ids, changes = model.encode(str(given["text"])), {(2, 1): "off", (0, 3): "off"}
         assert found["ids"] == ids
         if not ids:
@@ -96,6 +109,96 @@ def test_the_weights_of_a_head_that_is_chosen(lab: Any) -> None:
     np.testing.assert_allclose(shown, np.sort(row[:3])[::-1][: len(shown)], rtol=0, atol=1e-6)
     page.fill(".own-text textarea", "")
     assert page.query_selector(".smallheads") is None
+
+
+def test_the_kinds_of_heads_are_those_of_inspect(lab: Any) -> None:
+    model = language_model()
+    texts = (
+        *TEXTS[:2],
+        "Elizabeth could not help smiling. " * 4,
+        "to to to to to",
+        "I a",
+        SENTENCE,
+    )
+    seen = set()
+    asked = [{"text": text, "off": [], "temperature": 1, "threshold": THRESHOLD} for text in texts]
+    for text, found in zip(texts, computed(asked), strict=True):
+        for row, kind in zip(
+            model.inspect(text).rows(), chain.from_iterable(found["kinds"]), strict=True
+        ):
+            assert kind == row["kind"], (text, row["layer"], row["head"])
+            seen.add(kind)
+    assert seen == {None, "induction", "duplicate", "previous", "own", "sink"}
+    page = lab.open("language", text=texts[2], llayer=1, lhead=1)
+    page.wait_for_selector(".smallheads canvas")
+    notes = page.locator(".smallheads small").all_inner_texts()
+    for note, row in zip(notes, model.inspect(texts[2]).rows(), strict=True):
+        kind, _, share = note.partition(" ")
+        assert kind == (row["kind"] or "")
+        assert not kind or abs(float(share) - row[kind]) < 0.0051
+    words = page.inner_text("main")
+    assert "puts 0.4 or more of its weight on the token before," in words
+    assert all(f"{kind}: {meaning}" in words for kind, meaning in MEANINGS.items())
+
+
+def test_tokens_that_the_model_does_not_know_are_counted(lab: Any) -> None:
+    page = lab.open("language", text=SENTENCE)
+    ids = language_model().encode(SENTENCE)
+    assert ids.count(0) == 2
+    said = (
+        f"2 of these {len(ids)} tokens are unknown to the model, which reads each of them as “�”."
+    )
+    assert page.inner_text('[data-name="unknown"]') == said
+    page.fill(".own-text textarea", "I \N{GRINNING FACE}")
+    said = "1 of these 3 tokens is unknown to the model, which reads it as “�”."
+    assert page.inner_text('[data-name="unknown"]') == said
+    page.fill(".own-text textarea", "She was happy")
+    assert page.query_selector('[data-name="unknown"]') is None
+    page = lab.open("tour", sentence="I \N{GRINNING FACE}")
+    assert page.inner_text('[data-name="unknown"]') == said
+
+
+def begins_with_the_sentence(page: Any) -> None:
+    """Each panel that reads a text has read the sentence of the command line."""
+    words = "all => all.map((each) => each.textContent).join('').replaceAll('␣', ' ')"
+    read = SENTENCE.replace("\N{HOT BEVERAGE}", "�")
+    for panel in ("inspect", "language"):
+        page.click(f'nav a[href="#{panel}"]')
+        page.wait_for_selector(f'main[data-panel="{panel}"] .words')
+        assert page.eval_on_selector_all(".words span", words) == read
+    assert page.input_value(".own-text textarea") == SENTENCE
+    page.click('nav a[href="#tour"]')
+    page.wait_for_selector(".tourpicture")
+    assert page.input_value(".own-text input") == SENTENCE
+
+
+def test_panels_begin_with_the_sentence_of_the_command(opened: Any, tmp_path: Path) -> None:
+    path = tmp_path / "own.html"
+    command = [sys.executable, "-m", "qkv", "lab", SENTENCE, "--export", str(path)]
+    subprocess.run(command, check=True, capture_output=True)
+    lab = opened(path)
+    lab.page.goto(lab.address)
+    said = "Heads of this model can be switched off in the panel Language model."
+    assert lab.page.inner_text('[data-name="no-what-if"]') == said
+    begins_with_the_sentence(lab.page)
+    assert lab.errors == []
+
+
+@pytest.fixture
+def sentence_address() -> Iterator[str]:
+    command = [sys.executable, "-u", "-m", "qkv", "lab", SENTENCE, "--no-open"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline().strip()
+        yield line[line.index("http://") :]
+        process.terminate()
+
+
+def test_the_server_gives_the_sentence_to_its_panels(chromium: Any, sentence_address: str) -> None:
+    page = chromium.new_page()
+    page.goto(sentence_address)
+    begins_with_the_sentence(page)
+    page.close()
 
 
 def test_a_page_with_the_model_is_small(file_page: Path) -> None:
