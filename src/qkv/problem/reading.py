@@ -8,6 +8,7 @@ that arrays among its attributes are found too. The result is an expression and 
 from __future__ import annotations
 
 import builtins
+import inspect
 import operator
 import types
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from qkv.problem.symbols import Expr, Table
 
 __all__ = [
     "Reading", "explained", "from_words", "global_names", "in_words", "kind_of_table",
-    "with_replaced_values",
+    "signature_unless", "with_replaced_values",
 ]  # fmt: skip
 
 
@@ -286,6 +287,22 @@ def from_words(steps: list[Any]) -> Node:
             name, kind, args = rest
             made.append(Op(name, kind, tuple([made[a] for a in args])))
     return made[-1]
+
+
+def signature_unless(fn: Callable[..., Any], count: int) -> inspect.Signature | None:
+    """The signature of a function, None if it can be called with so many arguments.
+
+    Functions written in C may have no signature; the call checks them.
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return signature
+    return None
 
 
 @contextmanager

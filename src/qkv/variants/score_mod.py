@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import types
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from qkv.problem.reading import (
     global_names,
     in_words,
     kind_of_table,
+    signature_unless,
     with_replaced_values,
 )
 from qkv.problem.symbols import Expr, Table
@@ -70,17 +70,16 @@ class ScoreMod(Variant):
             )
         if is_reading():
             return  # The call checks it.
-        try:
-            signature = inspect.signature(self.fn)
-        except (TypeError, ValueError):
-            return  # Functions written in C may have no signature; the call checks them.
-        try:
-            signature.bind(*"sbhqk")
-        except TypeError:
+        signature = signature_unless(self.fn, 5)
+        if signature is not None:
+            is_mask = signature_unless(self.fn, 4) is None
             raise ArgumentError(
                 f"the score mod takes {signature}, not five arguments.",
-                action="Write fn(score, batch, head, q_pos, kv_pos), whichever of them it uses.",
-            ) from None
+                action="Pass qkv.Mask(fn) if fn(batch, head, q_pos, kv_pos) says which pairs may "
+                "attend; a score mod is fn(score, batch, head, q_pos, kv_pos)."
+                if is_mask
+                else "Write fn(score, batch, head, q_pos, kv_pos), whichever of them it uses.",
+            )
 
     def __repr__(self) -> str:
         return f"ScoreMod({getattr(self.fn, '__name__', type(self.fn).__name__)})"
