@@ -275,6 +275,8 @@ class Table(_Whole):
     __hash__ = None  # type: ignore[assignment]  # Python's own way to say so
     __slots__ = ("kind", "name", "shape")
 
+    shape: tuple[int, ...]
+
     def __init__(self, name: str, kind: Kind, shape: tuple[int, ...]) -> None:
         self.name = name
         self.kind = kind
@@ -327,7 +329,8 @@ class _Row(_Whole):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self._table.shape[len(self._indices) :]
+        rest: tuple[int, ...] = self._table.shape[len(self._indices) :]
+        return rest
 
     def __len__(self) -> int:
         return self.shape[0]

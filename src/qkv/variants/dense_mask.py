@@ -13,10 +13,10 @@ from qkv._dynamo import is_reading
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.problem.expressions import as_node
-from qkv.problem.reading import Reading, explained, signature_unless, with_replaced_values
+from qkv.problem.reading import signature_unless
 from qkv.variants.algebra import MaskVariant
-from qkv.variants.base import Expression, FunctionText, ReadFunction, Role
+from qkv.variants.base import FunctionText, ReadFunction, Role
+from qkv.variants.captured import Condition
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -46,7 +46,7 @@ class Mask(MaskVariant):
            [0.5, 0.5]])
     """
 
-    roles: ClassVar[Mapping[str, Role]] = {"array": "in_place"}
+    roles: ClassVar[Mapping[str, Role]] = {"array": "condition"}
     positions_only: ClassVar[bool] = True
     uses_batch_index: ClassVar[bool] = False
     dense_field: ClassVar[str] = "array"
@@ -82,15 +82,19 @@ class Mask(MaskVariant):
         found = read(self.array, ("batch", "head", "q_pos", "kv_pos"))
         return None if found is None else FunctionText(*found, is_mask=True)
 
+    def __repr__(self) -> str:
+        if hasattr(self.array, "shape") or not callable(self.array):
+            return super().__repr__()
+        fn = getattr(self.array, "function", self.array)
+        return f"Mask({getattr(fn, '__name__', type(fn).__name__)})"
+
     def lower(self, builder: Builder) -> None:
         if not callable(self.array):
             builder.mask(builder.dense_mask(self.array))
             return
-        reading = Reading(with_replaced_values)
-        symbols = builder.batch, builder.head, builder.q_pos, builder.kv_pos
-        with explained(self.array):
-            root = as_node(reading.read(self.array, *symbols))
-        builder.mask(Expression(root).on_tables(builder, reading.arrays))
+        given = self.array
+        expression, arrays = (given if isinstance(given, Condition) else Condition(given)).read()
+        builder.mask(expression.on_tables(builder, arrays))
 
     def naive(self, dense: Dense) -> None:
         if callable(self.array):
