@@ -284,7 +284,8 @@ def _prepared(bound: BoundCall, passes: Passes, free: bool) -> tuple[PreparedCal
     if not bound.structure.is_known:
         raise UnsupportedError(
             "a variant does not declare what it reads, so that calls are checked each time.",
-            action="Declare the roles of its fields, or call qkv.attention.",
+            action="Declare the roles of the fields of a class; let a function capture arrays and "
+            "constants by name; or call qkv.attention.",
         )
     form = (step_form if free else fixed_form)(seen, views, passes)
     if form is None and free:

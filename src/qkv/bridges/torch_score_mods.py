@@ -176,6 +176,9 @@ class _Symbol:
 
     __hash__ = None  # type: ignore[assignment]  # Python's own way to say so
 
+    device = None
+    """FlexAttention's noop_mask hands it to `new_ones`."""
+
     def __init__(self, reading: _Reading, number: int) -> None:
         self.reading, self.number = reading, number
 

@@ -29,6 +29,7 @@ from qkv.call.numbered import numbered
 from qkv.errors import ArgumentError
 from qkv.problem.stored_rows import Paged, Quantized
 from qkv.variants.base import Opaque, Role
+from qkv.variants.captured import Condition
 
 __all__ = [
     "Leaves", "Numbered", "ReadByValue", "ReadInPlace", "Tree", "add_length_keys", "copied",
@@ -129,6 +130,9 @@ def flatten(value: Any, leaves: Leaves, role: Role = "value", whole: Whole | Non
         return np.generic, value.dtype.str, value.tobytes()
     if whole is not None:
         return Numbered, whole(value)
+    if role == "condition" and callable(value):
+        value = value if kind is Condition else Condition(value)
+        kind = Condition
     if hasattr(kind, "tree_flatten"):
         static, arrays = value.tree_flatten()
         return (kind, static, *[flatten(array, leaves, "value") for array in arrays])
@@ -137,7 +141,7 @@ def flatten(value: Any, leaves: Leaves, role: Role = "value", whole: Whole | Non
 
 def _place(array: Any, leaves: Leaves, role: Role) -> Tree:
     """Add an array to the leaves."""
-    if role == "in_place":
+    if role == "in_place" or role == "condition":
         leaves.arrays.append(array)
         return ReadInPlace
     leaves.by_value.append(len(leaves.arrays))

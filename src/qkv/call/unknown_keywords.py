@@ -157,7 +157,12 @@ _MEANINGS: Mapping[str, Meaning] = {
     "s_aux": _array("qkv.Sinks({})"),
     "learnable_sink": _array("qkv.Sinks({})"),
     "key_padding_mask": _array("qkv.Mask(~{}[:, None, None, :])"),
-    "block_mask": _array("qkv.BlockSparse({}, block_q, block_kv)"),
+    "block_mask": lambda name, value: _array(
+        "qkv.Mask({}.mask_mod)"
+        if hasattr(value, "mask_mod")
+        else "qkv.BlockSparse({}, block_q, block_kv)"
+    )(name, value),
+    "mask_mod": _array("qkv.Mask({})"),
     "cu_seqlens": _array("qkv.Segments.from_cu_seqlens({})"),
     "cu_seqlens_q": _array(_SEGMENTS),
     "cu_seqlens_k": _array(_SEGMENTS),
@@ -184,8 +189,8 @@ _REMARKS = {
     "output_attentions": _WEIGHTS,
     "return_attn_probs": _WEIGHTS,
     "key_padding_mask": "True is padding in torch; here True may attend, so it is inverted",
-    "block_mask": "of FlexAttention: pass its blocks as a boolean array, or write the rule as a "
-    "mask such as qkv.Causal() & qkv.SlidingWindow(left, right)",
+    "block_mask": "of FlexAttention: pass its mask_mod, its blocks as a boolean array, or a mask "
+    "such as qkv.Causal() & qkv.SlidingWindow(left, right)",
     "sliding_window": "a window of W tokens in transformers counts the query: left is W - 1",
     "deterministic": "results always are",
     "max_seqlen_q": "not needed: lengths are read from the segments",

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from qkv.errors import AmbiguityError, ArgumentError, DTypeError, ShapeError
 from qkv.problem.expressions import Kind, Var, as_node, conjunction, text, variables
 from qkv.problem.padding import padding_index
+from qkv.problem.reading import is_array_at_position
 from qkv.problem.spec import Dropout, Origin, Rotation, Stage, TableSpec
 from qkv.problem.symbols import Expr, Table
 from qkv.readable_checks import as_array
@@ -101,6 +102,14 @@ class Builder:
         self._label, self._variant, self._first = repr(variant), variant, len(self.tables)
         try:
             variant.lower(self)
+        except IndexError as error:
+            if not is_array_at_position(error):
+                raise
+            raise ArgumentError(
+                f"{type(variant).__name__}.lower indexes an array with an expression.",
+                action="Make it a table first, as in table = b.table(array, 'name'), and index "
+                "that: table[b.q_index].",
+            ) from None
         finally:
             self._label, self._variant, self._first = before
 

@@ -17,6 +17,7 @@ from qkv.problem.builder import FLOATS, INDEX_LIMIT, MAX_DIMENSIONS, Builder, Sh
 from qkv.problem.expressions import Node, substitute
 from qkv.problem.intervals import Interval
 from qkv.problem.offsets import positions_of
+from qkv.problem.reading import signature_unless
 from qkv.problem.spec import Angles, Operands, Positions, Problem, Rotation, Spec, Stage
 from qkv.problem.stored_rows import (
     Paged,
@@ -177,9 +178,13 @@ def _no_variant(given: Any) -> ArgumentError:
             action = "Leave it out: without a mask every query sees every key."
         elif any(hasattr(item, "lower") or hasattr(item, "dtype") for item in given):
             action = "Pass each as an argument of its own: *variants."
+    elif callable(getattr(given, "mask_mod", None)):  # A BlockMask of FlexAttention.
+        fact, action = f"a {kind} is not a variant.", "Pass qkv.Mask(block_mask.mask_mod)."
     elif callable(given) and name:
         fact = f"the function {name} is not a variant."
-        action = f"Pass qkv.ScoreMod({'fn' if name == '<lambda>' else name})."
+        named = "fn" if name == "<lambda>" else name
+        is_mask = signature_unless(given, 5) is not None and signature_unless(given, 4) is None
+        action = f"Pass qkv.{'Mask' if is_mask else 'ScoreMod'}({named})."
     return ArgumentError(
         fact,
         [("type", kind)],

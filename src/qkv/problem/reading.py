@@ -8,6 +8,7 @@ that arrays among its attributes are found too. The result is an expression and 
 from __future__ import annotations
 
 import builtins
+import inspect
 import operator
 import types
 from collections.abc import Callable, Iterator
@@ -19,11 +20,12 @@ import numpy as np
 
 from qkv.errors import ArgumentError, QkvError
 from qkv.problem.expressions import Const, Load, Node, Op, Var, upwards
-from qkv.problem.symbols import Expr, Table
+from qkv.problem.score_functions import ARRAY_AT_POSITION
+from qkv.problem.symbols import Expr, Table, whole_array
 
 __all__ = [
-    "Reading", "explained", "from_words", "global_names", "in_words", "kind_of_table",
-    "with_replaced_values",
+    "Reading", "explained", "from_words", "global_names", "in_words",
+    "is_array_at_position", "kind_of_table", "signature_unless", "with_replaced_values",
 ]  # fmt: skip
 
 
@@ -40,6 +42,7 @@ class Reading:
         self.arrays: list[Any] = []
         self._tables: list[Table] = []
         self._replaced = replaced
+        self._within: list[types.FunctionType] = []
 
     def read(self, fn: Callable[..., Any], *symbols: Expr) -> Any:
         """What the function gives for these symbols."""
@@ -59,9 +62,21 @@ class Reading:
         if callable(value) and not hasattr(value, "__dict__"):
             return value
         if isinstance(value, types.FunctionType):
-            # Functions of libraries are left alone; they are given symbols, and answer by name.
-            return value if value.__closure__ is None else self._replaced(value, self.captured)
+            return self._function(value)
         return CapturedObject(value, self)
+
+    def _function(self, fn: types.FunctionType) -> Any:
+        """A function that reads what it captures in its turn."""
+        # Functions of torch and NumPy are given symbols, and answer by name.
+        library = (fn.__module__ or "").partition(".")[0]
+        is_left = fn.__closure__ is None and library in ("numpy", "torch")
+        if is_left or fn in self._within:  # A recursive function refers to itself.
+            return fn
+        self._within.append(fn)
+        try:
+            return self._replaced(fn, self.captured)
+        finally:
+            self._within.pop()
 
     def table(self, array: Any) -> Table:
         """The table of an array, one for each."""
@@ -105,10 +120,7 @@ class CapturedArray:
     def as_number(self) -> Expr:
         """Its only entry, in an expression."""
         if len(self._array.shape):
-            raise ArgumentError(
-                f"an array of shape {tuple(self._array.shape)} is used where a number is wanted.",
-                action="Index it with positions, one for each dimension, as in w[head].",
-            )
+            raise whole_array(tuple(self._array.shape))
         found: Expr = self._reading.table(self._array)[()]
         return found
 
@@ -288,6 +300,22 @@ def from_words(steps: list[Any]) -> Node:
     return made[-1]
 
 
+def signature_unless(fn: Callable[..., Any], count: int) -> inspect.Signature | None:
+    """The signature of a function, None if it can be called with so many arguments.
+
+    Functions written in C may have no signature; the call checks them.
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return signature
+    return None
+
+
 @contextmanager
 def explained(fn: Any) -> Iterator[None]:
     """Errors of other libraries, which were given a symbol, as one that says what to write."""
@@ -296,6 +324,13 @@ def explained(fn: Any) -> Iterator[None]:
     except QkvError:
         raise
     except (TypeError, IndexError, ValueError, RuntimeError) as error:
+        if is_array_at_position(error):
+            raise ArgumentError(
+                "an array that was not found among what the function captures is read at a "
+                "position.",
+                action="Give it a name outside of the function, as in w = module.weight, and read "
+                "w[head] in it.",
+            ) from None
         if "Expr" not in str(error) and "Captured" not in str(error):
             raise
         name = getattr(fn, "__name__", type(fn).__name__)
@@ -306,6 +341,17 @@ def explained(fn: Any) -> Iterator[None]:
             "Use operators and functions of NumPy or torch on scores and positions, and index "
             "arrays that are captured by name, as in w[head].",
         ) from error
+
+
+def is_array_at_position(error: Exception) -> bool:
+    """Whether an array that is no table was indexed with an expression, by what its library says.
+
+    NumPy tells nobody which index it was; expressions are the only ones that are no indices here.
+    """
+    text = str(error)
+    return isinstance(error, IndexError) and (
+        text == ARRAY_AT_POSITION or text.startswith("only integers, slices")
+    )
 
 
 # Functions with other values in the place of those that they capture

@@ -13,8 +13,10 @@ from typing import Any
 from qkv.errors import ArgumentError
 from qkv.problem.expressions import Const, Node, as_node, operation
 
-__all__ = ["NAMES", "call", "power"]
+__all__ = ["ARRAY_AT_POSITION", "NAMES", "call", "power"]
 
+ARRAY_AT_POSITION = "an array is indexed with an expression"
+"""What torch's arrays say who are no table; NumPy's say so in words of their own."""
 _LN2 = math.log(2.0)
 _MAX_POWER = 64
 """The largest exponent that is written as products."""
@@ -96,12 +98,43 @@ def _turned(name: str) -> Callable[..., Any]:
     return lambda a, b: build(name, b, a)
 
 
+def _divide(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
+    """torch's `div`, whose rounding keeps integers integers."""
+    if rounding_mode not in (None, "floor", "trunc"):
+        raise ArgumentError(
+            f"rounding_mode={rounding_mode!r} is not known.", action="Use 'floor' or 'trunc'."
+        )
+    if rounding_mode is None:
+        return build("div", x, y)
+    if rounding_mode == "trunc":
+        negative = build("lt", build("mul", _sign(x), y), 0)
+        down = _divide(build("abs", x), build("abs", y), "floor")
+        return build("where", negative, build("neg", down), down)
+    if as_node(x).kind == as_node(y).kind == "int":
+        return build("floordiv", x, y)
+    return build("mul", build("floor", build("div", x, y)), 1.0)
+
+
 def _where(condition: Any, first: Any, second: Any) -> Any:
     return build("where", condition, first, second)
 
 
 def _where_xor(first: Any, second: Any) -> Any:
     return build("where", first, build("not", second), second)
+
+
+def _filled(number: int) -> Callable[..., Any]:
+    """A tensor of one entry, with which functions of FlexAttention begin."""
+
+    def entry(x: Any, size: Any = (), dtype: Any = None, **_: Any) -> Node:
+        if len(size):
+            raise ArgumentError(
+                f"a tensor of shape {tuple(size)} is made inside of a function of positions.",
+                action="Make it outside of the function, and index it there with positions.",
+            )
+        return as_node(bool(number) if str(dtype).endswith("bool") else number)
+
+    return entry
 
 
 def _scaled(name: str, factor: float) -> Callable[..., Any]:
@@ -113,18 +146,17 @@ def _same(x: Any, *_: Any, **__: Any) -> Any:
 
 
 _DIRECT = {
-    "add": "add", "sub": "sub", "subtract": "sub", "mul": "mul", "multiply": "mul", "div": "div",
-    "true_divide": "div", "divide": "div", "floor_divide": "floordiv", "floordiv": "floordiv",
-    "remainder": "mod", "mod": "mod", "minimum": "min", "maximum": "max", "fmin": "min",
-    "fmax": "max", "neg": "neg", "negative": "neg", "abs": "abs", "absolute": "abs", "fabs": "abs",
-    "lt": "lt", "less": "lt", "le": "le", "less_equal": "le", "eq": "eq", "equal": "eq",
-    "ne": "ne", "not_equal": "ne", "logical_and": "and", "logical_or": "or", "logical_not": "not",
-    "bitwise_and": "and", "bitwise_or": "or", "bitwise_not": "not", "invert": "not", "and": "and",
-    "or": "or", "exp": "exp", "log": "log", "sqrt": "sqrt", "tanh": "tanh", "floor": "floor",
-    "truediv": "div",
+    "add": "add", "sub": "sub", "subtract": "sub", "mul": "mul", "multiply": "mul",
+    "floor_divide": "floordiv", "floordiv": "floordiv", "remainder": "mod", "mod": "mod",
+    "minimum": "min", "maximum": "max", "fmin": "min", "fmax": "max", "neg": "neg",
+    "negative": "neg", "abs": "abs", "absolute": "abs", "fabs": "abs", "lt": "lt", "less": "lt",
+    "le": "le", "less_equal": "le", "eq": "eq", "equal": "eq", "ne": "ne", "not_equal": "ne",
+    "logical_and": "and", "logical_or": "or", "logical_not": "not", "bitwise_and": "and",
+    "bitwise_or": "or", "bitwise_not": "not", "invert": "not", "and": "and", "or": "or",
+    "exp": "exp", "log": "log", "sqrt": "sqrt", "tanh": "tanh", "floor": "floor", "truediv": "div",
 }  # fmt: skip
 _OTHERS: Mapping[str, Callable[..., Any]] = {
-    "where": _where,
+    "where": _where, "div": _divide, "divide": _divide, "true_divide": _divide,
     "clip": _clamp, "clamp": _clamp, "clamp_min": _clamp,
     "clamp_max": lambda x, high: build("min", x, high),
     "gt": _turned("lt"), "greater": _turned("lt"), "ge": _turned("le"),
@@ -143,10 +175,12 @@ _OTHERS: Mapping[str, Callable[..., Any]] = {
     "sign": _sign,
     "logical_xor": _where_xor, "bitwise_xor": _where_xor,
     "float": lambda x: build("mul", x, 1.0), "double": lambda x: build("mul", x, 1.0),
+    "new_ones": _filled(1), "new_zeros": _filled(0),
     "to": _same, "type_as": _same, "contiguous": _same, "clone": _same, "item": _same,
 }  # fmt: skip
 NAMES = frozenset({*_DIRECT, *_OTHERS})
 """Functions that scores and positions have."""
+_UNLISTED = {"and", "or", "to", "type_as", "contiguous", "item", "new_ones", "new_zeros"}
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -155,18 +189,19 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
     direct, other = _DIRECT.get(plain), _OTHERS.get(plain)
     if name.startswith("__r") and direct is not None:  # An operator whose left side gave it up.
         return build(direct, *reversed(args))
-    if direct is not None and not kwargs:
+    if direct is not None:
+        if kwargs:
+            raise ArgumentError(
+                f"{plain} takes no {', '.join(kwargs)} in the expression language.",
+                action=f"Write {plain} without it.",
+            )
         return build(direct, *args)
     if other is not None:
         return other(*args, **kwargs)
     if plain == "getitem":
-        raise ArgumentError(
-            "an array that was not found among what the score mod captures is read at a position.",
-            action="Give it a name outside of the score mod, as in w = module.weight, and read "
-            "w[head] in it.",
-        )
+        raise IndexError(ARRAY_AT_POSITION)
     raise ArgumentError(
         f"{name} is not part of the expression language.",
-        [("has", ", ".join(sorted(NAMES - {"and", "or", "to", "type_as", "contiguous", "item"})))],
+        [("has", ", ".join(sorted(NAMES - _UNLISTED)))],
         "Write it with these.",
     )

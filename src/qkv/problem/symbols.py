@@ -73,7 +73,16 @@ class Expr:
             "Use operators and np.where, np.exp, np.tanh, ... rather than float(), int() or math.",
         )
 
-    __float__ = __int__ = __index__ = __len__ = __iter__ = _refuse_number
+    __float__ = __int__ = __len__ = __iter__ = _refuse_number
+
+    def __index__(self) -> Any:
+        raise ArgumentError(
+            "a position or score is used as an index of a list, or where Python wants an integer.",
+            [("expression", text(self.node))],
+            "Make a list an array outside of the function, as in w = np.array(values), and index "
+            "that; compute with operators and functions of NumPy or torch, not with range() or "
+            "math.",
+        )
 
     def __pow__(self, exponent: Any) -> Any:
         return Expr(functions.power(self, exponent))
@@ -97,6 +106,8 @@ class Expr:
             raise AttributeError(name)
         if name in functions.NAMES:  # Methods of torch's tensors.
             return partial(_called, name, self)
+        if name == "device":  # FlexAttention's noop_mask hands it to `new_ones`.
+            return None
         raise ArgumentError(
             f".{name} is not part of the expression language.",
             [("expression", text(self.node))],
@@ -217,11 +228,54 @@ def build(name: str, *args: Any) -> Expr:
     return Expr(operation(name, *map(as_node, args)))
 
 
-class Table:
+def whole_array(shape: tuple[int, ...]) -> ArgumentError:
+    """The error for an array that is used whole, where entries are what scores are made of."""
+    entry = f"w[{', '.join(['0'] * len(shape))}]"
+    return ArgumentError(
+        f"an array of shape {shape} is used whole in a function of scores and positions.",
+        action=f"Write {entry} for its only entry."
+        if all(size == 1 for size in shape)
+        else "Index it first, with one position for each dimension, and compute with the entry, as "
+        "in w[head] * 2, np.exp(w[head]) or torch.exp(w[head]).",
+    )
+
+
+class _Whole:
+    """What an array refuses while it is not indexed."""
+
+    __slots__ = ()
+    shape: Any
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise whole_array(self.shape)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refuse
+    __matmul__ = __rmatmul__ = __and__ = __rand__ = __or__ = __ror__ = __xor__ = _refuse
+    __neg__ = __abs__ = __invert__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __eq__ = __ne__ = _refuse
+    __array_ufunc__ = __array_function__ = as_number = _refuse
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise whole_array(next(arg.shape for arg in args if isinstance(arg, _Whole)))
+
+    def __getattr__(self, name: str) -> Any:
+        # What others look for in any object, to find out what it is.
+        if name.startswith("__") or name in ("node", "dtype"):
+            raise AttributeError(name)
+        raise whole_array(self.shape)
+
+
+class Table(_Whole):
     """An array inside the language: indexed by expressions, one integer for each dimension."""
 
     __hash__ = None  # type: ignore[assignment]  # Python's own way to say so
     __slots__ = ("kind", "name", "shape")
+
+    shape: tuple[int, ...]
 
     def __init__(self, name: str, kind: Kind, shape: tuple[int, ...]) -> None:
         self.name = name
@@ -264,7 +318,7 @@ class Table:
         return Expr(Load(self.name, self.kind, tuple(nodes)))
 
 
-class _Row:
+class _Row(_Whole):
     """Part of a table: what is left when fewer indices were given than it has dimensions."""
 
     __hash__ = None  # type: ignore[assignment]  # Python's own way to say so
@@ -275,7 +329,8 @@ class _Row:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self._table.shape[len(self._indices) :]
+        rest: tuple[int, ...] = self._table.shape[len(self._indices) :]
+        return rest
 
     def __len__(self) -> int:
         return self.shape[0]

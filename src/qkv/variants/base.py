@@ -25,14 +25,15 @@ from qkv.problem.symbols import Expr
 UNSAID: Any = type("Unsaid", (), {"__repr__": lambda self: "..."})()
 """The default of a field that has to be given, where a plain error would not say what to write."""
 
-Role: TypeAlias = Literal["static", "value", "in_place", "lengths", "per_step"]
+Role: TypeAlias = Literal["static", "value", "in_place", "condition", "lengths", "per_step"]
 """How a call reads what a field of a variant holds.
 
 "static" is part of the structure: another value is another call. "value" is an array or number of
 which a prepared call holds a copy: calls with other values are prepared for anew. "in_place" is an
-array that is read where it lies at each call, whatever its values are then. "lengths" is "value"
-for an integer array with one number of keys for each batch row, and "per_step" for an array with
-entries for keys or blocks of keys: decoding steps read both anew each time.
+array that is read where it lies at each call, whatever its values are then. "condition" is that, or
+a function of batch, head and positions, whose arrays are "value". "lengths" is "value" for an
+integer array with one number of keys for each batch row, and "per_step" for an array with entries
+for keys or blocks of keys: decoding steps read both anew each time.
 """
 
 

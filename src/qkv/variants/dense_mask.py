@@ -9,12 +9,14 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from qkv._dynamo import is_reading
+from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.problem.expressions import as_node
-from qkv.problem.reading import Reading, explained, with_replaced_values
+from qkv.problem.reading import signature_unless
 from qkv.variants.algebra import MaskVariant
-from qkv.variants.base import Expression, FunctionText, ReadFunction, Role
+from qkv.variants.base import FunctionText, ReadFunction, Role
+from qkv.variants.captured import Condition
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -26,10 +28,12 @@ class Mask(MaskVariant):
     array : boolean array that broadcasts to (..., num_heads, q_len, kv_len), or function
         Read in place, by row. True = may attend, as in torch, JAX and Hugging Face's 4-D masks;
         the opposite of `nn.MultiheadAttention`'s. A function is `fn(batch, head, q_pos, kv_pos)`,
-        written as one of `ScoreMod` is, and gives a condition.
+        written as one of `ScoreMod` is, and gives a condition: a mask_mod of FlexAttention.
 
     Raises
     ------
+    ArgumentError
+        If a function does not take four arguments, or gives no condition.
     DTypeError, ShapeError
         At the call, if the array is not boolean or does not broadcast to the scores.
 
@@ -42,13 +46,34 @@ class Mask(MaskVariant):
            [0.5, 0.5]])
     """
 
-    roles: ClassVar[Mapping[str, Role]] = {"array": "in_place"}
+    roles: ClassVar[Mapping[str, Role]] = {"array": "condition"}
     positions_only: ClassVar[bool] = True
     uses_batch_index: ClassVar[bool] = False
     dense_field: ClassVar[str] = "array"
     """Has a boolean for each pair, which a bias of 0 and -inf can stand for."""
 
     array: ArrayLike | Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        if is_reading():
+            return  # The call checks it.
+        if callable(getattr(self.array, "mask_mod", None)):
+            raise ArgumentError(
+                f"Mask takes a boolean array or a function, not {type(self.array).__name__}.",
+                action="Pass qkv.Mask(block_mask.mask_mod).",
+            )
+        if hasattr(self.array, "shape") or not callable(self.array):
+            return
+        signature = signature_unless(self.array, 4)
+        if signature is not None:
+            is_mod = signature_unless(self.array, 5) is None
+            raise ArgumentError(
+                f"the mask takes {signature}, not four arguments.",
+                action="Pass qkv.ScoreMod(fn) if fn(score, batch, head, q_pos, kv_pos) gives a "
+                "score; a mask is fn(batch, head, q_pos, kv_pos)."
+                if is_mod
+                else "Write fn(batch, head, q_pos, kv_pos), whichever of them it uses.",
+            )
 
     def with_functions(self, read: ReadFunction) -> Any:
         """See `qkv.variants.base.ReadFunction`."""
@@ -57,15 +82,19 @@ class Mask(MaskVariant):
         found = read(self.array, ("batch", "head", "q_pos", "kv_pos"))
         return None if found is None else FunctionText(*found, is_mask=True)
 
+    def __repr__(self) -> str:
+        if hasattr(self.array, "shape") or not callable(self.array):
+            return super().__repr__()
+        fn = getattr(self.array, "function", self.array)
+        return f"Mask({getattr(fn, '__name__', type(fn).__name__)})"
+
     def lower(self, builder: Builder) -> None:
         if not callable(self.array):
             builder.mask(builder.dense_mask(self.array))
             return
-        reading = Reading(with_replaced_values)
-        symbols = builder.batch, builder.head, builder.q_pos, builder.kv_pos
-        with explained(self.array):
-            root = as_node(reading.read(self.array, *symbols))
-        builder.mask(Expression(root).on_tables(builder, reading.arrays))
+        given = self.array
+        expression, arrays = (given if isinstance(given, Condition) else Condition(given)).read()
+        builder.mask(expression.on_tables(builder, arrays))
 
     def naive(self, dense: Dense) -> None:
         if callable(self.array):
