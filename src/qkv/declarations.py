@@ -31,21 +31,9 @@ from qkv._dynamo import is_reading
 from qkv.errors import ArgumentError, FileError
 
 __all__ = [
-    "LARGEST",
-    "Indent",
-    "Interval",
-    "NotNegative",
-    "Places",
-    "Positive",
-    "Rule",
-    "Size",
-    "TextOrIds",
-    "Whole",
-    "checked",
-    "checked_integer",
-    "checked_size",
-    "shown",
-]
+    "LARGEST", "Indent", "Interval", "NotNegative", "Places", "Positive", "Rule", "Size",
+    "TextOrIds", "Whole", "checked", "checked_integer", "checked_size", "shown",
+]  # fmt: skip
 
 T = TypeVar("T")
 

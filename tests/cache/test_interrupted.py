@@ -165,7 +165,7 @@ def test_the_first_append_may_be_of_other_shapes_after_it_was_interrupted(kind: 
         if not cache.lengths.ndim:
             assert cache.nbytes == 0
             wide = np.ones((1, 3, 4, 5))
-            assert cache.append(wide, wide).attention(np.ones((1, 3, 1, 5))).shape == (1, 3, 1, 5)
+            assert cache.append(wide, wide).attention(wide).shape == wide.shape
         else:
             assert answers(cache, [list(s) for s in START])
         lines += 1

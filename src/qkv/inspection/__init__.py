@@ -10,10 +10,12 @@ corpus          every head over many texts, with confidence intervals; corpus_fo
 weights         the lazy array of weights: weight_reductions, weight_blocks, and replay
 statistics      those of rows, for backends that have none
 non_finite      which rows are NaN, and why
+unknown_tokens  tokens that share the id of unknown ones
 variant_data    variants as names, numbers and arrays
 summaries       the texts of records
 pages, pictures, tokens
                 results as HTML, as SVG and PNG, and tokens made safe to print
 progress_bar    of commands and pictures that take long
 token_texts     each token of a tokenizer as a person can read it
+counts          counts in words
 """

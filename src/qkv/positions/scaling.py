@@ -55,8 +55,9 @@ def checked_rotary_dim(rotary_dim: Any, name: str = "rotary_dim") -> int:
         action = f"Pass an even {name}."
         if name == "head_dim" and is_whole and 1 < rotary_dim <= _MOST_ENTRIES:
             action = f"Pass qkv.RoPE(rotary_dim={rotary_dim - 1}), or rows with an even head_dim."
+        given = f"{rotary_dim!r:.60}"
         raise ArgumentError(
-            f"RoPE rotates pairs; {name}={rotary_dim!r:.60} is not a whole number of pairs.",
+            f"RoPE rotates pairs; {given} entries, {name}={given}, are no whole number of pairs.",
             action=action,
         )
     return int(rotary_dim)

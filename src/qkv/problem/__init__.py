@@ -6,6 +6,7 @@ spec            what it is: `Spec`, structure without arrays, and `Operands`, th
 part            some rows and heads of a problem, as a rank of several computes them
 stored_rows     keys and values in pages or as int8: `Paged`, `Quantized`, `StoredRows`
 offsets         the positions of rows
+padding         what to write for a mask of padding
 expressions, nodes, symbols
                 masks and score mods: their language, its graphs, and how Python writes it
 reading, score_functions

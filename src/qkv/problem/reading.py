@@ -67,9 +67,9 @@ class Reading:
 
     def _function(self, fn: types.FunctionType) -> Any:
         """A function that reads what it captures in its turn."""
-        # Functions of torch and NumPy are given symbols, and answer by name.
+        # Functions of libraries are given symbols, and answer by name.
         library = (fn.__module__ or "").partition(".")[0]
-        is_left = fn.__closure__ is None and library in ("numpy", "torch")
+        is_left = fn.__closure__ is None and library in _LIBRARIES
         if is_left or fn in self._within:  # A recursive function refers to itself.
             return fn
         self._within.append(fn)
@@ -89,6 +89,7 @@ class Reading:
         return made
 
 
+_LIBRARIES = ("jax", "numpy", "qkv", "scipy", "torch")
 _PLAIN = (
     bool, int, float, str, complex, bytes, type, types.ModuleType, types.BuiltinFunctionType,
     np.ufunc, Expr, Table,
