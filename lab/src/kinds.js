@@ -1,11 +1,14 @@
 // The scores that decide the kind of a head, and the kind: those of qkv.inspection, of weights in the page.
 
+import { UNKNOWN } from "./language.js";
+
 /**
  * Means over the queries that have such a key, NaN where none has; docs/inspect-models.md has the formulas.
+ * Unknown tokens share an id, and none of them is a duplicate.
  * @param {Float64Array[]} weights by query, of a causal head @param {number[]} ids
  */
 export function scoresOf(weights, ids) {
-  const earlier = ids.map((id, i) => [...ids.keys()].filter((j) => j < i && ids[j] === id));
+  const earlier = ids.map((id, i) => [...ids.keys()].filter((j) => j < i && ids[j] === id && id !== UNKNOWN));
   const keysOf = {
     induction: (i) => earlier[i].map((j) => j + 1),
     duplicate: (i) => earlier[i],

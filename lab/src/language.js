@@ -5,7 +5,7 @@
 const EPSILON = 1e-6;
 const BASE = 10000;
 /** The id of a character that no piece has. */
-const UNKNOWN = 0;
+export const UNKNOWN = 0;
 
 /** The model of a safetensors file with int8 matrices and a float32 scale for each row. */
 export class LanguageModel {
