@@ -48,7 +48,7 @@ INSTALLED = {"llvmlite", "hypothesis", "threadpoolctl", "array_api_compat"}
 NOT_HERE = {
     r"llvm\.initialize_all_targets": "read code of other machines, the same from everywhere",
     r"RLIMIT_AS|setrlimit": "QEMU does not enforce limits of memory",
-    r"SIGINT|send_signal|PROT_NONE|mprotect": "signals and protected pages are QEMU's own there",
+    r"SIGINT|send_signal|PROT_NONE": "signals and protected pages are QEMU's own there",
     r"perf_counter|monotonic|timeout=": "its time limits are too short for QEMU",
 }  # fmt: skip
 """What a test file contains that cannot run there, and why."""
