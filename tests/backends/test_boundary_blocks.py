@@ -155,6 +155,7 @@ PROTECTED = """
 
 
 @pytest.mark.slow
+@pytest.mark.large
 @pytest.mark.skipif(sys.platform == "win32", reason="mprotect is of POSIX")
 @pytest.mark.sampled(("isa", "dtype"), KERNELS, one_in=5)
 def test_tiles_of_keys_that_no_query_may_see_are_not_read(isa: str, dtype: str) -> None:
