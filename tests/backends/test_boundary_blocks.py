@@ -147,7 +147,7 @@ PROTECTED = """
         for start, stop in ((0, first * row), (last * row, len(memory))):
             assert start % mmap.PAGESIZE == stop % mmap.PAGESIZE == 0
             if start == stop:
-                continue  # QEMU refuses to protect nothing.
+                continue  # Linux protects an empty range without an error, QEMU refuses it.
             place = ctypes.c_void_p(view.ctypes.data + start)
             assert libc.mprotect(place, ctypes.c_size_t(stop - start), 0) == 0
         return view

@@ -18,9 +18,7 @@ from qkv.errors import ArgumentError
 from qkv.inspection.head_scores import KINDS, THRESHOLD
 from qkv.inspection.model_record import ModelRecord, load
 from qkv.inspection.progress_bar import Bar
-from qkv.inspection.summaries.model import summary_of_model
 from qkv.inspection.summaries.terminal import Page
-from qkv.inspection.unknown_tokens import notes_of
 
 __all__ = ["refuse_with_model", "refuse_without_model", "run", "run_saved"]
 
@@ -88,7 +86,7 @@ def _output(record: ModelRecord, options: argparse.Namespace, about: str) -> str
         return _json(record)
     page = Page()
     written = f"Written: {page.token(options.html, 300)}" if options.html else ""
-    return summary_of_model(record, written)
+    return record.summary(written) + "\n"
 
 
 def _view(record: ModelRecord, options: argparse.Namespace) -> dict[str, int]:
@@ -151,7 +149,7 @@ def _json(record: ModelRecord) -> str:
         "tokens": None if record.texts is None else list(record.texts),
         "ids": None if record.tokens is None else record.tokens[0].tolist(),
         "layers": [{"layer": x.index, "name": x.name, "num_heads": x.num_heads} for x in record],
-        "notes": notes_of(record),
+        "notes": record.sentences(),
         "heads": [{name: _finite(value) for name, value in row.items()} for row in record.rows()],
     }
     return json.dumps(data, indent=2, allow_nan=False) + "\n"

@@ -13,7 +13,6 @@ from qkv.cli.model_loading import inspect_model
 from qkv.inspection.model_record import ModelRecord
 from qkv.inspection.progress_bar import Bar
 from qkv.inspection.summaries.terminal import Page
-from qkv.inspection.unknown_tokens import notes_of
 
 __all__ = ["model_layer"]
 
@@ -51,5 +50,5 @@ def model_layer(options: argparse.Namespace) -> InputArrays:
         record.model,
         inputs.variants,
         {name: option for name, option in inputs.options.items() if option is not None},
-        notes=tuple(notes_of(record)),
+        notes=tuple(record.sentences()),
     )

@@ -25,7 +25,7 @@ from qkv.inspection.layer_record import LayerRecord
 from qkv.inspection.pages import page_of
 from qkv.inspection.pictures import picture_of_heads
 from qkv.inspection.summaries import in_html
-from qkv.inspection.unknown_tokens import without_unknown
+from qkv.inspection.unknown_tokens import sentences_of_unknown, without_unknown
 
 __all__ = ["Keep", "LayerRecord", "ModelRecord", "load"]
 
@@ -237,12 +237,23 @@ class ModelRecord:
     def _repr_html_(self) -> str:
         return in_html(self.summary())
 
-    def summary(self) -> str:
-        """What `qkv inspect --model` prints: a map of the heads, and the kinds of them."""
+    def sentences(self) -> list[str]:
+        """What there is to know of the text: `notes`, and how many tokens are unknown."""
+        counted = [layer.scores.counted["entropy"] for layer in self]
+        return [*self.notes, *sentences_of_unknown(self.tokens, self.unknown_id, counted)]
+
+    def summary(self, written: str = "") -> str:
+        """What `qkv inspect --model` prints: a map of the heads, and the kinds of them.
+
+        `written` is a line to end with.
+        """
         # rich, which draws the map, is imported when the first text is asked for.
         from qkv.inspection.summaries.model import summary_of_model
 
-        return summary_of_model(self).rstrip("\n")
+        found = summary_of_model(
+            self.model, self.tokens, self.sentences(), self.layers, self.rows(), written
+        )
+        return found.rstrip("\n")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all numbers to a safetensors file with names in its metadata.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from qkv.inspection.model_record import ModelRecord
-
-__all__ = ["notes_of", "unknown_id_of", "without_unknown"]
+__all__ = ["sentences_of_unknown", "unknown_id_of", "without_unknown"]
 
 _UNKNOWN = -1
 """Of an unknown token, for `head_scores`."""
@@ -35,19 +33,20 @@ def without_unknown(tokens: Any, unknown_id: int | None) -> NDArray[Any] | None:
     return np.where(ids == unknown_id, _UNKNOWN, ids)
 
 
-def notes_of(record: ModelRecord) -> list[str]:
-    """What there is to know of the text of a record, in sentences."""
-    tokens = record.tokens
-    if tokens is None or record.unknown_id is None:
-        return record.notes
-    counted = [layer.scores.counted["entropy"] for layer in record]
-    # Padding is no part of the text.
+def sentences_of_unknown(
+    tokens: NDArray[Any] | None, unknown_id: int | None, counted: Sequence[NDArray[Any]]
+) -> list[str]:
+    """How many tokens (batch, length) are unknown, if any are.
+
+    `counted` says which queries of each layer are real; padding is no part of the text.
+    """
+    if tokens is None or unknown_id is None:
+        return []
     real = next((of for of in counted if of.shape == tokens.shape), np.ones(tokens.shape, bool))
-    unknown, count = int((tokens == record.unknown_id)[real].sum()), int(real.sum())
+    unknown, count = int((tokens == unknown_id)[real].sum()), int(real.sum())
     if not unknown:
-        return record.notes
+        return []
     are = "is" if unknown == 1 else "are"
     return [
-        *record.notes,
-        f"{unknown} of {count} tokens {are} unknown to this model, which cannot tell them apart.",
+        f"{unknown} of {count} tokens {are} unknown to this model, which cannot tell them apart."
     ]

@@ -15,7 +15,6 @@ from qkv.inspection.model_record import LayerRecord, ModelRecord
 from qkv.inspection.record import Record
 from qkv.inspection.replay import Replay
 from qkv.inspection.tokens import printable
-from qkv.inspection.unknown_tokens import notes_of
 
 __all__ = ["EXACT_KEYS", "NOTE", "HeadLayer", "Heads", "heads_of_model", "heads_of_record", "shown"]
 
@@ -163,7 +162,7 @@ def heads_of_model(record: ModelRecord, about: str = "") -> Heads:
     """
     layers = [_layer_of_model(layer, _texts(record, layer)) for layer in record]
     batch_size = record[0].rows["entropy"].shape[0] if len(record) else 0
-    said = " ".join([*([about] if about else []), *notes_of(record)])
+    said = " ".join([*([about] if about else []), *record.sentences()])
     return Heads(record.model, "model", "qkv", SCORES, record.texts, layers, batch_size, said)
 
 

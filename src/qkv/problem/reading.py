@@ -90,6 +90,7 @@ class Reading:
 
 
 _LIBRARIES = ("jax", "numpy", "qkv", "scipy", "torch")
+"""Packages whose functions hold no array of the user's, so that they are called as they are."""
 _PLAIN = (
     bool, int, float, str, complex, bytes, type, types.ModuleType, types.BuiltinFunctionType,
     np.ufunc, Expr, Table,

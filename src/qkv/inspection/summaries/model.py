@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -13,11 +13,10 @@ from qkv.inspection.head_scores import KINDS, LETTERS, MEANINGS, THRESHOLD
 from qkv.inspection.score_rows import SCORES
 from qkv.inspection.summaries.heads_text import CAUTION
 from qkv.inspection.summaries.terminal import Page
-from qkv.inspection.unknown_tokens import notes_of
 
 if TYPE_CHECKING:
     from qkv.inspection.head_table import HeadTable
-    from qkv.inspection.model_record import ModelRecord
+    from qkv.inspection.layer_record import LayerRecord
 
 __all__ = ["summary_of_model"]
 
@@ -30,20 +29,34 @@ _STYLES = {
 }
 
 
-def summary_of_model(record: ModelRecord, written: str = "") -> str:
+def summary_of_model(
+    model: str,
+    tokens: Any,
+    notes: Sequence[str],
+    record: Sequence[LayerRecord],
+    table: HeadTable,
+    written: str = "",
+) -> str:
     """A map of the heads of a model, and what the letters in it stand for.
 
     Parameters
     ----------
-    record : ModelRecord
+    model : str
+        Its name.
+    tokens : array (batch, length) or None
+    notes : sequence of str
+        Sentences about the text.
+    record : sequence of LayerRecord
+    table : HeadTable
+        One row for each head.
     written : str
         A line to end with.
     """
-    page, table = Page(), record.rows()
+    page = Page()
     layers = 1 + max((row["layer"] for row in table), default=-1)
-    sizes = [page.token(record.model, 200), counted(layers, "layer"), counted(len(table), "head")]
-    parts: list[Any] = [Text(", ".join([*sizes, words_of_tokens(record.tokens)]))]
-    parts += [Text(page.token(note, 500), style="bold") for note in notes_of(record)]
+    sizes = [page.token(model, 200), counted(layers, "layer"), counted(len(table), "head")]
+    parts: list[Any] = [Text(", ".join([*sizes, words_of_tokens(tokens)]))]
+    parts += [Text(page.token(note, 500), style="bold") for note in notes]
     parts.append(Text())
     parts += _map(page, layers, table)
     parts += [Text(), _legend(page, record, table), Text()]
@@ -77,7 +90,7 @@ def _letter(page: Page, kind: str | None) -> tuple[str, str]:
     return LETTERS[kind], _STYLES[kind]
 
 
-def _legend(page: Page, record: ModelRecord, heads: HeadTable) -> Table:
+def _legend(page: Page, record: Sequence[LayerRecord], heads: HeadTable) -> Table:
     """Each kind: its letter, where its weight goes, how many heads, and the strongest.
 
     A mean over few queries says little, so how many there are stands beside it.
