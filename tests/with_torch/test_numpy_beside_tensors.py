@@ -96,6 +96,45 @@ def test_any_numpy_array_beside_a_tensor(recwarn: pytest.WarningsRecorder) -> No
     assert not recwarn.list
 
 
+def backwards(array: np.ndarray) -> np.ndarray:
+    return array[::-1].copy()[::-1]
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    copy = array.copy()
+    copy.setflags(write=False)
+    return copy
+
+
+def table(bias: np.ndarray) -> qkv.ScoreMod:
+    return qkv.ScoreMod(lambda s, b, h, q, kv: s + bias[q, kv])
+
+
+VALUES = {
+    "blocks": lambda a: qkv.BlockSparse(a(np.tri(9, dtype=bool)), 1, 1),
+    "slopes": lambda a: qkv.ALiBi(a(np.array([0.5, 0.25]))),
+    "lengths": lambda a: qkv.KeyLengths(a(np.array([9, 5]))),
+    "table": lambda a: table(a(BIAS)),
+}
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("memory", [backwards, read_only])
+@pytest.mark.parametrize("value", VALUES)
+def test_a_call_again_whose_variant_holds_any_array(
+    value: str, memory: Any, gradients: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    variant, operands = VALUES[value](memory), [np.stack([a, a], 1) for a in ARRAYS]
+    right = truth(*operands, [VALUES[value](np.copy)]).out
+    for _ in range(4):
+        leaves = [tensor(a).requires_grad_(gradients) for a in operands]
+        out = qkv.attention(*leaves, variant)
+        if gradients:
+            out.sum().backward()
+        near(out.detach(), right)
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("place", ["key", "mask", "bias"])
 def test_numpy_arrays_in_compiled_code(place: str) -> None:
     q, k, v = ARRAYS

@@ -21,6 +21,7 @@ from qkv.bridges.torch_guards import Guard, form_guard, gradient_guard, guard
 from qkv.bridges.torch_layouts import empty_maker, leaf_values
 from qkv.bridges.torch_observers import looks_on
 from qkv.bridges.torch_openmp import on_torch_threads
+from qkv.bridges.torch_operands import as_tensor
 from qkv.bridges.torch_passes import PreparedPasses
 from qkv.call.bound import BoundCall
 from qkv.call.cache import PreparedCall
@@ -245,7 +246,8 @@ def _makers(operands: Sequence[Tensor]) -> tuple[Empty, Empty]:
 
 
 def _copied(leaf: Any) -> Tensor:
-    return torch.as_tensor(leaf).detach().clone()
+    tensor: Tensor = as_tensor(leaf)
+    return tensor.detach().clone()
 
 
 def _layouts_of(read: Sequence[Any]) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -271,7 +272,8 @@ class _Run:
         if isinstance(text, Mapping):
             return dict(text)
         try:
-            ids = torch.as_tensor(text)
+            # torch takes no array that is read backwards.
+            ids = torch.as_tensor(text.copy() if isinstance(text, np.ndarray) else text)
         except (TypeError, ValueError, RuntimeError):
             ids = None
         if ids is None or ids.ndim not in (1, 2) or (ids.is_floating_point() and ids.numel()):
