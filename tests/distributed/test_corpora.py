@@ -230,6 +230,14 @@ def test_ranks_that_differ_compute_nothing(
     assert not list(tmp_path.rglob("texts-*"))
 
 
+def test_ids_in_an_array_with_negative_strides(tmp_path: Path) -> None:
+    import qkv.hf
+
+    backwards = [text.numpy()[..., ::-1].copy()[..., ::-1] for text in texts()[:2]]
+    found = qkv.hf.inspect_corpus(model(), backwards, tmp_path / "arrays")
+    assert found.rows() == qkv.hf.inspect_corpus(model(), texts()[:2], tmp_path / "tensors").rows()
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     import qkv.hf
 

@@ -246,8 +246,8 @@ def _makers(operands: Sequence[Tensor]) -> tuple[Empty, Empty]:
 
 
 def _copied(leaf: Any) -> Tensor:
-    tensor: Tensor = as_tensor(leaf)
-    return tensor.detach().clone()
+    copy: Tensor = as_tensor(leaf).detach().clone()
+    return copy
 
 
 def _layouts_of(read: Sequence[Any]) -> tuple[Any, ...]:

@@ -127,7 +127,7 @@ class TorchMemory:
     def mean_of_rows(self, rows: Any, counts: Any, fewest: int) -> Any:
         """See `Memory`."""
         torch = self.torch
-        counts = torch.as_tensor(np.array(counts), device=rows.device)
+        counts = torch.as_tensor(np.asarray(counts), device=rows.device)
         real = torch.arange(rows.shape[-2], device=rows.device) < counts[..., None]
         total = int(real.sum())
         if total < fewest:

@@ -272,7 +272,7 @@ class _Run:
         if isinstance(text, Mapping):
             return dict(text)
         try:
-            # torch takes no array that is read backwards.
+            # torch refuses arrays with negative strides, which a copy does not have.
             ids = torch.as_tensor(text.copy() if isinstance(text, np.ndarray) else text)
         except (TypeError, ValueError, RuntimeError):
             ids = None

@@ -59,7 +59,7 @@ class ShardRecord(ModelRecord):
     def _scores(self, query: Any, key: Any, *variants: Any, **options: Any) -> HeadScores:
         sharding = self._sharding
         own = {
-            name: None if given is None else torch.as_tensor(np.array(given), device=query.device)
+            name: None if given is None else torch.as_tensor(np.asarray(given), device=query.device)
             for name in ("tokens", "real")
             for given in [options.pop(name)]
         }

@@ -33,7 +33,7 @@ def summary_of_model(
     model: str,
     tokens: Any,
     notes: Sequence[str],
-    record: Sequence[LayerRecord],
+    layers: Sequence[LayerRecord],
     table: HeadTable,
     written: str = "",
 ) -> str:
@@ -46,20 +46,20 @@ def summary_of_model(
     tokens : array (batch, length) or None
     notes : sequence of str
         Sentences about the text.
-    record : sequence of LayerRecord
+    layers : sequence of LayerRecord
     table : HeadTable
         One row for each head.
     written : str
         A line to end with.
     """
     page = Page()
-    layers = 1 + max((row["layer"] for row in table), default=-1)
-    sizes = [page.token(model, 200), counted(layers, "layer"), counted(len(table), "head")]
+    number = 1 + max((row["layer"] for row in table), default=-1)
+    sizes = [page.token(model, 200), counted(number, "layer"), counted(len(table), "head")]
     parts: list[Any] = [Text(", ".join([*sizes, words_of_tokens(tokens)]))]
     parts += [Text(page.token(note, 500), style="bold") for note in notes]
     parts.append(Text())
-    parts += _map(page, layers, table)
-    parts += [Text(), _legend(page, record, table), Text()]
+    parts += _map(page, number, table)
+    parts += [Text(), _legend(page, layers, table), Text()]
     meaning = f"A letter stands for a mean weight of {THRESHOLD} or more over those queries that"
     parts.append(Text(f"{meaning} have such a key; the last column counts them.", style="dim"))
     if written:
@@ -68,15 +68,15 @@ def summary_of_model(
     return page.render(*parts)
 
 
-def _map(page: Page, layers: int, table: HeadTable) -> Iterator[Text]:
+def _map(page: Page, number: int, table: HeadTable) -> Iterator[Text]:
     """One line for each layer, one letter for each head."""
     widest = 1 + max((row["head"] for row in table), default=-1)
-    label = len(f"layer {layers - 1}") + 2
+    label = len(f"layer {number - 1}") + 2
     gap = " " if label + 2 * widest <= page.width else ""
     every = 4 * len(gap + "x")
     numbers = "".join(str(head).ljust(every) for head in range(0, widest, 4))
     yield Text("head".ljust(label) + numbers, style="dim", no_wrap=True)
-    for layer in range(layers):
+    for layer in range(number):
         line = Text(f"layer {layer}".ljust(label), no_wrap=True)
         for row in (row for row in table if row["layer"] == layer):
             line.append(*_letter(page, row["kind"]))
@@ -90,7 +90,7 @@ def _letter(page: Page, kind: str | None) -> tuple[str, str]:
     return LETTERS[kind], _STYLES[kind]
 
 
-def _legend(page: Page, record: Sequence[LayerRecord], heads: HeadTable) -> Table:
+def _legend(page: Page, layers: Sequence[LayerRecord], heads: HeadTable) -> Table:
     """Each kind: its letter, where its weight goes, how many heads, and the strongest.
 
     A mean over few queries says little, so how many there are stands beside it.
@@ -98,7 +98,7 @@ def _legend(page: Page, record: Sequence[LayerRecord], heads: HeadTable) -> Tabl
     columns = ("", "kind", "most weight on", ">heads", "strongest", ">weight", ">queries")
     table = page.table(*columns)
     at = {kind: SCORES.index(kind) for kind in KINDS}
-    counts = [layer.scores.sums()[1] for layer in record]
+    counts = [layer.scores.sums()[1] for layer in layers]
     for kind in KINDS:
         best = heads.best(kind)
         strongest = f"layer {best['layer']} head {best['head']}" if best else "-"
