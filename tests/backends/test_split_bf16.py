@@ -262,17 +262,23 @@ def value_error(dtype) -> float:
     return float(np.abs(out / expected - 1).max())
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("splits_operands")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_no_product_of_parts_is_left_out(dtype) -> None:
-    """The smallest of them would be 2**-18 of the sum."""
-    assert score_error(dtype) <= 2.0**-21
-    assert value_error(dtype) <= 2.0 ** (-20 if dtype == "float32" else -15)
-
-
 TERMS = {"float32": 3, "float16": 2}
 ERRORS = {"_PRODUCTS": score_error, "_WEIGHT_PRODUCTS": value_error}
+WHOLE = {
+    ("_PRODUCTS", "float32"): 2.0**-21, ("_WEIGHT_PRODUCTS", "float32"): 2.0**-20,
+    ("_PRODUCTS", "float16"): 2.0**-21, ("_WEIGHT_PRODUCTS", "float16"): 2.0**-15,
+}  # fmt: skip
+"""The largest errors of kernels in which no product is missing."""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("splits_operands")
+@pytest.mark.parametrize(("table", "dtype"), WHOLE)
+def test_no_product_of_parts_is_left_out(table, dtype) -> None:
+    """The smallest of them would be 2**-18 of the sum."""
+    assert ERRORS[table](dtype) <= WHOLE[table, dtype]
+
+
 MISSING = [
     (table, dtype, number)
     for table in ERRORS
@@ -292,7 +298,7 @@ def test_a_missing_product_is_found(table, dtype, number, monkeypatch) -> None:
     with rebuilt_kernels() as built:
         error = ERRORS[table](dtype)
     assert {(emit, key.shape.terms) for emit, key in built} == {(emit_split_forward, count)}
-    assert error > 2.0**-19
+    assert error > max(2.0**-19, 2 * WHOLE[table, dtype])
 
 
 # What has no parts
