@@ -3,8 +3,8 @@
 A child that was forked while another thread held a lock, of LLVM or of an import, would wait for
 it for ever, and LLVM does not survive that the process ends around it. So a fork, and the end
 of the process, wait until no other thread compiles or imports. `is_forked` tells whether a process
-has lost threads in this way. A `RenewedLock` guards one object, such as a cache, and is new in the
-child.
+has lost threads in this way; torch would wait for its own, unless it is `on_one_torch_thread`. A
+`RenewedLock` guards one object, such as a cache, and is new in the child.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _LONGEST_WAIT = 30.0
 """Seconds that the end of the process waits for a compilation."""
@@ -102,3 +106,25 @@ def is_forked() -> bool:
     if multiprocessing is None or multiprocessing.parent_process() is None:
         return False
     return multiprocessing.get_start_method(allow_none=True) in (None, "fork")
+
+
+def on_one_torch_thread(function: Callable[P, R]) -> Callable[P, R]:
+    """Let torch compute on the calling thread alone in a forked child, while a function runs.
+
+    In the child torch waits for ever for the threads that the parent had begun, as soon as it
+    copies some ten thousand numbers.
+    """
+
+    @wraps(function)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+        torch = sys.modules.get("torch")
+        if torch is None or not is_forked():
+            return function(*args, **kwargs)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_num_threads(threads)
+
+    return inside

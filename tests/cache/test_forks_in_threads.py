@@ -220,6 +220,40 @@ def test_a_child_process_goes_on_where_another_thread_was_in_the_middle() -> Non
     assert printed.splitlines() == ["[6] 4", "[6] 4"]
 
 
+@pytest.mark.parametrize("make", ["Paged", "Contiguous", "Rolling", "int8"])
+def test_tensors_of_a_child_process_do_not_wait_for_threads_of_torch(make: str) -> None:
+    """torch's own copy of so many rows waits for ever, and an alarm ends the child."""
+    pytest.importorskip("torch")
+    printed = in_a_process(
+        f"""
+        import os, signal, torch, qkv, qkv.cache
+        from qkv.cache import ContiguousCache, PagedCache, RollingCache
+        makes = dict(Paged=PagedCache, Contiguous=ContiguousCache,
+                     Rolling=lambda: RollingCache(700, 4), int8=lambda: PagedCache(dtype="int8"))
+        torch.set_num_threads(2)
+        x = torch.rand(2, 8, 300, 64)
+        (x + x).sum()
+        caches = [makes["{make}"]() for _ in range(2)]
+        for cache in caches:
+            cache.append(x, x)
+        if not os.fork():
+            signal.alarm(60)
+            for _ in range(4):
+                caches[0].append(x, x)
+            caches[0].reorder([1, 1, 0])
+            other = caches[0].fork()
+            y = x[:1].expand(3, 8, 300, 64)
+            rows = other.append(y, y)
+            q = torch.ones(3, 8, 1, 64)
+            print(other.lengths, torch.get_num_threads(), flush=True)
+            print(rows.attention(q, q_offset="end").shape, flush=True)
+            os._exit(0)
+        os.wait()
+        """
+    )
+    assert printed.splitlines() == ["[1800 1800 1800] 2", "torch.Size([3, 8, 1, 64])"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "copied", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))]

@@ -178,7 +178,7 @@ def test_a_killed_run_goes_on(group: Any, tmp_path: Path) -> None:
     assert len(files) == 5  # Four of rank 0, one of rank 1.
     time.sleep(0.01)
     ((table, again),) = group(1)(scored, str(tmp_path / "killed"), 1)
-    assert again == 2
+    assert again == 3  # One that was done is computed again.
     assert table == right
     assert all(path.stat().st_mtime_ns == before for path, before in files.items())
 
@@ -250,9 +250,18 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
         qkv.hf.inspect_corpus(ours, changed, tmp_path)
     with pytest.raises(qkv.FileError, match="chunk differs"):
         qkv.hf.inspect_corpus(ours, texts(), tmp_path, chunk=2)
-    ours.layers[0].self_attn.q_proj.weight.data += 1
-    with pytest.raises(qkv.FileError, match="parameters differs"):
+    for place in range(0, ours.layers[0].self_attn.o_proj.weight.numel(), 37):
+        other = model()
+        other.layers[0].self_attn.o_proj.weight.data.view(-1)[place] += 1
+        with pytest.raises(qkv.FileError, match="parameters differs"):
+            qkv.hf.inspect_corpus(other, texts(), tmp_path)
+    with qkv.hf.intervene(ours, {(0, 1): "off"}), pytest.raises(qkv.FileError, match="scores of"):
         qkv.hf.inspect_corpus(ours, texts(), tmp_path)
+    qkv.hf.inspect_corpus(ours, texts(), tmp_path / "chunks", chunk=3)
+    changed = texts()
+    changed[1] = changed[1].flip(1)
+    with pytest.raises(qkv.FileError, match="text 1 is another one"):
+        qkv.hf.inspect_corpus(ours, changed, tmp_path / "chunks", chunk=3)
     next(tmp_path.glob("texts-*")).write_bytes(b"nothing")
     with pytest.raises(qkv.FileError, match="is no chunk of a corpus"):
         qkv.hf.inspect_corpus(model(), texts(), tmp_path)

@@ -185,6 +185,33 @@ def test_the_decoder_is_scored_with_its_own_tokens() -> None:
     assert {"duplicate", "induction"} <= unknown(decoder)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_both_sides_of_cross_attention(side: str) -> None:
+    """Padded queries are not counted, and the sink is the first real key, as eager's weights say."""
+    model, inputs = t5()
+    model.double().eval()
+    masks = {"attention_mask": torch.ones(2, 8, dtype=torch.long)}
+    masks["decoder_attention_mask"] = masks["attention_mask"].clone()
+    for mask, count in zip(masks.values(), (3, 4), strict=True):
+        mask[0, slice(None, count) if side == "left" else slice(-count, None)] = 0
+    inputs = {**{name: ids.repeat(2, 1) for name, ids in inputs.items()}, **masks}
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        (weights,) = model(**inputs, output_attentions=True).cross_attentions
+    cross = record_of(model, **inputs)[2]
+    kv_real, q_real = (mask.numpy().astype(bool) for mask in masks.values())
+    first = np.argmax(kv_real, axis=1)
+    for head, row in enumerate(cross.heads()):
+        w = weights[:, head].numpy()
+        entropy = -(w * np.log(np.where(w > 0, w, 1))).sum(-1)
+        assert row["entropy"] == pytest.approx(entropy[q_real].mean(), rel=1e-9)
+        sink = np.stack([w[b, :, first[b]] for b in (0, 1)])
+        assert row["sink"] == pytest.approx(sink[q_real].mean(), rel=1e-9)
+        received = (w * q_real[..., None]).sum(1)
+        np.testing.assert_allclose(cross.received[:, head], received, atol=1e-12)
+    assert (np.isnan(cross.rows["entropy"]).all(axis=1) == ~q_real).all()
+
+
 def test_layers_that_never_call_qkv_are_named() -> None:
     config = hf.LongT5Config(
         vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4,

@@ -113,6 +113,71 @@ def test_scores_are_those_of_the_definition(case: str, dtype: str) -> None:
     np.testing.assert_allclose(found.received, weights.sum(axis=2), rtol=2e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_padding_on_either_side_of_cross_attention(dtype: str) -> None:
+    query, key, _ = arrays(5)
+    q_real, kv_real = np.ones((BATCH, LENGTH - 4), bool), np.ones((BATCH, LENGTH), bool)
+    q_real[0, 6:] = kv_real[0, :3] = kv_real[1, 11:] = False
+    weights, _ = softmax(query[:, :, :-4], key, kv_real[:, None, None])
+    found = head_scores(
+        query[:, :, :-4].astype(dtype), key.astype(dtype), qkv.Mask(kv_real[:, None, None]),
+        real=kv_real, real_queries=q_real, one_sequence=False, top=1,
+    )  # fmt: skip
+    first = np.stack([weights[0, ..., 3], weights[1, ..., 0]])
+    entropy = -(weights * np.log(np.where(weights > 0, weights, 1))).sum(-1)
+    for name, rows in (("sink", first), ("entropy", entropy)):
+        expected = [rows[:, head][q_real].mean() for head in range(HEADS)]
+        np.testing.assert_allclose(found.means()[name], expected, rtol=2e-5)
+        assert np.isnan(found.rows[name][0, :, 6:]).all()
+        np.testing.assert_allclose(found.rows[name][1], rows[1], rtol=2e-5, atol=1e-5)
+    seen = np.where(q_real[:, None, :, None], weights, 0)
+    np.testing.assert_allclose(found.received, seen.sum(2), rtol=2e-5, atol=1e-5)
+    assert (found.top_keys[0, :, 6:] == -1).all()
+    with pytest.raises(qkv.ShapeError, match=r"real_queries has shape \(2, 13\).*\(2, 9\) query"):
+        head_scores(query[:, :, :-4], key, real_queries=kv_real)
+
+
+@pytest.mark.parametrize("sinks", [(), (qkv.Sinks([-1.0, 0.0, 1.0, 4.0]),)])
+def test_queries_that_may_use_no_key_are_not_counted(sinks: tuple[Any, ...]) -> None:
+    query, key, ids = arrays(6)
+    before = np.tril(np.ones((LENGTH, LENGTH), bool), -2)
+    allowed = np.broadcast_to(before, (BATCH, HEADS, LENGTH, LENGTH)).copy()
+    with np.errstate(invalid="ignore"):
+        weights, _ = softmax(query, key, allowed, sinks[0].values if sinks else None)
+    found = head_scores(query, key, qkv.Mask(allowed), *sinks, tokens=ids)
+    some = np.zeros((BATCH, LENGTH), bool)
+    some[:, 2:] = True
+    assert (found.counted["entropy"] == some).all()
+    w = weights[:, :, 2:]
+    first = w[..., 0] + (1 - w.sum(-1) if sinks else 0)
+    np.testing.assert_allclose(found.means()["sink"], first.mean(axis=(0, 2)), rtol=1e-9)
+    entropy = -(w * np.log(np.where(w > 0, w, 1))).sum(-1).mean(axis=(0, 2))
+    np.testing.assert_allclose(found.means()["entropy"], entropy, rtol=1e-9)
+    assert np.isfinite(found.means()["max_logit"]).all()
+
+
+def test_a_cache_without_the_first_key_has_no_sink() -> None:
+    query, key, _ = arrays(7)
+    found = head_scores(query[:, :, :1], key, qkv.Causal(), q_offset=20, kv_offset=8)
+    assert not found.rows["sink"].any()
+    # Padding that the cache still holds: the first real key is the first of its sequence.
+    real = np.ones((BATCH, LENGTH), bool)
+    real[0, :2] = False
+    mask = qkv.Mask(real[:, None, None])
+    found = head_scores(query[:, :, :1], key, mask, real=real, q_offset=20, kv_offset=8)
+    weights, _ = softmax(query[:, :, :1], key, real[:, None, None])
+    np.testing.assert_allclose(found.rows["sink"][0, :, 0], weights[0, :, 0, 2], rtol=1e-9)
+    assert not found.rows["sink"][1].any()
+
+
+def test_scores_of_padding_are_nan() -> None:
+    variants, _, _, real = cases()["padded"]
+    query, key, ids = arrays()
+    found = head_scores(query, key, *variants, tokens=ids, real=real)
+    for name, rows in found.rows.items():
+        assert (np.isnan(rows).any(axis=1) == ~real).all(), name
+
+
 def test_sinks_take_their_share() -> None:
     query, key, ids = arrays(1)
     sinks = np.array([-1.0, 0.0, 1.0, 4.0])

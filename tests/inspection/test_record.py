@@ -127,6 +127,29 @@ def test_mass_at_stays_in_the_segment() -> None:
     np.testing.assert_allclose(record.mass_at(-1)[0], expected, atol=1e-12)
 
 
+@pytest.mark.parametrize("sink", [[], [qkv.Sinks([0.5, -1.0])]])
+@pytest.mark.parametrize("backend", ["cpu", "blocked"])
+def test_means_leave_out_queries_without_keys(sink: list[qkv.Sinks], backend: str) -> None:
+    q, k, v = arrays(Shape((), 2, 2, 5, 5, 4, 4), np.random.default_rng(5))
+    mask = np.tri(5, k=-1, dtype=bool)
+    w = truth(q, k, v, [mask, *sink]).weights[:, 1:]
+    rows = qkv.inspect(q, k, v, mask, *sink, backend=backend).rows()
+    np.testing.assert_allclose([row["entropy"] for row in rows], entropy(w).mean(1), atol=1e-12)
+    for name, offset in (("previous", -1), ("own", 0), ("next", 1)):
+        there = [[w[h, i - 1, i + offset] for i in range(1, 5) if i + offset < 5] for h in (0, 1)]
+        np.testing.assert_allclose([r[name] for r in rows], np.mean(there, axis=1), atol=1e-12)
+    np.testing.assert_allclose([row["first"] for row in rows], w[..., 0].mean(1), atol=1e-12)
+
+
+def test_the_next_key_is_of_the_own_segment() -> None:
+    q, k, v = arrays(Shape((), 1, 1, 7, 7, 4, 4), np.random.default_rng(3))
+    segments = qkv.Segments(np.array([0, 0, 0, 0, 1, 1, 1]))
+    w = truth(q, k, v, [segments]).weights[0]
+    (row,) = qkv.inspect(q, k, v, segments).rows()
+    assert row["next"] == pytest.approx(np.mean([w[i, i + 1] for i in (0, 1, 2, 4, 5)]))
+    assert row["previous"] == pytest.approx(np.mean([w[i, i - 1] for i in (1, 2, 3, 5, 6)]))
+
+
 def test_rows_add_to_one_less_the_share_of_the_sink() -> None:
     rng = np.random.default_rng(4)
     q, k, v = arrays(Shape((), 2, 2, 5, 9, 4, 4), rng)
@@ -280,9 +303,9 @@ def test_a_row_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
             "entropy": -(w * np.log(w)).sum(axis=1).mean(),
             "max_weight": w.max(axis=1).mean(),
             "first": w[:, 0].mean(),
-            "previous": np.diagonal(w, -1).sum() / len(w),
+            "previous": np.diagonal(w, -1).mean(),
             "own": np.diagonal(w).mean(),
-            "next": np.diagonal(w, 1).sum() / len(w),
+            "next": np.diagonal(w, 1).mean(),
         }
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-9)
     assert repr(rows).splitlines()[0].split() == list(rows[0])
@@ -299,6 +322,6 @@ def test_a_row_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
 
     (one_head,) = qkv.inspect(q[0, 0], k[0, 0], k[0, 0]).rows()
     assert one_head == pytest.approx(rows[0], rel=1e-9)
-    assert qkv.inspect(q, k[:, :, :0], k[:, :, :0]).rows()[0]["first"] == 0
+    assert np.isnan(qkv.inspect(q, k[:, :, :0], k[:, :, :0]).rows()[0]["first"])
     assert np.isnan(qkv.inspect(q[:, :, :0], k, k).rows()[0]["first"])
     assert qkv.inspect(q[:0], k[:0], k[:0]).rows() == []

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from qkv._forks import on_one_torch_thread
 from qkv.cache.arguments import Lengths, sequence_indices, shorter_lengths
 from qkv.cache.buffer import RowBuffer
 from qkv.cache.encoding import encoding_of
@@ -83,6 +84,7 @@ class BufferedCache(ABC):
         """
         return self._rows(self._stored, self._stored.lengths, None)
 
+    @on_one_torch_thread
     def append(self, key: Any, value: Any, new_lens: Any = None) -> Rows:
         """Write new tokens and hand out all rows that they may attend to.
 
@@ -107,6 +109,7 @@ class BufferedCache(ABC):
         kept = self._checked(stored, shorter_lengths(lengths, stored.lengths))
         self._replace(stored, stored._replace(lengths=kept))
 
+    @on_one_torch_thread
     def reorder(self, indices: Any) -> None:
         """Make sequence i of the batch what sequence `indices[i]` was; copies all rows.
 
@@ -126,6 +129,7 @@ class BufferedCache(ABC):
         )
         self._replace(stored, after)
 
+    @on_one_torch_thread
     def fork(self: Self) -> Self:
         """Another cache with the same tokens; copies all rows."""
         stored = self._stored

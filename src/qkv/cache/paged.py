@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 import qkv
+from qkv._forks import on_one_torch_thread
 from qkv.cache.arguments import (
     Lengths,
     checked_integer,
@@ -139,6 +140,7 @@ class PagedCache:
             raise ArgumentError("the cache is empty.", action="Append keys and values first.")
         return self._rows(held, storage, held.lengths, None)
 
+    @on_one_torch_thread
     def append(self, key: Any, value: Any, new_lens: Any = None) -> Rows:
         """Write new tokens and hand out all rows that they may attend to.
 

@@ -78,6 +78,7 @@ def shard_head_scores(
     *variants: Any,
     tokens: Any = None,
     real: Any = None,
+    real_queries: Any = None,
     scale: float | None = None,
     top: int = 4,
     one_sequence: bool = True,
@@ -91,7 +92,7 @@ def shard_head_scores(
     query, key : tensor (batch, heads, own rows, head_dim)
     *variants, scale
         Of the whole sequence, as for `qkv.distributed.attention`.
-    tokens, real : array (batch, length), optional
+    tokens, real, real_queries : array (batch, length), optional
         Of the whole sequence; see `qkv.inspection.head_scores.head_scores`.
     top, one_sequence
         See there.
@@ -101,7 +102,8 @@ def shard_head_scores(
         As for `qkv.distributed.attention`.
     """
     links = Links(group_of(options.get("mesh"), options.get("dim")), options["timeout"])
-    given = (query, key, without_dropout(variants), scale, real, order, links, options)
+    rows = real, real_queries, one_sequence
+    given = (query, key, without_dropout(variants), scale, rows, order, links, options)
     heads = _ShardedLayer(torch.float64 if query.dtype == torch.float64 else torch.float32, *given)
     # All ranks need the finer type where one of them does.
     large = torch.tensor([float(coarse(heads.lse, _ROUNDING).any())])
@@ -128,7 +130,7 @@ class _ShardedLayer(LayerHeads):
         key: torch.Tensor,
         variants: tuple[Any, ...],
         scale: float | None,
-        real: Any,
+        rows: tuple[Any, Any, bool],
         order: Order,
         links: Links,
         options: dict[str, Any],
@@ -137,8 +139,9 @@ class _ShardedLayer(LayerHeads):
         self._order, self._links = order, links
         self._options = {"scale": scale, "order": order, **options}
         self.variants = variants
-        batch, num_kv_heads, rows, _ = key.shape
-        value = torch.ones((batch, num_kv_heads, rows, 2), dtype=dtype)
+        real, real_queries, one_sequence = rows
+        batch, num_kv_heads, own_rows, _ = key.shape
+        value = torch.ones((batch, num_kv_heads, own_rows, 2), dtype=dtype)
         length = order.length
         whole, _ = whole_call(
             self._query, self._key, value, variants, OptionValues(scale=scale),
@@ -151,9 +154,9 @@ class _ShardedLayer(LayerHeads):
         self._value = value
         self.sinks = operands.sinks
         self.real = self.real_keys(real)
-        self.counted = self.count_queries()
-        if not self.counted.all():
-            self.variants += (Mask(self.counted[:, None, :, None]),)
+        self.real_queries = self.real_queries_of(real_queries, one_sequence)
+        if not self.real_queries.all():
+            self.variants += (Mask(self.real_queries[:, None, :, None]),)
         looking = {name: of for name, of in self._options.items() if name != "strategy"}
         self._record = inspect(self._query, self._key, value, *self.variants, **looking)
         self.lse, self.out = self._record.lse.numpy(), self._record.output.numpy()

@@ -27,8 +27,6 @@ from qkv.inspection.unknown_tokens import unknown_id_of
 __all__ = ["inspect_corpus"]
 
 Progress = Callable[[int, int], None]
-_READ = 64
-"""Entries of each parameter by which models are told apart."""
 
 
 def inspect_corpus(
@@ -92,8 +90,10 @@ def inspect_corpus(
     is computed by itself and texts are merged in their order. Products of matrices of torch may
     depend on the number of threads: give each rank as many.
 
-    Of finished chunks the first text is compared with the one that was computed, and of the model a
-    sample of each parameter. Memory: that of `qkv.hf.inspect` for one text, and a chunk's sums.
+    Of what is done before, the inputs of each text are compared with those that were computed, and
+    every entry of the model's parameters and buffers (about a second for each GB). One finished
+    text is computed again, which tells hooks, `qkv.hf.intervene` or another configuration, if they
+    change its scores. Memory: that of `qkv.hf.inspect` for one text, and a chunk's sums.
 
     Examples
     --------
@@ -157,7 +157,10 @@ class _Run:
         self._tell({}, error)
         # Every rank looks before any of them computes, so that all find the same.
         self.missing = [n for n in self.folder.chunks if not self.folder.is_done(n)]
-        self._tell({"chunks to do": len(self.missing)}, self._unlike_before())
+        error = self._unlike_before()
+        if error is None and self.links.rank == 0:
+            error = self._computes_otherwise()
+        self._tell({"chunks to do": len(self.missing)}, error)
 
     def share(self) -> None:
         """Compute this rank's chunks, and write each when it is done."""
@@ -171,10 +174,7 @@ class _Run:
                 for text in self.folder.members(number):
                     inputs = self._inputs(text)
                     digests.append(_digest(inputs))
-                    with torch.no_grad(), inspect(self.model, top=1) as record:
-                        record.unknown_id = unknown_id_of(self.tokenizer)
-                        self.model(**inputs)
-                    sums.append(sums_of(record))
+                    sums.append(self._scored(inputs))
                     done += 1
                     if self.progress is not None:
                         self.progress(done, total)
@@ -211,6 +211,13 @@ class _Run:
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
 
+    def _scored(self, inputs: Mapping[str, Any]) -> tuple[LayerSums, ...]:
+        """The sums of one text."""
+        with torch.no_grad(), inspect(self.model, top=1) as record:
+            record.unknown_id = unknown_id_of(self.tokenizer)
+            self.model(**inputs)
+        return sums_of(record)
+
     def _tell(self, said: Mapping[str, Any], error: QkvError | None) -> None:
         """Compare what ranks say; raise this rank's error, or that of another."""
         reported = "" if error is None else in_words(error)
@@ -242,15 +249,38 @@ class _Run:
         done = [n for n in self.folder.chunks if n not in missing]
         try:
             for number in done[self.links.rank :: self.links.ranks]:
-                text = self.folder.members(number)[0]
-                if self.folder.read(number).digests[0] != _digest(self._inputs(text)):
-                    return FileError(
-                        f"text {text} is another one than that of {str(self.folder.path)!r}.",
-                        action="Name another folder for other texts.",
-                    )
+                digests = self.folder.read(number).digests
+                for text, digest in zip(self.folder.members(number), digests, strict=True):
+                    if digest != _digest(self._inputs(text)):
+                        return FileError(
+                            f"text {text} is another one than that of {str(self.folder.path)!r}.",
+                            action="Name another folder for other texts.",
+                        )
         except QkvError as error:
             return error
         return None
+
+    def _computes_otherwise(self) -> FileError | None:
+        """Whether the model gives other scores than those that the folder holds of one text."""
+        done = sorted({*self.folder.chunks} - {*self.missing})
+        if not done:
+            return None
+        kept, text = self.folder.read(done[0]).texts[0], self.folder.members(done[0])[0]
+        now = self._scored(self._inputs(text))
+        # Another number of threads rounds otherwise.
+        dtypes = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
+        near = max((torch.finfo(dtype).eps for dtype in dtypes), default=1e-7) ** 0.5
+        if [layer.name for layer in now] == [layer.name for layer in kept] and all(
+            np.allclose(ours.sums, theirs.sums, near, near, equal_nan=True)
+            for ours, theirs in zip(now, kept, strict=True)
+        ):
+            return None
+        return FileError(
+            f"the model computes other scores of text {text} than {str(self.folder.path)!r} "
+            "holds, with the same parameters.",
+            action="Name another folder for a model with hooks, changed heads or another "
+            "configuration.",
+        )
 
     def _inputs(self, number: int) -> dict[str, Any]:
         """What the model is called with for one text."""
@@ -296,14 +326,13 @@ def _digest(inputs: Mapping[str, Any]) -> str:
 
 
 def _digest_of_parameters(model: torch.nn.Module) -> str:
-    """Of names, shapes and some entries of all parameters."""
+    """Of names, shapes and entries of all parameters and buffers."""
     digest = blake2b(digest_size=8)
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-        flat = parameter.detach().reshape(-1)
-        digest.update(_bytes(flat[:: max(1, len(flat) // _READ)]))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(_bytes(tensor))
     return digest.hexdigest()
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -300,6 +300,10 @@ class _Run:
         one_sequence = self.arguments.same_sequence(call.module)
         sequence = self.arguments.sequence_of(call.module)
         ids, real = self._rows_of(sequence, call) if one_sequence else (None, None)
+        real_queries = None
+        if not one_sequence:
+            real = _real_rows(self.arguments.mask_of_other_keys(call.module), call.key)
+            real_queries = _real_rows(sequence.real, call.query)
         self.seen[name] += 1
         repeat = f" ({self.seen[name]})" if self.seen[name] > 1 else ""
         self.record.add(
@@ -309,6 +313,7 @@ class _Run:
             name=name + repeat,
             tokens=ids,
             real=real,
+            real_queries=real_queries,
             scale=call.scale,
             q_offset=call.q_offset,
             kv_offset=call.kv_offset,
@@ -380,6 +385,12 @@ def _require_cpu(model: torch.nn.Module) -> None:
             "computed on the CPU.",
             action="Pass model.cpu().",
         )
+
+
+def _real_rows(mask: Array | None, rows: torch.Tensor) -> Array | None:
+    """Which rows (batch, heads, n, head_dim) are no padding, by a mask with an entry for each."""
+    batch, _, count, _ = rows.shape
+    return None if mask is None or mask.shape != (batch, count) else mask != 0
 
 
 def _filled(rows: Array, length: int, fill: Any) -> Array:

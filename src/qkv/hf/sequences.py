@@ -136,6 +136,16 @@ class CallArguments:
             _first(real, root.masks.get(f"{prefix}attention_mask")),
         )
 
+    def mask_of_other_keys(self, module: torch.nn.Module) -> Array | None:
+        """Padding (batch, length), 0 where a row is, of the other sequence that keys are made of."""
+        for around in _around(self.names[module]):
+            given = self._given.get(self.model.get_submodule(around))
+            if given is not None and "encoder_attention_mask" in given.masks:
+                return given.masks["encoder_attention_mask"]
+        root = self._given.get(self.model)
+        both = root is not None and self._in_decoder(self.names[module])
+        return root.masks.get("attention_mask") if root is not None and both else None
+
     def _in_decoder(self, name: str) -> bool:
         config = getattr(self.model, "config", None)
         both = getattr(config, "is_encoder_decoder", False)
@@ -164,10 +174,11 @@ def _first(*found: Any) -> Any:
 
 def _rows(tensors: dict[str, torch.Tensor], ending: str) -> dict[str, Array]:
     """Arguments (batch, length) of a kind, such as `input_ids` and `decoder_input_ids`."""
+    names = {f"{prefix}{ending}" for prefix in ("", "decoder_", "encoder_")}
     return {
         name: np.array(x.detach().cpu().numpy())
         for name, x in tensors.items()
-        if name in (ending, f"decoder_{ending}") and x.ndim == 2
+        if name in names and x.ndim == 2
     }
 
 

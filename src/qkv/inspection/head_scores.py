@@ -66,6 +66,7 @@ def head_scores(
     *variants: Any,
     tokens: Any = None,
     real: Any = None,
+    real_queries: Any = None,
     scale: float | None = None,
     q_offset: Any = None,
     kv_offset: Any = 0,
@@ -77,7 +78,7 @@ def head_scores(
     With weights w and positions p, for a query i:
 
         entropy       -sum_j w[i, j] log w[i, j]
-        sink          w[i, first key of the sequence] + learned_sink
+        sink          w[i, first key of the sequence, 0 if no cache holds it] + learned_sink
         learned_sink  exp(sink[head] - lse[i])
         previous      w[i, j] at p[j] = p[i] - 1
         own           w[i, j] at p[j] = p[i]
@@ -98,7 +99,9 @@ def head_scores(
         negative one is unknown: it is equal to no other in these two scores. (kv_len,) where batch
         is 1, here and below.
     real : boolean array (batch, kv_len), optional
-        False where a row is padding.
+        False where a key row is padding.
+    real_queries : boolean array (batch, q_len), optional
+        False where a query row is padding; by default, in one sequence, what `real` says.
     top : int
         Keys to keep of each query.
     one_sequence : bool
@@ -120,7 +123,8 @@ def head_scores(
     differences of lse would show their rounding. Cost: about five forward passes with v_head_dim 2;
     memory O(length), the weights are never there. Positions are exact below 2**24.
 
-    A mean is over the queries that have such a key. On a random sequence that is repeated once,
+    A mean is over the queries that are no padding, may use some key, and have a key as the score
+    names it. On a random sequence that is repeated once,
     `induction` is then the induction score of Olsson et al.: the mean weight from each token of the
     second half on what followed it in the first.
 
@@ -133,10 +137,12 @@ def head_scores(
     array([0.999])
     """
     query, key = (_with_batch(array, name) for array, name in ((query, "query"), (key, "key")))
-    heads = _WholeLayer(query, key, variants, scale, q_offset, kv_offset, real)
+    options = {"scale": scale, "q_offset": q_offset, "kv_offset": kv_offset}
+    rows = real, real_queries, one_sequence
+    heads = _WholeLayer(query, key, variants, options, *rows)
     if coarse(heads.lse, _ROUNDING).any() and query.dtype != np.float64:
         float64_inputs = (query.astype(np.float64), key.astype(np.float64))
-        heads = _WholeLayer(*float64_inputs, variants, scale, q_offset, kv_offset, real)
+        heads = _WholeLayer(*float64_inputs, variants, options, *rows)
     return heads.scores(tokens, top, one_sequence)
 
 
@@ -186,14 +192,14 @@ class _WholeLayer(LayerHeads):
         query: Array,
         key: Array,
         variants: tuple[Any, ...],
-        scale: float | None,
-        q_offset: Any,
-        kv_offset: Any,
+        options: dict[str, Any],
         real: Any,
+        real_queries: Any,
+        one_sequence: bool,
     ) -> None:
         dtype = np.dtype(np.float64 if query.dtype == np.float64 else np.float32)
         self._query, self._key = (np.asarray(array, dtype) for array in (query, key))
-        self._options = {"scale": scale, "q_offset": q_offset, "kv_offset": kv_offset}
+        self._options = options
         self.variants = without_dropout(variants)
         batch, _, q_len, _ = self._query.shape
         if len(self._key) != batch and 1 not in (len(self._key), batch):
@@ -213,9 +219,9 @@ class _WholeLayer(LayerHeads):
         self._value[:, 0, :, 0] = self.kv_pos
         self._value[..., 1] = 1
         self.real = self.real_keys(real)
-        self.counted = self.count_queries()
-        if not self.counted.all():
-            self.variants += (Mask(self.counted[:, None, :, None]),)
+        self.real_queries = self.real_queries_of(real_queries, one_sequence)
+        if not self.real_queries.all():
+            self.variants += (Mask(self.real_queries[:, None, :, None]),)
         self.record = Record(attend_for_inspection(self._bound()))
         self.lse, self.out = self.record.lse, self.record.output
         self.entropy, self.max_weight = self.record.entropy, self.record.max_weight

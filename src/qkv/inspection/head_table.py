@@ -78,7 +78,7 @@ def as_frame(table: Table) -> Any:
 
 
 def table_of_means(statistics: Mapping[str, Array], shape: Sequence[int]) -> Table:
-    """A row for each batch row and head: means over the queries that have no NaN in any statistic.
+    """A row for each batch row and head: means over the queries where a statistic is no NaN.
 
     Parameters
     ----------
@@ -95,8 +95,7 @@ def table_of_means(statistics: Mapping[str, Array], shape: Sequence[int]) -> Tab
     """
     *batch_shape, num_heads, q_len = (1, *shape) if len(shape) == 1 else shape
     whole = prod(batch_shape), num_heads, q_len
-    unknown = sum(np.isnan(rows).reshape(whole) for rows in statistics.values()) > 0
-    shaped = {n: np.where(unknown, np.nan, r.reshape(whole)) for n, r in statistics.items()}
+    shaped = {name: rows.reshape(whole) for name, rows in statistics.items()}
     return Table(
         {
             "batch": batch,

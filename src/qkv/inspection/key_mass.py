@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
+from qkv.inspection.earlier_tokens import sequence_starts
 from qkv.inspection.replay import PAIRS, Replay
 
-__all__ = ["key_rows", "mass_at_offset", "mass_on_rows"]
+__all__ = ["has_key_at", "key_rows", "mass_at_offset", "mass_on_rows"]
 
 Array = NDArray[Any]
 
@@ -51,6 +52,29 @@ def mass_at_offset(replay: Replay, offset: int) -> Array:
         return np.bincount(q_index, weights, minlength=len(q_pos))
 
     return _map_heads(replay, head_mass)
+
+
+def has_key_at(q_pos: Array, kv_pos: Array, offset: int, real: Array | None = None) -> Array:
+    """Whether some key is at `q_pos + offset`, `(batch, q_len)`.
+
+    Parameters
+    ----------
+    q_pos, kv_pos : integer array (1 or batch, q_len), (1 or batch, kv_len)
+        Where they are equal and begin anew, keys of other sequences are none.
+    offset : int
+    real : boolean array (batch, kv_len), optional
+        False for a key that is padding.
+    """
+    if np.array_equal(q_pos, kv_pos):
+        sequence = np.cumsum(sequence_starts(kv_pos), axis=1)
+        apart = 2 * (abs(kv_pos).max(initial=0) + abs(offset) + 1)
+        q_pos = kv_pos = kv_pos + sequence * apart
+    rows = np.broadcast_shapes(q_pos.shape[:1], kv_pos.shape[:1])
+    queries, keys = (np.broadcast_to(p, (*rows, p.shape[1])) for p in (q_pos, kv_pos))
+    found = np.zeros(queries.shape, bool)
+    for b, (q_row, kv_row) in enumerate(zip(queries, keys, strict=True)):
+        found[b] = np.isin(q_row + offset, kv_row if real is None else kv_row[real[b]])
+    return found
 
 
 def key_rows(keys: Any, kv_len: int) -> Array:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from qkv.errors import ShapeError
 from qkv.inspection.earlier_tokens import Tokens, sequence_starts
 from qkv.inspection.kept_inputs import KeptInputs
+from qkv.inspection.key_mass import has_key_at
 from qkv.inspection.score_rows import SCORES, HeadScores
 from qkv.inspection.weights import LazyWeights
 from qkv.partial import Partial
@@ -38,8 +39,8 @@ class LayerHeads(ABC):
         Positions of all queries and keys.
     real : boolean array (batch, kv_len)
         False where a key is padding.
-    counted : boolean array (batch, q_len)
-        The queries that means average over.
+    real_queries : boolean array (batch, q_len)
+        False where a query is padding.
     lse, entropy, max_weight : array (batch, num_heads, own queries)
     out : array (batch, num_heads, own queries, 2)
         `sum_j w[i, j] p[j]`, and `sum_j w[i, j]` without sinks.
@@ -50,7 +51,7 @@ class LayerHeads(ABC):
     q_pos: Array
     kv_pos: Array
     real: Array
-    counted: Array
+    real_queries: Array
     lse: Array
     out: Array
     entropy: Array
@@ -100,7 +101,7 @@ class LayerHeads(ABC):
 
     def scores(self, tokens: Any, top: int, one_sequence: bool) -> HeadScores:
         """All scores; `tokens` (batch, kv_len) or None are those of the keys."""
-        counted, lse = self.counted, self.lse
+        lse = self.lse
         none = np.full(lse.shape, np.nan, lse.dtype)
         rows = dict.fromkeys(SCORES, none)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -108,22 +109,25 @@ class LayerHeads(ABC):
         rows["entropy"] = self.entropy
         rows["learned_sink"] = self._learned_sink()
         rows["sink"] = self.mass_of(self._first_keys()) + rows["learned_sink"]
-        queries = dict.fromkeys(SCORES, counted)
+        having: dict[str, Array] = {}
         if one_sequence:
             rows["previous"], rows["own"] = self.mass_at(-1), self.mass_at(0)
             rows["distance"] = self._distance()
-            queries["previous"] = counted & self._has_key_at(-1)
-            queries["own"] = counted & self._has_key_at(0)
-        ids = None if tokens is None else self._per_key("tokens", tokens)
+            for name, offset in (("previous", -1), ("own", 0)):
+                having[name] = has_key_at(self.q_pos, self.kv_pos, offset, self.real)
+        ids = None if tokens is None else _per_row("tokens", tokens, self.kv_pos.shape, "key")
         if one_sequence and ids is not None and self.first < self.kv_pos.shape[1]:
             table = Tokens.of(ids, self.real, self.first, self.q_pos, self.kv_pos)
             for name, keys in (("duplicate", table.duplicates), ("induction", table.followers)):
                 rows[name] = self.mass(keys)
-                queries[name] = counted & table.queries_with(keys)
+                having[name] = table.queries_with(keys)
         indices, largest = self.top(top)
+        real = self.own(self.real_queries)
+        # A query that no head may use a key of has no weights to count.
+        counted = real & ((indices[..., 0] >= 0) | np.isnan(lse)).any(axis=1)
         return HeadScores(
-            {name: np.asarray(row, lse.dtype) for name, row in rows.items()},
-            {name: self.own(of) for name, of in queries.items()},
+            {name: np.where(real[:, None], row, none) for name, row in rows.items()},
+            {name: counted & self.own(having.get(name, self.real_queries)) for name in SCORES},
             self.received(),
             indices.astype(np.int32 if self.kv_pos.shape[1] < 2**31 else np.int64),
             largest,
@@ -153,22 +157,21 @@ class LayerHeads(ABC):
         )
 
     def _first_keys(self) -> Array:
-        """The first real key; where sequences are packed, that of each."""
+        """The first real key; where sequences are packed, that of each.
+
+        None where a cache has dropped it: its oldest key is at a position above 0, and no padding.
+        """
         begins = sequence_starts(self.kv_pos) & self.real
         if self.kv_pos.shape[1]:
             np.put_along_axis(begins, np.argmax(self.real, axis=1)[:, None], True, axis=1)
+            begins[:, 0] &= self.real[:, 0] & (self.kv_pos[:, 0] <= 0)
         return np.asarray(begins)
 
     def _learned_sink(self) -> Array:
         if self.sinks is None:
             return np.zeros_like(self.lse)
         share = np.exp(self.sinks.astype(self.lse.dtype)[:, None] - self.lse)
-        return np.where(self.own(self.counted)[:, None], share, 0)
-
-    def _has_key_at(self, offset: int) -> Array:
-        """Whether each query has a key `offset` positions away."""
-        rows = zip(self.q_pos, self.kv_pos, self.real, strict=True)
-        return np.stack([np.isin(q_pos + offset, kv_pos[real]) for q_pos, kv_pos, real in rows])
+        return np.where(self.own(self.real_queries)[:, None], share, 0)
 
     def real_keys(self, given: Any) -> Array:
         """Which keys are no padding, of what a caller gives.
@@ -180,25 +183,34 @@ class LayerHeads(ABC):
         """
         if given is None:
             return np.ones(self.kv_pos.shape, bool)
-        return self._per_key("real", given).astype(bool)
+        return _per_row("real", given, self.kv_pos.shape, "key").astype(bool)
 
-    def _per_key(self, name: str, given: Any) -> Array:
-        """An entry for each key row; the dimension of the batch may lack where it is 1."""
-        array = np.asarray(given)
-        if array.ndim == 1 and len(self.kv_pos) == 1:
-            array = array[None]
-        if array.shape != self.kv_pos.shape:
-            raise ShapeError(
-                f"{name} has shape {array.shape}; there are {self.kv_pos.shape} key rows.",
-                action="Give one entry for each batch row and key row.",
-            )
-        return array
+    def real_queries_of(self, given: Any, one_sequence: bool) -> Array:
+        """Which queries are no padding; without `given`, as keys of the same sequence say.
 
-    def count_queries(self) -> Array:
-        """Which queries are no padding; all, where keys do not say it."""
-        q_len = self.q_pos.shape[1]
-        counted = self.real[:, self.first : self.first + q_len]
-        return counted if counted.shape[1] == q_len else np.ones(self.q_pos.shape, bool)
+        Raises
+        ------
+        ShapeError
+            If there is not one entry for each query.
+        """
+        shape = self.q_pos.shape
+        if given is not None:
+            return _per_row("real_queries", given, shape, "query").astype(bool)
+        found = self.real[:, self.first : self.first + shape[1]]
+        return found if one_sequence and found.shape == shape else np.ones(shape, bool)
+
+
+def _per_row(name: str, given: Any, shape: tuple[int, ...], rows: str) -> Array:
+    """An entry for each row; the dimension of the batch may lack where it is 1."""
+    array = np.asarray(given)
+    if array.ndim == 1 and shape[0] == 1:
+        array = array[None]
+    if array.shape != shape:
+        raise ShapeError(
+            f"{name} has shape {array.shape}; there are {shape} {rows} rows.",
+            action=f"Give one entry for each batch row and {rows} row.",
+        )
+    return array
 
 
 def without_dropout(variants: tuple[Any, ...]) -> tuple[Any, ...]:

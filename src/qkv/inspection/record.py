@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays import library_of
@@ -16,7 +17,7 @@ from qkv.call.inspected import Inspected
 from qkv.declarations import LARGEST, checked, checked_size
 from qkv.inspection import record_file
 from qkv.inspection.head_table import Table, as_frame, table_of_means
-from qkv.inspection.key_mass import key_rows, mass_at_offset, mass_on_rows
+from qkv.inspection.key_mass import has_key_at, key_rows, mass_at_offset, mass_on_rows
 from qkv.inspection.non_finite import First, NonFinite, non_finite
 from qkv.inspection.pages import page_of
 from qkv.inspection.record_pictures import picture_of_tiles, picture_of_weights
@@ -162,23 +163,49 @@ class Record:
         return non_finite(self.problem, self._found.row_lse, output, first)
 
     def rows(self) -> Table:
-        """One row for each batch row and head: means over the queries that have weights.
+        """One row for each batch row and head: the means of `rows_by_query` where it is no NaN.
 
         Returns
         -------
         Table
-            A list of dicts: batch, head, entropy, max_weight, and the weight on the first key and
-            on the keys at the previous, own and next position.
+            A list of dicts: batch, head, entropy, max_weight, first, previous, own, next.
         """
-        weight_on = {
-            "first": self.mass(slice(0, 1)), "previous": self.mass_at(-1),
-            "own": self.mass_at(0), "next": self.mass_at(1),
+        return table_of_means(self.rows_by_query(), self.weights.shape[:-1])
+
+    def rows_by_query(self) -> dict[str, Array]:
+        """What `rows` averages, query by query.
+
+        Returns
+        -------
+        dict of str to NumPy array (..., num_heads, q_len)
+            entropy, max_weight, and the weight on the first key and on the keys at the previous,
+            own and next position. NaN where the query has no weights, because it may use no key or
+            a score is NaN, and where there is no key at such a position.
+
+        Examples
+        --------
+        >>> import numpy as np, qkv
+        >>> x = np.eye(3)
+        >>> qkv.inspect(x, x, x, qkv.Causal()).rows_by_query()["previous"].round(2)
+        array([ nan, 0.36, 0.26])
+        """
+        on_host, positions = self._call.library.on_host, self.problem.operands.positions
+        places = {"previous": -1, "own": 0, "next": 1}
+        weight_on = {name: self.mass_at(offset) for name, offset in places.items()}
+        found = {
+            "entropy": self.entropy, "max_weight": self.max_weight,
+            "first": self.mass(slice(0, 1)), **weight_on,
         }  # fmt: skip
-        found = {"entropy": self.entropy, "max_weight": self.max_weight, **weight_on}
-        on_host, shape = self._call.library.on_host, self.weights.shape[:-1]
-        return table_of_means(
-            {name: on_host(rows, name, by_value=True) for name, rows in found.items()}, shape
-        )
+        host = {name: on_host(rows, name, by_value=True) for name, rows in found.items()}
+        best, _ = self.top(1)
+        counted = dict.fromkeys(host, on_host(best, "top", by_value=True)[..., 0] >= 0)
+        spec = self.problem.spec
+        flat = spec.batch_size, spec.num_heads, spec.q_len
+        for name, offset in places.items():
+            has_key = has_key_at(positions.query_positions(), positions.key_positions(), offset)
+            whole = np.broadcast_to(has_key[:, None], flat)
+            counted[name] = counted[name] & whole.reshape(host[name].shape)
+        return {name: np.where(counted[name], rows, np.nan) for name, rows in host.items()}
 
     def to_pandas(self) -> Any:
         """`rows()` as a pandas.DataFrame.

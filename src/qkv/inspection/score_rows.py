@@ -52,15 +52,16 @@ class HeadScores:
     Attributes
     ----------
     rows : dict of str to array (batch, num_heads, q_len)
-        Each of `SCORES`, query by query; NaN where it does not apply (no tokens known, or keys of
-        another sequence than the queries').
+        Each of `SCORES`, query by query; NaN where it does not apply (the query is padding, no
+        tokens are known, or keys are of another sequence than the queries).
     counted : dict of str to boolean array (batch, q_len)
-        The queries that `means` averages over: no padding, and for previous, own, duplicate and
-        induction only queries that have such a key.
+        The queries that `means` averages over: no padding, and none that no head may use a key of;
+        for previous, own, duplicate and induction only queries that have such a key.
     received : array (batch, num_heads, kv_len)
         Weight that each key takes in all, from queries that are no padding.
     top_keys, top_weights : array (batch, num_heads, q_len, top)
-        The keys with the largest weights, falling; padded with -1 and 0.
+        The rows of the key array with the largest weights, falling; padded with -1 and 0. Where a
+        cache has dropped keys, row 0 is the oldest that it holds.
     weights : LazyWeights (batch, num_heads, q_len, kv_len) or None
         Holds query and key; rows of padding are 0.
     inputs : KeptInputs or None

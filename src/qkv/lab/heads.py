@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
 from qkv.inspection.head_scores import KINDS, LETTERS, MEANINGS, SCORES, THRESHOLD, also, kind_of
+from qkv.inspection.head_table import mean_of_known
 from qkv.inspection.model_record import LayerRecord, ModelRecord
 from qkv.inspection.record import Record
 from qkv.inspection.replay import Replay
@@ -44,7 +46,7 @@ class HeadLayer:
     num_heads, num_kv_heads, q_len, kv_len : int
     rows : callable () -> list of dict
         One row for each head: head, kind and each score.
-    counted : dict of str to int
+    counted : callable () -> dict of str to int
         For each score, the queries that its mean is over.
     entropy : callable () -> array (num_heads, q_len)
     top : callable (head, first, stop) -> (indices, weights)
@@ -63,7 +65,7 @@ class HeadLayer:
     q_len: int
     kv_len: int
     rows: Callable[[], list[dict[str, Any]]]
-    counted: dict[str, int]
+    counted: Callable[[], dict[str, int]]
     entropy: Callable[[], Array]
     top: Callable[[int, int, int], tuple[Array, Array]]
     received: Callable[[], Array] | None
@@ -138,7 +140,7 @@ class Heads:
                     "kv_len": layer.kv_len,
                     "has_weights": layer.replay is not None,
                     "levels": levels(layer) if layer.replay is not None else 0,
-                    "counted": layer.counted,
+                    "counted": layer.counted(),
                     **_own_tokens(layer),
                     "heads": [
                         {**row, "kv_head": row["head"] * layer.num_kv_heads // layer.num_heads}
@@ -200,7 +202,7 @@ def _layer_of_model(layer: LayerRecord, texts: Sequence[str] | None) -> HeadLaye
         q_len,
         int(layer.received.shape[-1]),
         rows,
-        {name: int(each.sum()) for name, each in layer.scores.counted.items()},
+        lambda: {name: int(each.sum()) for name, each in layer.scores.counted.items()},
         lambda: layer.rows["entropy"][0],
         top,
         lambda: layer.received[0],
@@ -219,16 +221,20 @@ def heads_of_record(
     entropy = np.asarray(record.entropy).reshape(shape)[0]
     scores = ("entropy", "max_weight", "sink", "previous", "own")
 
+    @cache
+    def by_query() -> dict[str, Array]:
+        found = {name: each.reshape(shape)[0] for name, each in record.rows_by_query().items()}
+        sinks = replay.problem.operands.sinks
+        learned = 0 if sinks is None else np.exp(sinks[:, None] - replay.lse[0])
+        return {**found, "sink": found["first"] + learned}
+
+    def counted() -> dict[str, int]:
+        return {name: int((by_query()[name] >= 0).any(axis=0).sum()) for name in scores}
+
     def rows() -> list[dict[str, Any]]:
-        found = {
-            "entropy": entropy,
-            "max_weight": np.asarray(record.max_weight).reshape(shape)[0],
-            "sink": np.asarray(record.mass(0)).reshape(shape)[0],
-            "previous": np.asarray(record.mass_at(-1)).reshape(shape)[0],
-            "own": np.asarray(record.mass_at(0)).reshape(shape)[0],
-        }
+        found = by_query()
         means = [
-            {name: float(row[head].mean()) for name, row in found.items()}
+            {name: mean_of_known(found[name][head]) for name in scores}
             for head in range(spec.num_heads)
         ]
         unknown = dict.fromkeys(KINDS, np.nan)
@@ -249,8 +255,8 @@ def heads_of_record(
         spec.num_kv_heads,
         spec.q_len,
         spec.kv_len,
-        _once(rows),
-        dict.fromkeys(scores, spec.q_len),
+        rows,
+        counted,
         lambda: entropy,
         lambda head, first, stop: best_keys(replay, head, first, stop),
         None,
@@ -279,14 +285,3 @@ def best_keys(replay: Replay, head: int, first: int, stop: int) -> tuple[Array, 
         here = slice(start - first, start - first + len(rows))
         indices[here], best[here] = np.where(found > 0, some, -1), found
     return indices, best
-
-
-def _once(rows: Callable[[], list[dict[str, Any]]]) -> Callable[[], list[dict[str, Any]]]:
-    kept: list[list[dict[str, Any]]] = []
-
-    def again() -> list[dict[str, Any]]:
-        if not kept:
-            kept.append(rows())
-        return kept[0]
-
-    return again

@@ -60,7 +60,7 @@ class ShardRecord(ModelRecord):
         sharding = self._sharding
         own = {
             name: None if given is None else torch.as_tensor(np.asarray(given), device=query.device)
-            for name in ("tokens", "real")
+            for name in ("tokens", "real", "real_queries")
             for given in [options.pop(name)]
         }
         whole: dict[str, Any] = {

@@ -19,6 +19,7 @@ Array = NDArray[Any]
 FAR = 4
 """Positions between a query and a key from which the key counts as further away."""
 
+_PLACES = ("first", "previous", "own", "next")
 _NOTABLE_MASS = 0.5
 _NOTABLE_WEIGHT = 0.2
 _KEYS_OF_A_ROW = 5
@@ -37,8 +38,7 @@ class ReadRecord(Protocol):
     @property
     def entropy(self) -> Any: ...
     def non_finite_of(self, first: First | None = None) -> tuple[Array, tuple[str, ...]]: ...
-    def mass(self, keys: Any) -> Any: ...
-    def mass_at(self, offset: int) -> Any: ...
+    def rows_by_query(self) -> dict[str, Array]: ...
     def top(self, k: int) -> tuple[Any, Any]: ...
 
 
@@ -118,11 +118,8 @@ class HeadStatistics:
     def entropy(self) -> Array:
         return self.select(self.record.entropy)
 
-    def mass(self, keys: Any) -> Array:
-        return self.select(self.record.mass(keys))
-
-    def mass_at(self, offset: int) -> Array:
-        return self.select(self.record.mass_at(offset))
+    def rows_by_query(self) -> dict[str, Array]:
+        return {name: self.select(rows) for name, rows in self.record.rows_by_query().items()}
 
     def top(self, count: int) -> tuple[Array, Array]:
         indices, weights = self.record.top(count)
@@ -153,24 +150,16 @@ class Head:
 def heads(shown: ShownHeads, record: HeadStatistics, top: int) -> list[Head]:
     """All heads, `top` pairs of each."""
     kv_len = shown.kv_len
-    masses = {
-        "first": record.mass([0]),
-        "previous": record.mass_at(-1),
-        "own": record.mass_at(0),
-        "next": record.mass_at(1),
-    }
+    rows = record.rows_by_query()
     indices, weights = record.top(min(kv_len, max(top + 1, _KEYS_OF_A_ROW)))
-    entropy = record.entropy
-    # A row without weights, of NaN, has a share of 0 on a key that there is not.
-    masses = {name: np.where(np.isnan(entropy), np.nan, mass) for name, mass in masses.items()}
     q_index = np.arange(shown.rows)[:, None]
     beyond = indices != 0
     far = beyond & (abs(q_index + shown.q_offset - indices) >= FAR) & (weights >= _NOTABLE_WEIGHT)
     return [
         Head(
             index=shown.head + h,
-            entropy=mean_of_known(entropy[h]),
-            mass={name: mean_of_known(mass[h]) for name, mass in masses.items()},
+            entropy=mean_of_known(rows["entropy"][h]),
+            mass={name: mean_of_known(rows[name][h]) for name in _PLACES},
             pairs=strongest(indices[h], weights[h], top, shown.q_index),
             pairs_beyond_first=strongest(
                 indices[h], np.where(beyond[h], weights[h], 0), top, shown.q_index
