@@ -157,13 +157,13 @@ class PreparedAttention:
     def _placed(self, q_offset: int) -> Structure:
         """The structure with the queries at another position."""
         structure = self._bound.structure
-        given, options = structure.options[2], structure.options
+        given, options = structure.options.q_offset, structure.options
         if type(given) is not int:
             raise ArgumentError(
                 f"q_offset={q_offset!r} was given, and the call was prepared with {given!r}.",
                 action="Pass a number as q_offset to qkv.prepare too.",
             )
-        return structure._replace(options=(*options[:2], int(q_offset), *options[3:]))
+        return structure._replace(options=options._replace(q_offset=int(q_offset)))
 
     def _forms(self, operands: Sequence[Any]) -> list[ArrayForm]:
         """The forms of query, key and value, but for what is free."""

@@ -75,7 +75,7 @@ def step_of(bound: BoundCall) -> Step | None:
 def _fits(run: Run, bound: BoundCall, read: Sequence[Any]) -> bool:
     """Whether a call is like the latest one of its structure."""
     _, fits, values, position = run.common
-    if position is not None and position != bound.structure.options[2]:
+    if position is not None and position != bound.structure.options.q_offset:
         return False
     if len(bound.leaves) > 3 and leaf_values(bound) != values:
         return False

@@ -117,7 +117,7 @@ class Step:
         if q_len == kv_len:  # Then the positions may be left out, which is another call.
             return None
         form: Any = self.common.prepared.step
-        shift = position(form, bound.structure.options[2], q_len, kv_len)
+        shift = position(form, bound.structure.options.q_offset, q_len, kv_len)
         out = self.empty_out()
         lse = self.empty_lse() if rows else None
         at_out, at_lse = out.data_ptr(), 0 if lse is None else lse.data_ptr()
@@ -132,7 +132,7 @@ class Step:
         if kv_len != self.kv_len:
             self.kv_len, self.repeats, self.successor = kv_len, 0, None
         self.repeats += 1
-        if self.repeats == _MANY_REPEATS and type(bound.structure.options[2]) is not int:
+        if self.repeats == _MANY_REPEATS and type(bound.structure.options.q_offset) is not int:
             self.successor = self._for_length(read, shift)
         return out if lse is None else (out, lse)
 
@@ -194,7 +194,7 @@ def run_of(
     prepared: PreparedCall, bound: BoundCall, read: Sequence[Tensor], wants_gradients: bool
 ) -> Run | None:
     """How a prepared call runs on tensors like these; None if it takes NumPy arrays alone."""
-    values, given = leaf_values(bound), bound.structure.options[2]
+    values, given = leaf_values(bound), bound.structure.options.q_offset
     if values is None:
         return None
     fixed = given if type(given) is int and prepared.step is None else None

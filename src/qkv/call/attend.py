@@ -99,7 +99,7 @@ ends_graph(attend, "qkv.attention of NumPy arrays")
 def run_alike(prepared: PreparedCall, bound: BoundCall, rows: bool) -> Attended | None:
     """The results of a prepared call; None if the arrays have another form, or it cannot run."""
     structure, form = bound.structure, prepared.form
-    is_placed = form.any_length and type(structure.options[2]) is int
+    is_placed = form.any_length and type(structure.options.q_offset) is int
     if prepared.if_alike is not None and not is_placed:
         repeated = _repeat(prepared, bound, rows)
         if repeated is not None:
@@ -122,7 +122,7 @@ def _run(known: PreparedCall, bound: BoundCall, views: Views, rows: bool) -> Any
 def _remember(entry: Entry, known: PreparedCall, bound: BoundCall) -> None:
     """Try this call first when there is another one of the same structure."""
     if known.form.passes == "forward":
-        is_placed = known.step is not None and type(bound.structure.options[2]) is int
+        is_placed = known.step is not None and type(bound.structure.options.q_offset) is int
         entry.first_of_arrays = None if known.if_alike is None or is_placed else known
 
 
@@ -136,7 +136,7 @@ def _repeat(first: PreparedCall, bound: BoundCall, rows: bool) -> Attended | Non
         return None
     first.used = CALLS.clock
     if_alike: Any = first.if_alike
-    if structure.options[1] == "bhld":
+    if structure.options.layout == "bhld":
         results = if_alike(query, key, value, rows)
         return None if results is None else Attended(*results)
     views = heads_first(bound)

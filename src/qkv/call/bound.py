@@ -33,8 +33,7 @@ class Structure(NamedTuple):
     operands : tuple of Tree
         Of query, key and value.
     variants : tuple of Tree
-    options : tuple of Tree
-        In the order of `OptionValues`.
+    options : OptionValues of Tree
     by_value : tuple of int
         Which leaves are compared by value.
     lengths : tuple of int
@@ -45,7 +44,7 @@ class Structure(NamedTuple):
 
     operands: tuple[Tree, ...]
     variants: tuple[Tree, ...]
-    options: tuple[Tree, ...]
+    options: OptionValues
     by_value: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
     per_step: tuple[int, ...] = ()
@@ -73,7 +72,7 @@ class Structure(NamedTuple):
     @property
     def layout(self) -> Any:
         """ "bhld" or "blhd"."""
-        return self.options[1]
+        return self.options.layout
 
     @property
     def text(self) -> str:
@@ -85,7 +84,8 @@ class Structure(NamedTuple):
     def from_text(cls, text: str) -> Structure:
         """The structure of which `text` was made."""
         _, *groups = loads(text)
-        return cls(*[tuple(group[1:]) for group in groups])
+        operands, variants, options, *rest = [tuple(group[1:]) for group in groups]
+        return cls(operands, variants, OptionValues(*options), *rest)
 
 
 class BoundCall(NamedTuple):
@@ -149,7 +149,7 @@ class UnboundCall(NamedTuple):
 
 
 _PLAIN: tuple[Tree, ...] = (ReadInPlace, ReadInPlace, ReadInPlace)
-_DEFAULT_OPTIONS = tuple([flatten(option, Leaves.none()) for option in DEFAULTS])
+_DEFAULT_OPTIONS = OptionValues(*[flatten(option, Leaves.none()) for option in DEFAULTS])
 
 
 def bind(
@@ -186,7 +186,7 @@ def bind(
     trees = tuple([flatten(variant, leaves, "in_place", whole) for variant in variants])
     option_trees = _DEFAULT_OPTIONS
     if options is not DEFAULTS:
-        option_trees = tuple([flatten(option, leaves, "value", whole) for option in options])
+        option_trees = OptionValues(*[flatten(o, leaves, "value", whole) for o in options])
     read = map(tuple, leaves[1:]) if leaves.by_value else ()
     return BoundCall(Structure(operands, trees, option_trees, *read), arrays)
 
@@ -206,7 +206,7 @@ def _are_simple(
 @lru_cache(maxsize=256)
 def _plain_structure(*options: object) -> Structure:
     """The structure of a call of plain arrays without variants."""
-    return Structure(_PLAIN, (), tuple([flatten(option, Leaves.none()) for option in options]))
+    return Structure(_PLAIN, (), OptionValues(*[flatten(o, Leaves.none()) for o in options]))
 
 
 _PLAIN_CALL = Structure(_PLAIN, (), _DEFAULT_OPTIONS)

@@ -15,6 +15,7 @@ from qkv.backends import Passes, Prepared, conditions
 from qkv.backends.conditions import Conditions
 from qkv.call.bound import Structure
 from qkv.call.flatten import without_arrays
+from qkv.call.options import OptionValues
 
 __all__ = ["CALLS", "CallCache", "Entry", "Form", "PreparedCall", "StepForm"]
 
@@ -215,11 +216,11 @@ class CallCache:
 def _without_position(structure: Structure) -> Structure:
     """The structure of calls whose queries stand elsewhere: a number is part of the form."""
     options = structure.options
-    if type(options[2]) is not int:
+    if type(options.q_offset) is not int:
         return structure
     scale, layout, _, kv_offset, backend = options
-    return Structure(structure[0], structure[1], (scale, layout, int, kv_offset, backend),
-                     *structure[3:])  # fmt: skip
+    elsewhere = OptionValues(scale, layout, int, kv_offset, backend)
+    return Structure(structure[0], structure[1], elsewhere, *structure[3:])
 
 
 CALLS = CallCache()

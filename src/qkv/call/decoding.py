@@ -32,7 +32,7 @@ def run_step(steps: Prepared, step: StepForm, bound: BoundCall, views: Views, ro
     """The results of a step, None if something is not as it was prepared for."""
     query, key, value = views
     q_len, kv_len = query.shape[-2], key.shape[-2]
-    q_shift = position(step, bound.structure.options[2], q_len, kv_len)
+    q_shift = position(step, bound.structure.options.q_offset, q_len, kv_len)
     arrays = in_place(bound, is_step=True)
     if step.lengths:
         lens = bound.leaves[bound.structure.lengths[0]].astype(np.int64)

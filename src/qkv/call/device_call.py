@@ -75,8 +75,8 @@ class DeviceCall(CheckedCall):
             )
         leaves = [leaf.detach().cpu() if is_on_device(leaf) else leaf for leaf in self.bound.leaves]
         structure = self.bound.structure
-        if structure.options[-1] == self.choice.backend.name:
-            structure = structure._replace(options=(*structure.options[:-1], "auto"))
+        if structure.options.backend == self.choice.backend.name:
+            structure = structure._replace(options=structure.options._replace(backend="auto"))
         return check_call(BoundCall(structure, leaves))
 
 
@@ -88,7 +88,7 @@ def is_on_device(array: Any) -> bool:
 
 def is_device_call(bound: BoundCall) -> bool:
     """Whether a call is for the backend of a device."""
-    name = bound.structure.options[-1]
+    name = bound.structure.options.backend
     return is_on_device(bound.leaves[0]) or (name != "auto" and device_backend(name) is not None)
 
 

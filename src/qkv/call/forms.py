@@ -91,7 +91,7 @@ def step_form(bound: BoundCall, views: Views, passes: Passes) -> Form | None:
     ):
         return None
     structure = bound.structure
-    position = structure.options[2]
+    position = structure.options.q_offset
     if not (position is None or type(position) is int or type(position) is str):
         return None
     if type(position) is int and abs(position) > INDEX_LIMIT:
@@ -157,7 +157,7 @@ def values_of(bound: BoundCall) -> tuple[Hashable, ...] | None:
 def _leaves_of(bound: BoundCall) -> tuple[tuple[Hashable, ...], Sequence[Hashable]] | None:
     """The values of a call, and the layouts of its other arrays."""
     structure, leaves = bound
-    position = structure.options[2]
+    position = structure.options.q_offset
     if len(leaves) == 3:
         return (position,) if type(position) is int else (), ()
     values: list[Hashable] = [position] if type(position) is int else []

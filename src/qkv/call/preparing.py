@@ -52,7 +52,7 @@ def prepared_by(
     step, at_end = None, False
     if any_length:
         # Whether a number and "start" or "end" agree depends on the lengths.
-        if type(structure.options[2]) is int and align is not None:
+        if type(structure.options.q_offset) is int and align is not None:
             return None
         from_lengths = arrays_from_lengths(problem) if structure.lengths else []
         if structure.lengths and not from_lengths:

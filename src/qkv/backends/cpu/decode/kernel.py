@@ -557,12 +557,11 @@ class _Decode:
                 for name, scales in (("key", own.key_scales), ("value", own.value_scales)):
                     if self.is_quantised(name):
                         b.call(functions[f"{name} scales"], [*where, scales])
-                e.loop(
-                    0, rows, panel, [],
-                    lambda first, _: b.call(
-                        functions["attend stretch"], [*where, first, record, scratch, partial]
-                    ) and None,
-                )  # fmt: skip
+
+                def attend_rows(first: Value, _: list[Value]) -> None:
+                    b.call(functions["attend stretch"], [*where, first, record, scratch, partial])
+
+                e.loop(0, rows, panel, [], attend_rows)
 
             e.loop(start, stop, STRETCH_KV, [], attend_stretch)
         return function
@@ -587,14 +586,14 @@ class _Decode:
 
             query = self.frame.operand(arguments, "query", batch, e.mul(kv_head, group_size))
             head_bytes = e.mul(q_len, head_dim, e.real_bytes)
-            e.loop(
-                0, group_size, 1, [],
-                lambda g, _: b.call(
-                    functions["copy query"],
-                    [e.at(query.pointer, e.mul(g, query_head)), query.row, query.element,
-                     q_len, head_dim, e.at(own.packed, e.mul(g, head_bytes))],
-                ) and None,
-            )  # fmt: skip
+
+            def copy_head(g: Value, _: list[Value]) -> None:
+                start = e.at(query.pointer, e.mul(g, query_head))
+                target = e.at(own.packed, e.mul(g, head_bytes))
+                rows_of_head = [start, query.row, query.element, q_len, head_dim, target]
+                b.call(functions["copy query"], rows_of_head)
+
+            e.loop(0, group_size, 1, [], copy_head)
             if self.tiles:
                 self.tiles.split_query(functions, arguments, own.packed, own.tiles)
                 configure(e)
@@ -786,14 +785,12 @@ class _Decode:
                 first = e.at(records, e.mul(first_record, record_bytes))
                 # In the output, `rows` rows of every group follow one another.
                 first_row = e.mul(group, rows)
-                e.loop(
-                    0, rows, 1, [],
-                    lambda i, _: b.call(
-                        merge,
-                        [arguments, e.at(first, e.mul(i, record_row)), count, record_bytes,
-                         e.add(first_row, i), scratch],
-                    ) and None,
-                )  # fmt: skip
+
+                def merge_row(i: Value, _: list[Value]) -> None:
+                    record, row = e.at(first, e.mul(i, record_row)), e.add(first_row, i)
+                    b.call(merge, [arguments, record, count, record_bytes, row, scratch])
+
+                e.loop(0, rows, 1, [], merge_row)
 
         plan = tasks.plan_function()
         self.frame.emit_job(run_task)
