@@ -137,7 +137,7 @@ class CallArguments:
         )
 
     def mask_of_other_keys(self, module: torch.nn.Module) -> Array | None:
-        """Padding of the sequence that keys are made of, (batch, length), 0 where a row is padding."""
+        """The mask (batch, length) of another sequence that keys are made of, 0 for padding."""
         for around in _around(self.names[module]):
             given = self._given.get(self.model.get_submodule(around))
             if given is not None and "encoder_attention_mask" in given.masks:
