@@ -187,7 +187,7 @@ def test_the_decoder_is_scored_with_its_own_tokens() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_on_both_sides_of_cross_attention(side: str) -> None:
-    """Padded queries are not counted, and the sink is the first real key, as eager's weights say."""
+    """Padded queries do not count, and the sink is the first real key, as in eager's weights."""
     model, inputs = t5()
     model.double().eval()
     masks = {"attention_mask": torch.ones(2, 8, dtype=torch.long)}
