@@ -83,8 +83,10 @@ def _run(options: argparse.Namespace) -> record.Run:
 def _latency(options: argparse.Namespace, threads: int) -> record.Run:
     rounds = {} if options.rounds is None else {"rounds": options.rounds}
     settings = latency.Settings(threads, **rounds)
-    chosen = latency.choose(options.workloads)
-    return latency.measure(chosen, settings, options.only or (), _tell, partial(_keep, options))
+    chosen, keep = latency.choose(options.workloads), partial(_keep, options)
+    revision = compare.checked_out(*options.compare) if options.compare else nullcontext(None)
+    with revision as there:
+        return latency.measure(chosen, settings, options.only or (), _tell, keep, there)
 
 
 def _models(options: argparse.Namespace, threads: int) -> record.Run:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import qkv
 from benchmarks.contenders import Contender, contenders_of
@@ -17,7 +18,7 @@ from benchmarks.session import LineUp
 from benchmarks.workloads import Workload
 from qkv.errors import ArgumentError
 
-__all__ = ["COLUMNS", "beside", "rows"]
+__all__ = ["COLUMNS", "Revision", "beside", "checked_out", "rows"]
 
 COLUMNS = ("workload", ">ms", ">then", ">of peak", ">then", ">faster", ">noise")
 
@@ -58,13 +59,40 @@ def _row(old: Result, was: Entry, new: Result, now: Entry) -> tuple[str, ...] | 
     )
 
 
+class Revision(NamedTuple):
+    """Another revision of the repository, in a tree of its own.
+
+    Attributes
+    ----------
+    name : str
+        The short name of its commit.
+    environment : dict of str to str
+        With it a process runs this benchmark with the qkv of that revision, which `PYTHONPATH` puts
+        before what is installed.
+    """
+
+    name: str
+    environment: dict[str, str]
+
+
 @contextmanager
 def beside(revision: str) -> Iterator[LineUp]:
-    """A line-up of qkv here and at a revision of its repository, in a tree of its own.
+    """A line-up of qkv here and at a revision of its repository.
 
-    Its processes run this benchmark with the qkv of that revision, which `PYTHONPATH` puts before
-    what is installed. A contender that needs what the revision does not have is shown as
-    failed.
+    A contender that needs what the revision does not have is shown as failed.
+
+    Raises
+    ------
+    ArgumentError
+        If this is no checkout, or has no such revision.
+    """
+    with checked_out(revision) as there:
+        yield lambda workload: _pair(workload, there)
+
+
+@contextmanager
+def checked_out(revision: str) -> Iterator[Revision]:
+    """A revision of the repository, for as long as it is needed.
 
     Raises
     ------
@@ -77,21 +105,20 @@ def beside(revision: str) -> Iterator[LineUp]:
         name = _git(root, "rev-parse", "--short", "--verify", f"{revision}^{{commit}}")
         _git(root, "worktree", "add", "--detach", "--quiet", str(tree), name)
         try:
-            yield lambda workload: _pair(workload, name, tree)
+            yield Revision(name, {"PYTHONPATH": str(tree / "src")})
         finally:
             _git(root, "worktree", "remove", "--force", str(tree))
 
 
-def _pair(workload: Workload, name: str, tree: Path) -> Sequence[Contender]:
+def _pair(workload: Workload, there: Revision) -> Sequence[Contender]:
     own = contenders_of(workload, ("qkv",))
-    there = {"PYTHONPATH": str(tree / "src")}
     return [
         *own,
         *(
             replace(
                 one,
-                name=f"{one.name} at {name}",
-                environment={**one.environment, **there},
+                name=f"{one.name} at {there.name}",
+                environment={**one.environment, **there.environment},
                 known_as=one.name,
             )
             for one in own

@@ -36,6 +36,7 @@ _STEP = (
     "One layer of a decoding step, 8 heads, 100 to 1,000 keys, arrays that are new in each step, "
     "in us: the second to fourth layer at a length seen before."
 )
+_BESIDE = "{kind} here, divided by the same at {name}, the least of all turns of each."
 _STEP_RATIOS = {
     "new first": "The first layer at a length not seen before, divided by that.",
     "new later": "The second to fourth layer at a length not seen before, divided by that.",
@@ -58,7 +59,28 @@ def tables(run: Run) -> list[Table]:
         found.append(_by_front(_STEP, run, stepping, _step))
         for kind, title in _STEP_RATIOS.items():
             found.append(_by_front(title, run, stepping, _step_ratio(kind)))
+    other = run.settings.get("beside")
+    for kind in _kinds(run) if other else ():
+        has_kind = [name for name in fronts if _has(run, f"{name}: {kind}")]
+        title = _BESIDE.format(kind=kind.capitalize(), name=other)
+        found.append(_by_front(title, run, has_kind, _beside(kind, str(other))))
     return found
+
+
+def _kinds(run: Run) -> list[str]:
+    """The kinds of call that were timed of this revision, in their order."""
+    names = (e.contender for r in run.results for e in r.entries if " at " not in e.contender)
+    return [*dict.fromkeys(name.partition(": ")[2] for name in names if ": " in name)]
+
+
+def _beside(kind: str, other: str) -> Cell:
+    def cell(result: Result, front: str) -> str:
+        here, there = (
+            _times(result, f"{front}: {kind}{place}").values() for place in ("", f" at {other}")
+        )
+        return f"{min(here) / min(there):.2f}" if here and there else ""
+
+    return cell
 
 
 def _by_front(title: str, run: Run, fronts: Sequence[str], cell: Cell) -> Table:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from benchmarks.compare import Revision
 from benchmarks.latency.front_ends import FRONT_ENDS, FrontEnd
 from benchmarks.latency.rows import Row, rows
 from benchmarks.machine import describe, load_average
@@ -17,6 +18,8 @@ from qkv.errors import ArgumentError
 __all__ = ["KIND", "STEP", "Settings", "choose", "measure"]
 
 KIND = "latency"
+TURNS = 3
+"""Of each of two revisions in turns, since a shared machine's speed changes within seconds."""
 STEP = "step "
 """How the names of decoding times begin; those of whole calls have no prefix."""
 
@@ -65,6 +68,7 @@ def measure(
     packages: Sequence[str] = (),
     tell: Callable[[str], None] = lambda text: None,
     keep: Callable[[Run], None] = lambda run: None,
+    beside: Revision | None = None,
 ) -> Run:
     """Time every row through every front end.
 
@@ -78,52 +82,71 @@ def measure(
         Told what is going on.
     keep : callable (run)
         Given the run after each front end.
+    beside : Revision, optional
+        Timed too, in turns with this one.
     """
     settings_of_run = {"kind": KIND, **asdict(settings)}
+    if beside is not None:
+        settings_of_run["beside"] = beside.name
     run = Run({**describe(), "peaks": {}}, settings_of_run, [load_average()])
     run.results += [Result(row.name, row.name, KIND, 0, "seconds", None) for row in chosen]
     for one in FRONT_ENDS:
         if packages and one.package not in packages:
             continue
         tell(one.name)
-        _front_end(one, run.results, settings)
+        _front_end(one, run.results, settings, beside)
         run.load[1:] = [load_average()]
         keep(run)
     return run
 
 
-def _front_end(one: FrontEnd, results: Sequence[Result], settings: Settings) -> None:
+def _front_end(
+    one: FrontEnd, results: Sequence[Result], settings: Settings, beside: Revision | None
+) -> None:
     number = _version(one.package)
     environment = {
         name: text.format(threads=settings.threads) for name, text in one.environment.items()
     }
-    process = None
+    places = {"": environment}
+    if beside is not None:
+        places[f" at {beside.name}"] = environment | beside.environment
+    processes: dict[str, Process] = {}
     for result in results:
         if number is None:
             absent = Entry(one.name, None, "absent", f"{one.package} is not installed")
             result.entries.append(absent)
             continue
-        if process is None or not process.alive:
-            process = Process("benchmarks.latency.worker", environment)
+        for name, its_environment in places.items():
+            if name not in processes or not processes[name].alive:
+                processes[name] = Process("benchmarks.latency.worker", its_environment)
         asked = {
             "front": one.name,
             "row": result.workload,
             "rounds": settings.rounds,
             "seconds": settings.seconds,
         }
-        result.entries += _entries(one.name, number, process.ask(asked))
-    if process is not None:
+        answers: dict[str, list[dict[str, Any]]] = {name: [] for name in places}
+        for turn in range(TURNS if beside is not None else 1):
+            for name in (*places,)[:: -1 if turn % 2 else 1]:
+                answers[name].append(processes[name].ask(asked))
+        for name, of_place in answers.items():
+            result.entries += _entries(one.name, name, number, of_place)
+    for process in processes.values():
         process.close()
 
 
-def _entries(name: str, number: str, answer: dict[str, Any]) -> list[Entry]:
-    """One entry for each kind of call: "torch: call", "torch: step new first"."""
-    if answer["state"] != "ready":
-        return [Entry(name, number, answer["state"], answer["detail"])]
-    steps = {f"{STEP}{kind}": times for kind, times in answer["steps"].items()}
+def _entries(front: str, place: str, number: str, answers: Sequence[dict[str, Any]]) -> list[Entry]:
+    """One entry for each kind of call: "torch: call", "torch: step new first at 1234abc"."""
+    times: dict[str, list[float]] = {}
+    for answer in answers:
+        if answer["state"] != "ready":
+            return [Entry(f"{front}{place}", number, answer["state"], answer["detail"])]
+        steps = {f"{STEP}{kind}": of_kind for kind, of_kind in answer["steps"].items()}
+        for kind, of_kind in {**answer["calls"], **steps}.items():
+            times.setdefault(kind, []).extend(of_kind)
     return [
-        Entry(f"{name}: {kind}", number, "timed", turns=_turns(times))
-        for kind, times in {**answer["calls"], **steps}.items()
+        Entry(f"{front}: {kind}{place}", number, "timed", turns=_turns(of_kind))
+        for kind, of_kind in times.items()
     ]
 
 
