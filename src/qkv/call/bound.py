@@ -186,7 +186,10 @@ def bind(
     trees = tuple([flatten(variant, leaves, "in_place", whole) for variant in variants])
     option_trees = _DEFAULT_OPTIONS
     if options is not DEFAULTS:
-        option_trees = OptionValues(*[flatten(o, leaves, "value", whole) for o in options])
+        if whole is None and _are_simple(*options):
+            option_trees = _simple_options(*options)
+        else:
+            option_trees = OptionValues(*[flatten(o, leaves, "value", whole) for o in options])
     read = map(tuple, leaves[1:]) if leaves.by_value else ()
     return BoundCall(Structure(operands, trees, option_trees, *read), arrays)
 
@@ -206,7 +209,13 @@ def _are_simple(
 @lru_cache(maxsize=256)
 def _plain_structure(*options: object) -> Structure:
     """The structure of a call of plain arrays without variants."""
-    return Structure(_PLAIN, (), OptionValues(*[flatten(o, Leaves.none()) for o in options]))
+    return Structure(_PLAIN, (), _simple_options(*options))
+
+
+@lru_cache(maxsize=256)
+def _simple_options(*options: object) -> OptionValues:
+    """The trees of options that hold no arrays."""
+    return OptionValues(*[flatten(option, Leaves.none()) for option in options])
 
 
 _PLAIN_CALL = Structure(_PLAIN, (), _DEFAULT_OPTIONS)

@@ -15,7 +15,7 @@ from qkv.bridges.torch_prepared import step_of
 from qkv.bridges.torch_runs import Step
 from qkv.call.bound import BoundCall, Structure, bind
 from qkv.call.flatten import Leaves, flatten
-from qkv.call.options import OptionValues
+from qkv.call.options import DEFAULTS, OptionValues
 from qkv.variants import Causal, MaskVariant, SlidingWindow
 
 if TYPE_CHECKING:
@@ -126,5 +126,7 @@ def _compared(variants: tuple[MaskVariant, ...]) -> tuple[Any, ...] | None:
     trees = tuple([flatten(variant, leaves, "in_place") for variant in variants])
     if len(leaves.by_value) != len(leaves.arrays) or leaves.lengths:
         return None
-    values = leaf_values(BoundCall(Structure((), trees, (), tuple(leaves.by_value)), leaves.arrays))
+    values = leaf_values(
+        BoundCall(Structure((), trees, DEFAULTS, tuple(leaves.by_value)), leaves.arrays)
+    )
     return None if values is None else (trees, values)
