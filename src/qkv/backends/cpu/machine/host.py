@@ -52,10 +52,7 @@ _REQUIRED = {
 }
 """Features of the processor that each instruction set needs, the fastest set first."""
 _FAR_PREFETCH: dict[str, Any] = {"nearest": False, "reach": 16 * 1024}
-_PREFETCH: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("znver1", "znver2", "znver3", "znver4"), _FAR_PREFETCH),
-    "znver5": {"reach": 4 * 1024},
-}
+_PREFETCH = dict.fromkeys(("znver1", "znver2", "znver3", "znver4"), _FAR_PREFETCH)
 """How some processors prefetch best, where that differs from the defaults of `TileShape`."""
 _SWITCHED_OFF: dict[str, tuple[str, ...]] = {
     "avx512-bf16": ("amx",),

@@ -39,7 +39,7 @@ class TileShape:
     """Number of tiles of 16 elements along v_head_dim, likewise."""
     nearest: bool = True
     """Whether rows that are read once are prefetched into the first-level cache."""
-    reach: int = 12 * 1024
+    reach: int = 4 * 1024
     """Number of bytes by which prefetching runs ahead."""
 
     @property
