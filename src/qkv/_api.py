@@ -98,8 +98,8 @@ def attention(
     bridge = None if type(query) is np.ndarray else bridge_of(query)
     if bridge is not None:
         return bridge.attention(query, key, value, variants, values, return_lse)
-    found = attend(bind(query, key, value, variants, values), rows=return_lse)
-    return (found.out, found.lse) if return_lse else found.out
+    attended = attend(bind(query, key, value, variants, values), rows=return_lse)
+    return (attended.out, attended.lse) if return_lse else attended.out
 
 
 @ends_graph
@@ -157,10 +157,10 @@ def inspect(
     array([0.2645, 0.2645])
     """
     bound = bind(query, key, value, variants, option_values("inspect", options)).of_copies()
-    found = attend_for_inspection(bound, variants)
+    inspected = attend_for_inspection(bound, variants)
     if not bound.structure.is_known:
-        found.copy_tables()
-    return Record(found, progress)
+        inspected.copy_tables()
+    return Record(inspected, progress)
 
 
 @ends_graph
@@ -252,5 +252,5 @@ def merge(*parts: tuple[Any, Any], layout: Layout = "bhld") -> tuple[Any, Any]:
                 action="Pass what attention returns with return_lse=True.",
             )
     traced = getattr(bridge_of(parts[0][0]), "merge_in_graph", None)
-    found = None if traced is None else traced(parts, layout)
-    return merge_parts(parts, layout) if found is None else found
+    merged = None if traced is None else traced(parts, layout)
+    return merge_parts(parts, layout) if merged is None else merged

@@ -240,45 +240,45 @@ class _Rules:
 
 @cache
 def _rules(function: Callable[..., Any]) -> _Rules:
-    hints, found = _hints(function), _Rules()
+    hints, rules = _hints(function), _Rules()
     for place, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
         hint = hints.get(name)
         if parameter.kind is parameter.VAR_KEYWORD and get_origin(hint) is Unpack:
             options = typing.get_type_hints(get_args(hint)[0], include_extras=True)
-            found.by_name |= {option: _rule(of) for option, of in options.items()}
+            rules.by_name |= {option: _rule(of) for option, of in options.items()}
             continue
         rule = _rule(hint)
         if parameter.kind is parameter.VAR_KEYWORD:
-            found.of_options = rule
+            rules.of_options = rule
         elif parameter.kind is parameter.VAR_POSITIONAL:
-            found.of_rest = None if rule is None else (place, name, rule)
+            rules.of_rest = None if rule is None else (place, name, rule)
         else:
             if rule is not None and parameter.kind is not parameter.KEYWORD_ONLY:
-                found.by_place.append((place, name, rule))
+                rules.by_place.append((place, name, rule))
             if parameter.kind is not parameter.POSITIONAL_ONLY:
-                found.by_name[name] = rule
-    return found
+                rules.by_name[name] = rule
+    return rules
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     """The annotations one by one, as some name types that are imported for type checkers only."""
-    found = {}
+    hints = {}
     for name, hint in inspect.get_annotations(function).items():
         if isinstance(hint, str):
             try:
                 hint = eval(hint, inspect.unwrap(function).__globals__)
             except NameError:
                 continue
-        found[name] = hint
-    return found
+        hints[name] = hint
+    return hints
 
 
 def _rule(hint: Any) -> Rule | None:
     """The rule of an annotation, None if it declares nothing."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        found: Rule = hint.__metadata__[0]
-        return found
+        rule: Rule = hint.__metadata__[0]
+        return rule
     if origin in (Union, UnionType):
         return _rule_of_union(parts)
     if hint is int:

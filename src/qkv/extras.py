@@ -19,9 +19,9 @@ def _is_checkout() -> bool:
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:
-        found = distribution("qkv").read_text("direct_url.json")
+        direct_url = distribution("qkv").read_text("direct_url.json")
     except PackageNotFoundError:
         return True
-    if found is None:
+    if direct_url is None:
         return False
-    return bool(json.loads(found).get("dir_info", {}).get("editable", False))
+    return bool(json.loads(direct_url).get("dir_info", {}).get("editable", False))

@@ -187,8 +187,8 @@ def step(name: str, *, space: Amount = 0, **operations: Amount) -> Ledger:
     >>> step("scale", divide=n * n, space=n * n).total.formula
     'n^2'
     """
-    found = {(name, kind): _counted(count) for kind, count in operations.items()}
-    return Ledger(found, {name: _counted(space)} if space else {})
+    counts = {(name, kind): _counted(count) for kind, count in operations.items()}
+    return Ledger(counts, {name: _counted(space)} if space else {})
 
 
 @checked

@@ -137,11 +137,11 @@ class PreparedAttention:
             self._prepared, _ = _prepared(bound, self._passes, self._free)
         bridge = None if type(query) is np.ndarray else bridge_of(query)
         if bridge is None:
-            found = run_alike(self._prepared, bound, return_lse)
-            if found is None:
+            attended = run_alike(self._prepared, bound, return_lse)
+            if attended is None:
                 self._require_form(bound)
-                found = attend(bound, rows=return_lse)
-            return (found.out, found.lse) if return_lse else found.out
+                attended = attend(bound, rows=return_lse)
+            return (attended.out, attended.lse) if return_lse else attended.out
         results = None
         if hasattr(bridge, "run_alike"):
             results = bridge.run_alike(self._prepared, bound, return_lse)
@@ -168,8 +168,8 @@ class PreparedAttention:
     def _forms(self, operands: Sequence[Any]) -> list[ArrayForm]:
         """The forms of query, key and value, but for what is free."""
         layout, free = self._bound.structure.layout, self._free
-        found = [_form_of(array, free and n > 0, layout) for n, array in enumerate(operands[:3])]
-        return [form._replace(strides=None) for form in found] if free else found
+        forms = [_form_of(array, free and n > 0, layout) for n, array in enumerate(operands[:3])]
+        return [form._replace(strides=None) for form in forms] if free else forms
 
     def _require_form(self, bound: BoundCall) -> None:
         """Raise an error if an array is not as it was prepared for."""

@@ -44,8 +44,8 @@ class TorchArrays:
         if type(array) in _PLAIN and array.dtype in _NUMPY_DTYPES:
             try:
                 if array.data_ptr() or not array.numel():
-                    found: NDArray[Any] = array.detach().numpy()
-                    return found
+                    memory: NDArray[Any] = array.detach().numpy()
+                    return memory
             except (RuntimeError, TypeError, ValueError):
                 pass  # The checks below raise an error that explains the reason.
         check_dense(array, role)
@@ -60,7 +60,7 @@ class TorchArrays:
             has_memory = bool(plain.data_ptr() or not plain.numel())
             if plain.dtype is torch.bfloat16 and has_memory:
                 return np.asarray(plain.view(torch.uint16).numpy()).view(ml_dtypes.bfloat16)
-            found = np.asarray(plain.numpy())
+            memory = np.asarray(plain.numpy())
         except ValueError as error:
             raise ShapeError(
                 f"{role} has {array.ndim} dimensions, more than NumPy can have.",
@@ -82,7 +82,7 @@ class TorchArrays:
                 f"{role} of shape {tuple(array.shape)} has no memory: its storage has been freed.",
                 action="Fill the tensor first; where a library shards parameters, gather them.",
             )
-        return found
+        return memory
 
     def restore(self, array: NDArray[Any]) -> Any:
         """A tensor in the array's memory."""
@@ -136,7 +136,7 @@ class TorchArrays:
         """Conversions as tensors have them, such as `key.to(query.dtype)`."""
         advice = re.sub(r"numpy\.asarray\((\w+), dtype='float32'\)", r"torch.as_tensor(\1)", advice)
         return re.sub(
-            r"\.astype\(([^()]*)\)", lambda found: f".to({_dtype_name(found[1])})", advice
+            r"\.astype\(([^()]*)\)", lambda match: f".to({_dtype_name(match[1])})", advice
         )
 
 

@@ -76,10 +76,10 @@ def ensure_residuals(
     """
     if inputs.of_part or inputs.lse_rest is not None:
         return inputs
-    found = finish(forward(problem), problem.operands.sinks)
-    rest = np.zeros_like(found.lse) if found.lse_rest is None else found.lse_rest
-    out = found.out if found.unrounded is None else found.unrounded
-    return replace(inputs, out=out, lse=found.lse, lse_rest=rest)
+    partial = finish(forward(problem), problem.operands.sinks)
+    rest = np.zeros_like(partial.lse) if partial.lse_rest is None else partial.lse_rest
+    out = partial.out if partial.unrounded is None else partial.unrounded
+    return replace(inputs, out=out, lse=partial.lse, lse_rest=rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +160,8 @@ def backends() -> tuple[Backend, ...]:
 
 def device_backend(name: str) -> DeviceBackend | None:
     """The backend of this name, if it takes arrays on a device."""
-    found = next((b for b in backends() if b.name == name), None)
-    return found if isinstance(found, DeviceBackend) else None
+    backend = next((b for b in backends() if b.name == name), None)
+    return backend if isinstance(backend, DeviceBackend) else None
 
 
 def refusals(backend: Backend, spec: Spec, *, backward: bool = False) -> tuple[Refusal, ...]:

@@ -71,11 +71,11 @@ def _attend_jvp(operation: Operation, primals: Any, tangents: Any) -> Any:
     results = attend(replace(operation, backward=True), values)
     out, lse, rest, *unrounded = results
     kept = (unrounded[0] if unrounded else out, lse, rest)
-    found = _bind("tangents", replace(operation, along=along), (*values, *kept),
+    changes = _bind("tangents", replace(operation, along=along), (*values, *kept),
                   [moves[n] for n in along])  # fmt: skip
     results = results if operation.backward else results[:3]
     others = [zero_from_primal(result, symbolic_zeros=True) for result in results[2:]]
-    return results, (*found, *others)
+    return results, (*changes, *others)
 
 
 # The primitive

@@ -252,13 +252,13 @@ class PageAllocator:
 def _page_numbers(pages: Any) -> list[Any]:
     """The pages as a list of what can be counted."""
     try:
-        found = pages.tolist() if isinstance(pages, np.ndarray) else list(pages)
-        Counter(found)
+        numbers = pages.tolist() if isinstance(pages, np.ndarray) else list(pages)
+        Counter(numbers)
     except (TypeError, RuntimeError) as error:
         raise ArgumentError(
             f"pages={shown(pages)} are no numbers.", action="Pass a list of pages."
         ) from error
-    return found
+    return numbers
 
 
 def _as_sequence(pages: Iterable[int]) -> Sequence[int] | Lengths:

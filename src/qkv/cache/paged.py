@@ -335,15 +335,15 @@ class PagedCache:
 
         The last to write to a page that nobody else holds needs no copy.
         """
-        allocator, found = self._pool.allocator, []
+        allocator, entries = self._pool.allocator, []
         left: dict[int, int] = {}
         for entry in written:
             page = int(table[entry])
             held = left.get(page, allocator._times_held(page))
             if held > 1:
                 left[page] = held - 1
-                found.append(entry)
-        return found
+                entries.append(entry)
+        return entries
 
     def _write(self, table: Lengths, before: Lengths, new_tokens: NewTokens) -> None:
         counts = new_tokens.new_lens

@@ -171,12 +171,12 @@ class Rows:
         """
         return_lse = checked_flag("return_lse", return_lse)
         variants, q_offset = self._positions(query, variants, q_offset)
-        found = []
+        partials = []
         for i, part in enumerate(self.parts):
             part_variants = [
                 _over_rows(v, part) for v in variants if not (i and isinstance(v, qkv.Sinks))
             ]
-            found.append(
+            partials.append(
                 qkv.attention(
                     query,
                     part.key,
@@ -190,9 +190,9 @@ class Rows:
                     backend=backend,
                 )
             )
-        if len(found) == 1:
-            return found[0]
-        merged = qkv.merge(*found)
+        if len(partials) == 1:
+            return partials[0]
+        merged = qkv.merge(*partials)
         return merged if return_lse else merged[0]
 
     def _positions(

@@ -114,13 +114,13 @@ def _contents(path: Path) -> Mapping[str, Any]:
     if len(raw) > _LARGEST:
         raise FileError(f"{str(file)!r:.200} is larger than {_LARGEST} bytes; no config is.")
     try:
-        found = json.loads(raw)
+        contents = json.loads(raw)
     except (ValueError, RecursionError) as error:
         reason = [("reason", f"{error!s:.100}")]
         raise FileError(f"{str(file)!r:.200} is not JSON.", reason) from error
-    if not isinstance(found, dict):
+    if not isinstance(contents, dict):
         raise FileError(f"{str(file)!r:.200} holds no JSON object.")
-    return found
+    return contents
 
 
 class _Fields:

@@ -81,8 +81,8 @@ def families() -> dict[str, dict[str, Any]]:
 def defaults() -> dict[str, dict[str, Any]]:
     """What transformers takes for a field that a configuration leaves out, by `model_type`."""
     text = resources.files("qkv.cost").joinpath("family_defaults.json").read_text(encoding="utf-8")
-    found: dict[str, dict[str, Any]] = json.loads(text)
-    return found
+    by_model_type: dict[str, dict[str, Any]] = json.loads(text)
+    return by_model_type
 
 
 def left_out(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:

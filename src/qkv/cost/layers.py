@@ -159,8 +159,8 @@ def _pairs(attention: Attention, run: PassSizes) -> Count:
         window = Count(attention.window, "w")
         left = window - 1 if attention.causal else Count(attention.window // 2, "w_side")
     pairs = attended_pairs(run.tokens, run.context, causal=attention.causal, left=left)
-    found: Count = run.batch * pairs
-    return found
+    all_pairs: Count = run.batch * pairs
+    return all_pairs
 
 
 def _cache(attention: Attention, run: PassSizes) -> Ledger:

@@ -125,11 +125,11 @@ def product_ceiling(kind: str, threads: int) -> Ceiling:
     """Operations a second of the fastest multiply-add that this processor has for a kind."""
     has = _features()
     usable = [[p for p in family if p.feature in has] for family in PRODUCTS[kind]]
-    found = [_of(family[0], threads) for family in usable if family]
-    if len(found) == 1:
-        return found[0]
-    tries = [[ceiling.measure() for ceiling in found] for _ in range(_TRIES)]
-    return found[int(np.argmax(np.max(tries, axis=0)))]
+    ceilings = [_of(family[0], threads) for family in usable if family]
+    if len(ceilings) == 1:
+        return ceilings[0]
+    tries = [[ceiling.measure() for ceiling in ceilings] for _ in range(_TRIES)]
+    return ceilings[int(np.argmax(np.max(tries, axis=0)))]
 
 
 def survey(threads: int) -> dict[str, float]:
@@ -214,8 +214,8 @@ def _features() -> set[str]:
     from qkv.backends.cpu.machine.tile_permission import may_use_tiles
 
     features = host().features.split(",")
-    found = {"", *(name[1:] for name in features if name.startswith("+"))}
-    return found if may_use_tiles() else found - {_TILES.feature}
+    names = {"", *(name[1:] for name in features if name.startswith("+"))}
+    return names if may_use_tiles() else names - {_TILES.feature}
 
 
 def _job(declarations: str, task: str) -> str:

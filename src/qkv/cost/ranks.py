@@ -84,8 +84,8 @@ class RanksCost:
     Examples
     --------
     >>> from qkv.cost import ranks_cost
-    >>> found = ranks_cost("gpt-2", ranks=2)
-    >>> found.context, found.ranks, found.order
+    >>> cost = ranks_cost("gpt-2", ranks=2)
+    >>> cost.context, cost.ranks, cost.order
     (1024, 2, 'zigzag')
     """
 
@@ -168,8 +168,8 @@ def ranks_cost(
     Examples
     --------
     >>> from qkv.cost import ranks_cost
-    >>> found = ranks_cost("llama-3-8b", 1_000_000, 64)
-    >>> ring, gather = found.strategies["ring"], found.strategies["gather"]
+    >>> cost = ranks_cost("llama-3-8b", 1_000_000, 64)
+    >>> ring, gather = cost.strategies["ring"], cost.strategies["gather"]
     >>> ring.held < gather.held, ring.received == gather.received
     (True, True)
     """
@@ -208,8 +208,8 @@ def ranks_cost(
     alone = Order.contiguous(context, 1)
     whole = [_planned(kind, alone, batch, item, links).strategies["ring"].seconds for kind in kinds]
     ideal = sum(n * s for n, s in zip(kinds.values(), whole, strict=True)) / ranks
-    found = {name: _in_all(name, plans, ideal) for name in plans[0][1].strategies}
-    return RanksCost(model, context, batch, ranks, dtype, name, order, rate, found)
+    strategies = {name: _in_all(name, plans, ideal) for name in plans[0][1].strategies}
+    return RanksCost(model, context, batch, ranks, dtype, name, order, rate, strategies)
 
 
 def _in_all(name: str, plans: list[tuple[int, DistributedPlan]], ideal: float) -> SpreadCost:
@@ -252,12 +252,12 @@ def _rate(name: str, dtype: str) -> tuple[float, str]:
     """Operations a second of the attention kernel on one rank, and the machine's name."""
     if name == "here":
         return _measured_rate(dtype), "here"
-    found = machine_of(name)
-    if dtype not in found.peak:
+    machine = machine_of(name)
+    if dtype not in machine.peak:
         raise ArgumentError(
-            f"{found.name} has no peak for {dtype}.", action=f"Use {', '.join(found.peak)}."
+            f"{machine.name} has no peak for {dtype}.", action=f"Use {', '.join(machine.peak)}."
         )
-    return KERNEL_SHARE * found.peak[dtype], found.name
+    return KERNEL_SHARE * machine.peak[dtype], machine.name
 
 
 @cache

@@ -70,8 +70,8 @@ class Place:
     def everyone(self, said: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
         """What all ranks say, by their place in an order, if they agree."""
         along_heads = tell(self.heads, said, device)
-        found = [tell(self.ring, of, device) for of in along_heads]
-        everyone = [of_head[ring] for ring in range(self.ring.ranks) for of_head in found]
+        of_heads = [tell(self.ring, of, device) for of in along_heads]
+        everyone = [of_head[ring] for ring in range(self.ring.ranks) for of_head in of_heads]
         compare(everyone)
         return everyone
 

@@ -33,8 +33,8 @@ def tell(links: Links, said: Mapping[str, Any], device: torch.device) -> list[di
     buffer = np.zeros(_SIZE, np.uint8)
     buffer[: len(written)] = np.frombuffer(written, np.uint8)
     links.number = 0
-    found = links.all_to_all(torch.from_numpy(buffer).to(device))
-    everyone = [json.loads(bytes(one.cpu().numpy()).rstrip(b"\0")) for one in found]
+    buffers = links.all_to_all(torch.from_numpy(buffer).to(device))
+    everyone = [json.loads(bytes(one.cpu().numpy()).rstrip(b"\0")) for one in buffers]
     links.number = Links.last_number = 1 + max(int(of["own last number"]) for of in everyone)
     return everyone
 

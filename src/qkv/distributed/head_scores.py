@@ -109,13 +109,13 @@ def shard_head_scores(
     large = torch.tensor([float(coarse(heads.lse, _ROUNDING).any())])
     if query.dtype != torch.float64 and links.summed(large).item():
         heads = _ShardedLayer(torch.float64, *given)
-    found = heads.scores(tokens, top, one_sequence)
-    sums, counts = (torch.from_numpy(of) for of in found.sums())
+    scores = heads.scores(tokens, top, one_sequence)
+    sums, counts = (torch.from_numpy(of) for of in scores.sums())
     at = SCORES.index("max_logit")
     total = links.summed(torch.where(torch.isneginf(sums), 0.0, sums)).numpy()
     total[at] = np.max([of.numpy() for of in links.all_to_all(sums[at].contiguous())], axis=0)
     return ShardHeadScores(
-        found.rows, found.counted, found.received, found.top_keys, found.top_weights, None,
+        scores.rows, scores.counted, scores.received, scores.top_keys, scores.top_weights, None,
         total=(total, links.summed(counts).numpy()),
     )  # fmt: skip
 

@@ -80,14 +80,14 @@ class HeadExchange:
         parts = {
             r: x[..., h.start : h.stop, :, :].contiguous() for r, h in enumerate(self.heads)
         }  # fmt: skip
-        found = {
+        buffers = {
             r: x.new_empty((*x.shape[:-3], mine, len(rows), x.shape[-1]))
             for r, rows in enumerate(self.numbers)
             if r != own
         }
-        self.links.exchange({r: parts[r] for r in found}, found).wait()
-        found[own] = parts[own]
-        together = torch.cat([found[r] for r in range(self.links.ranks)], dim=-2)
+        self.links.exchange({r: parts[r] for r in buffers}, buffers).wait()
+        buffers[own] = parts[own]
+        together = torch.cat([buffers[r] for r in range(self.links.ranks)], dim=-2)
         return together.index_select(-2, self._sorted().to(x.device))
 
     def from_heads(self, x: Tensor) -> Tensor:
@@ -101,17 +101,17 @@ class HeadExchange:
         )
         parts = {r: piece.contiguous() for r, piece in enumerate(pieces)}
         rows = len(self.numbers[own])
-        found = {
+        buffers = {
             r: x.new_empty((*x.shape[:-3], len(heads), rows, x.shape[-1]))
             for r, heads in enumerate(self.heads)
             if r != own
         }
-        self.links.exchange({r: parts[r] for r in found}, found).wait()
-        found[own] = parts[own]
+        self.links.exchange({r: parts[r] for r in buffers}, buffers).wait()
+        buffers[own] = parts[own]
         count = max(heads.stop for heads in self.heads)
         whole = x.new_zeros((*x.shape[:-3], count, rows, x.shape[-1]))
         for r, heads in enumerate(self.heads):  # In the order of ranks, so that bits repeat.
-            whole[..., heads.start : heads.stop, :, :] += found[r]
+            whole[..., heads.start : heads.stop, :, :] += buffers[r]
         return whole
 
     def _sorted(self) -> Tensor:
@@ -134,11 +134,11 @@ class _Exchanged(torch.autograd.Function):
 
 def to_heads(exchange: HeadExchange | None, x: Tensor) -> Tensor:
     """`HeadExchange.to_heads`, followed by autograd; the tensor itself without an exchange."""
-    found: Tensor = x if exchange is None else _Exchanged.apply(exchange, False, x)
-    return found
+    tensor: Tensor = x if exchange is None else _Exchanged.apply(exchange, False, x)
+    return tensor
 
 
 def from_heads(exchange: HeadExchange | None, x: Tensor) -> Tensor:
     """`HeadExchange.from_heads`, followed by autograd; the tensor itself without an exchange."""
-    found: Tensor = x if exchange is None else _Exchanged.apply(exchange, True, x)
-    return found
+    tensor: Tensor = x if exchange is None else _Exchanged.apply(exchange, True, x)
+    return tensor

@@ -106,11 +106,11 @@ class Links:
 
     def all_to_all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor of the same shape and type, in the order of ranks."""
-        found = [torch.empty_like(tensor) for _ in range(self.ranks)]
-        found[self.rank] = tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.ranks)]
+        parts[self.rank] = tensor
         others = [peer for peer in range(self.ranks) if peer != self.rank]
-        self.exchange(dict.fromkeys(others, tensor), {peer: found[peer] for peer in others}).wait()
-        return found
+        self.exchange(dict.fromkeys(others, tensor), {peer: parts[peer] for peer in others}).wait()
+        return parts
 
     def summed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, added in the order of ranks, so that bits repeat."""

@@ -204,10 +204,10 @@ def _cut(length: int, count: int) -> list[range]:
 
 def _joined(runs: tuple[range, ...]) -> tuple[range, ...]:
     """Rising runs, neighbours as one, empty ones left out."""
-    found: list[range] = []
+    joined: list[range] = []
     for run in runs:
-        if found and found[-1].stop == run.start and found[-1].step == run.step == 1:
-            found[-1] = range(found[-1].start, run.stop)
+        if joined and joined[-1].stop == run.start and joined[-1].step == run.step == 1:
+            joined[-1] = range(joined[-1].start, run.stop)
         elif len(run):
-            found.append(run)
-    return tuple(found)
+            joined.append(run)
+    return tuple(joined)

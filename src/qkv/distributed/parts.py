@@ -174,9 +174,9 @@ class Parts:
             )
             backend = choose(problem.spec, self.backend, backward=backward).backend
             if statistics:
-                found, of_part = _with_statistics(backend, problem)
-                merged.add_statistics(q_at, found, of_part)
-                merged.add(q_at, found)
+                partial, of_part = _with_statistics(backend, problem)
+                merged.add_statistics(q_at, partial, of_part)
+                merged.add(q_at, partial)
                 continue
             run = backend.run
             if backward and isinstance(backend, Differentiable):
@@ -202,12 +202,12 @@ class Parts:
             )
             backend = choose(problem.spec, self.backend, backward=True).backend
             assert isinstance(backend, Differentiable)  # `choose` refuses all others
-            found = backend.backward(problem, residuals.inputs(q_at, frozenset(sums.tables)))
+            gradients = backend.backward(problem, residuals.inputs(q_at, frozenset(sums.tables)))
             with np.errstate(all="ignore"):
-                sums.query[..., q_at, :] += found.query
-                d_key[..., kv_at, :] += found.key
-                d_value[..., kv_at, :] += found.value
-                sums.add_tables(found)
+                sums.query[..., q_at, :] += gradients.query
+                d_key[..., kv_at, :] += gradients.key
+                d_value[..., kv_at, :] += gradients.value
+                sums.add_tables(gradients)
         return d_key, d_value
 
 
@@ -241,9 +241,9 @@ class GradientSums:
     query: Array
     tables: dict[str, Array]
 
-    def add_tables(self, found: OperandGradients) -> None:
+    def add_tables(self, gradients: OperandGradients) -> None:
         """Add those of one part."""
-        for name, gradient in found.tables.items():
+        for name, gradient in gradients.tables.items():
             self.tables[name] += gradient
 
 
@@ -252,9 +252,9 @@ def _with_statistics(backend: Backend, problem: Problem) -> tuple[Partial, RowSt
     if isinstance(backend, Inspectable):
         return backend.run_with_statistics(problem)
     part = backend.run(problem)
-    found = weight_statistics(Replay(problem, part.lse))
+    statistics = weight_statistics(Replay(problem, part.lse))
     shape = part.lse.shape
-    entropy, largest = (a.reshape(shape) for a in (found.entropy, found.max_weight))
+    entropy, largest = (a.reshape(shape) for a in (statistics.entropy, statistics.max_weight))
     return part, RowStatistics(entropy, np.full(shape, -np.inf, part.lse.dtype), largest)
 
 

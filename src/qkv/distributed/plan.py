@@ -160,8 +160,8 @@ def plan(
     >>> import numpy as np, qkv
     >>> x = np.broadcast_to(np.float32(0), (1, 8, 65536, 64))
     >>> order = qkv.distributed.Order.zigzag(65536, 8)
-    >>> found = qkv.distributed.plan(x, x, x, qkv.Causal(), ranks=8, order=order)
-    >>> found.strategies["ring"].steps, round(found.strategies["ring"].balance, 2)
+    >>> plan = qkv.distributed.plan(x, x, x, qkv.Causal(), ranks=8, order=order)
+    >>> plan.strategies["ring"].steps, round(plan.strategies["ring"].balance, 2)
     (8, 1.0)
     """
     call = checked(query, key, value, variants, option_values("distributed.plan", options))
@@ -182,10 +182,10 @@ def plan(
 
 def choose_strategy(problem: Problem, queries: Order, keys: Order, *, two: bool) -> str:
     """The strategy that "auto" takes; with two dimensions of a mesh, of those for the first."""
-    found = _planned(problem, queries, keys, Machine())
+    predicted = _planned(problem, queries, keys, Machine())
     if not two:
-        return found.strategy
-    return min(("ring", "gather"), key=lambda name: found.strategies[name].seconds)
+        return predicted.strategy
+    return min(("ring", "gather"), key=lambda name: predicted.strategies[name].seconds)
 
 
 def _planned(problem: Problem, queries: Order, keys: Order, machine: Machine) -> DistributedPlan:
@@ -195,16 +195,16 @@ def _planned(problem: Problem, queries: Order, keys: Order, machine: Machine) ->
     item = problem.operands.query.itemsize
     row_bytes = spec.batch_size * spec.num_kv_heads * (spec.head_dim + spec.v_head_dim) * item
     sizes = rows * row_bytes
-    found = {
+    strategies = {
         "ring": _ring(work, sizes, machine),
         "gather": _gather(work, sizes, machine),
         "ulysses": _ulysses(problem, work, queries, sizes, machine),
     }
-    able = [name for name in found if not found[name].refusal]
-    best = min(able, key=lambda name: found[name].seconds)
-    others = [f"{name} {1e3 * found[name].seconds:.3g} ms" for name in able if name != best]
-    reason = f"predicted {1e3 * found[best].seconds:.3g} ms ({', '.join(others)})"
-    return DistributedPlan(found, best, reason, queries.ranks, queries.name)
+    able = [name for name in strategies if not strategies[name].refusal]
+    best = min(able, key=lambda name: strategies[name].seconds)
+    others = [f"{name} {1e3 * strategies[name].seconds:.3g} ms" for name in able if name != best]
+    reason = f"predicted {1e3 * strategies[best].seconds:.3g} ms ({', '.join(others)})"
+    return DistributedPlan(strategies, best, reason, queries.ranks, queries.name)
 
 
 def _ring(work: Array, sizes: Array, machine: Machine) -> StrategyPlan:

@@ -103,12 +103,12 @@ class DistributedRecord:
                 of_owner[(*index, head, columns)] += weights.sum(axis=0)
         parts = {rank: torch.from_numpy(of) for rank, of in enumerate(sums)}
         mine = parts.pop(own)
-        found = {rank: torch.empty_like(mine) for rank in parts}
-        ring.links.exchange(parts, found).wait()
-        found[own] = mine
+        buffers = {rank: torch.empty_like(mine) for rank in parts}
+        ring.links.exchange(parts, buffers).wait()
+        buffers[own] = mine
         total = torch.zeros_like(mine)
         for rank in range(ring.links.ranks):
-            total += found[rank]
+            total += buffers[rank]
         return total.to(self.lse.dtype)
 
     def top(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,7 +156,7 @@ class DistributedRecord:
             for rows, order, name in ((queries, ring.queries, "queries"), (keys, ring.keys, "keys"))
         )
         self._agree("tile", queries=str(q_range), keys=str(kv_range))
-        found = np.zeros((*self._lse.shape[:-1], len(q_range), len(kv_range)))
+        tile = np.zeros((*self._lse.shape[:-1], len(q_range), len(kv_range)))
         for seen in self._parts():
             for index, head, rows, columns, weights in self._blocks(seen):
                 part_rows = slice(rows.start - seen.q_at.start, rows.stop - seen.q_at.start)
@@ -167,8 +167,8 @@ class DistributedRecord:
                     for n, r in ((numbers, q_range), (of_kv, kv_range))
                 )
                 to = numbers[a][:, None] - q_range.start, of_kv[b][None] - kv_range.start
-                found[(*index, head, *to)] = weights[a[:, None], b]
-        summed = ring.links.summed(torch.from_numpy(found))
+                tile[(*index, head, *to)] = weights[a[:, None], b]
+        summed = ring.links.summed(torch.from_numpy(tile))
         return summed.to(self.lse.dtype)
 
     def _agree(self, function: str, **said: Any) -> None:
@@ -200,15 +200,15 @@ class DistributedRecord:
     def _best_of(self, seen: _Seen, k: int) -> Iterator[tuple[Any, Array, Array]]:
         """(rows of the shard, numbers of keys, their weights): the k best keys of a part, or all
         keys of one block after the other."""
-        backend, found = self._inspectable(seen), None
+        backend, best_keys = self._inspectable(seen), None
         if backend is not None:
-            found = backend.top(seen.problem, self._lse_of(seen), k, of_part=True)
-        if found is not None:
+            best_keys = backend.top(seen.problem, self._lse_of(seen), k, of_part=True)
+        if best_keys is not None:
             keys = _numbers(seen.part.kv_rows, slice(None))
             for first in range(0, seen.problem.spec.q_len, _BLOCK):
                 rows = slice(first, min(first + _BLOCK, seen.problem.spec.q_len))
                 here = slice(seen.q_at.start + rows.start, seen.q_at.start + rows.stop)
-                indices, weights = (of[..., rows, :] for of in found)
+                indices, weights = (of[..., rows, :] for of in best_keys)
                 yield (..., here, slice(None)), keys[indices], weights
             return
         for index, head, rows, columns, weights in self._blocks(seen):
@@ -250,10 +250,10 @@ def _numbers(run: range, rows: slice) -> Array:
 
 
 def _range_of(rows: slice, length: int, name: str) -> range:
-    found = range(*rows.indices(length))
-    if found.step != 1 or (rows.stop is not None and rows.stop > length):
+    run = range(*rows.indices(length))
+    if run.step != 1 or (rows.stop is not None and rows.stop > length):
         raise ShapeError(
             f"{name}={rows} is not a run of the {length} rows.",
             action="Name a slice of neighbouring rows inside the sequence.",
         )
-    return found
+    return run

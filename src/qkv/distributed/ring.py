@@ -94,12 +94,12 @@ class Ring:
         sums = GradientSums(np.zeros(query.shape, dtype), tables)
         back = _GradientsOnTheirWay(self, key, value)
         for step, keys, shard in self.key_shards(key, value):
-            found = None
+            gradients = None
             if shard is not None:
-                found = self.parts.gradients(
+                gradients = self.parts.gradients(
                     residuals, query, self._own_queries, *shard, keys, sums
                 )
-            back.exchange(step, found)
+            back.exchange(step, gradients)
         return sums, *back.finish()
 
     def is_needed(self, rank: int, owner: int) -> bool:
@@ -152,10 +152,10 @@ class Ring:
     ) -> tuple[Array, Array]:
         links = self.links
         others = [rank for rank in range(links.ranks) if rank != links.rank]
-        found = {rank: self._buffer(rank, key, value) for rank in others}
-        links.exchange(dict.fromkeys(others, own), found).wait()
-        found[links.rank] = own
-        shards = [_unpacked(found[rank], key, value) for rank in range(links.ranks)]
+        buffers = {rank: self._buffer(rank, key, value) for rank in others}
+        links.exchange(dict.fromkeys(others, own), buffers).wait()
+        buffers[links.rank] = own
+        shards = [_unpacked(buffers[rank], key, value) for rank in range(links.ranks)]
         k, v = (self.keys.unshard([shard[side] for shard in shards]) for side in (0, 1))
         return k, v
 
@@ -169,23 +169,23 @@ class _GradientsOnTheirWay:
         self.key, self.value = np.zeros(key.shape, dtype), np.zeros(value.shape, dtype)
         self.waiting: tuple[Pending, torch.Tensor | None, torch.Tensor | None] | None = None
 
-    def exchange(self, step: int, found: tuple[Array, Array] | None) -> None:
-        """Send what a step found to the owner; what arrived meanwhile is added up."""
+    def exchange(self, step: int, gradients: tuple[Array, Array] | None) -> None:
+        """Send the gradients of a step to the owner; what arrived meanwhile is added up."""
         ring, links = self.ring, self.ring.links
         if ring.gathered:
-            assert found is not None
-            self._scatter(*found)
+            assert gradients is not None
+            self._scatter(*gradients)
             return
         if step == 0:
-            if found is not None:
-                self.key += found[0]
-                self.value += found[1]
+            if gradients is not None:
+                self.key += gradients[0]
+                self.value += gradients[1]
             return
         self._collect()
         owner, reader = (links.rank - step) % links.ranks, (links.rank + step) % links.ranks
         sent = buffer = None
-        if found is not None:
-            sent = _packed(*map(torch.from_numpy, found))
+        if gradients is not None:
+            sent = _packed(*map(torch.from_numpy, gradients))
         if ring.is_needed(reader, links.rank):
             buffer = torch.from_numpy(np.empty(self.key.size + self.value.size, self.key.dtype))
         pending = links.exchange(
@@ -220,11 +220,11 @@ class _GradientsOnTheirWay:
             sides = (ring.keys.shard(of, rank) for of in (d_key, d_value))
             parts[rank] = _packed(*map(torch.from_numpy, sides))
         own = parts.pop(links.rank)
-        found = {rank: torch.empty_like(own) for rank in parts}
-        links.exchange(parts, found).wait()
-        found[links.rank] = own
+        buffers = {rank: torch.empty_like(own) for rank in parts}
+        links.exchange(parts, buffers).wait()
+        buffers[links.rank] = own
         for rank in range(links.ranks):
-            self._add(found[rank])
+            self._add(buffers[rank])
 
 
 def _packed(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -118,8 +118,8 @@ class ShardedCall:
         tables, sinks = [], []
         for place in self.arrays.places:
             owner, array = self.call.named(place)
-            found, of_sinks = wanted(self.call.problem, [owner])
-            tables += [(place, n, o) for n, o in found if array is None or o.array is array]
+            of_tables, of_sinks = wanted(self.call.problem, [owner])
+            tables += [(place, n, o) for n, o in of_tables if array is None or o.array is array]
             if of_sinks is not None:
                 sinks.append((place, of_sinks))
         return tables, sinks
@@ -157,26 +157,26 @@ class _Attend(torch.autograd.Function):
         tables, sinks = call.tables()
         operands = call.call.problem.operands
         sums = {name: np.zeros(operands.tables[name].shape) for _, name, _ in tables}
-        found, d_key, d_value = call.ring.backward(
+        totals, d_key, d_value = call.ring.backward(
             _LIBRARY.view(query, "query"), key, value, residuals, sums
         )
         own: dict[int, Tensor] = {}
         for place, name, origin in tables:
-            _add(own, place, as_given(origin, found.tables[name]))
+            _add(own, place, as_given(origin, totals.tables[name]))
         for place, origin in sinks:
             _add(own, place, as_given(origin, _of_sinks(call, residuals)))
         of_arrays = [own.get(place) for place in call.arrays.places]
         for links in call.reducing:
             of_arrays = [None if g is None else links.summed(g) for g in of_arrays]
         of_operands = [
-            _LIBRARY.restore(np.asarray(g, call.call.dtype)) for g in (found.query, d_key, d_value)
+            _LIBRARY.restore(np.asarray(g, call.call.dtype)) for g in (totals.query, d_key, d_value)
         ]
         return None, *of_operands, *of_arrays
 
 
-def _add(found: dict[int, Tensor], place: int, gradient: Array) -> None:
+def _add(gradients: dict[int, Tensor], place: int, gradient: Array) -> None:
     tensor = _LIBRARY.restore(np.ascontiguousarray(gradient))
-    found[place] = found[place] + tensor if place in found else tensor
+    gradients[place] = gradients[place] + tensor if place in gradients else tensor
 
 
 def _of_sinks(call: ShardedCall, residuals: Residuals) -> Array:

@@ -185,11 +185,11 @@ def _counted(grid: TileGrid, tiles: Array, batch: int, head: int) -> Array:
 def _shares(order: Order, tiles: int) -> Array:
     """The share of each tile's rows that each rank holds `(ranks, tiles)`."""
     tile = max(1, -(-order.length // max(tiles, 1)))
-    found = np.zeros((order.ranks, tiles))
+    shares = np.zeros((order.ranks, tiles))
     for rank in range(order.ranks):
         held = np.bincount(order.position_ids(rank) // tile, minlength=tiles)
-        found[rank] = held / np.minimum(tile, order.length - tile * np.arange(tiles))
-    return found
+        shares[rank] = held / np.minimum(tile, order.length - tile * np.arange(tiles))
+    return shares
 
 
 def _dealt(work: Array, ranks: int) -> NDArray[np.int64]:

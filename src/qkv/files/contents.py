@@ -109,12 +109,12 @@ def shown(text: object) -> str:
 def spelling(source: Source, names: Iterable[str]) -> tuple[str, ...]:
     """The names that a file uses for query, key and value."""
     present = sorted(names)
-    found = [spelling for spelling in _SPELLINGS if set(spelling) <= set(present)]
-    if len(found) == 1:
-        return found[0]
+    spellings = [spelling for spelling in _SPELLINGS if set(spelling) <= set(present)]
+    if len(spellings) == 1:
+        return spellings[0]
     raise FileError(
         f"{source.name} has both q, k, v and query, key, value."
-        if found
+        if spellings
         else f"{source.name} does not have all of q, k and v.",
         [("arrays", ", ".join(map(shown, present[:12])) or "none")],
         "Name them q, k, v or query, key, value, each once.",

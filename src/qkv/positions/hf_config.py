@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from qkv.errors import ArgumentError
 from qkv.positions import scaling
 
-__all__ = ["Found", "read"]
+__all__ = ["RotaryEmbedding", "read"]
 
 DEFAULT_THETA = 10000.0
 """The default base of transformers, for configurations without one."""
@@ -40,7 +40,7 @@ TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proporti
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RotaryEmbedding:
     """The rotary embedding that a configuration describes."""
 
     inv_freq: NDArray[np.float64]
@@ -73,7 +73,7 @@ class _Fields:
         return value
 
 
-def read(config: Any, layer_type: str | None, seq_len: int | None) -> Found:
+def read(config: Any, layer_type: str | None, seq_len: int | None) -> RotaryEmbedding:
     """Frequencies and attention factor; see `RoPE.from_hf_config`."""
     fields = _Fields(config, _rotary_part(config, layer_type))
     kind = fields.get("rope_type") or fields.rotary.get("type") or "default"
@@ -92,7 +92,7 @@ def read(config: Any, layer_type: str | None, seq_len: int | None) -> Found:
         inv_freq = -inv_freq
     said = fields.get("rope_interleave")
     usual = model in INTERLEAVED or model in INTERLEAVED_UNLESS_SAID
-    return Found(inv_freq, factor, usual if said is None else bool(said))
+    return RotaryEmbedding(inv_freq, factor, usual if said is None else bool(said))
 
 
 def _scaled(

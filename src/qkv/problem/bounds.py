@@ -46,8 +46,8 @@ def bound(
     ArgumentError
         If the divisor of an integer division or remainder could be below one.
     """
-    (found,) = bounds([node], variables, tables)
-    return found
+    (interval,) = bounds([node], variables, tables)
+    return interval
 
 
 def bounds(
@@ -175,8 +175,8 @@ def _reduce(table: Array, indices: list[Interval]) -> Interval:
     wide = table.dtype.kind == "f" and table.dtype.itemsize > 4
     low, high = low.astype(np.float64), high.astype(np.float64)
     nan = np.isnan(low)
-    found = Interval(np.where(nan, -np.inf, low), np.where(nan, np.inf, high), nan)
-    return narrowed(found) if wide else found
+    interval = Interval(np.where(nan, -np.inf, low), np.where(nan, np.inf, high), nan)
+    return narrowed(interval) if wide else interval
 
 
 def _least(a: Array, axis: int) -> Array:

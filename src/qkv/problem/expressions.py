@@ -229,8 +229,8 @@ def as_node(value: Any) -> Node:
         return constant(value)  # type: ignore[arg-type]  # NumPy scalars too
     number = getattr(value, "as_number", None)  # Of an array without dimensions.
     if number is not None:
-        found: Node = number().node
-        return found
+        node: Node = number().node
+        return node
     has_one = hasattr(value, "item") and not getattr(value, "shape", True)
     if has_one and not getattr(value, "requires_grad", False):
         return as_node(value.item())

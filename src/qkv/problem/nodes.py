@@ -95,9 +95,9 @@ def _new(key: _Key, fields: tuple[Any, ...], parts: tuple[Node, ...], **own: Any
     for name, value in own.items():
         setattr(made, name, value)
     with _LOCK:
-        found = _NODES.setdefault(key, made)
-    _RECENT.append(found)
-    return found
+        node = _NODES.setdefault(key, made)
+    _RECENT.append(node)
+    return node
 
 
 def _union(parts: list[frozenset[str]]) -> frozenset[str]:
@@ -116,8 +116,8 @@ class Const(_Node):
     def __new__(cls, kind: Kind, value: Number) -> Const:
         # 0.0 and -0.0 are equal numbers, and NaN equals nothing; their digits tell them apart.
         key = (cls, kind, value.hex() if isinstance(value, float) else value)
-        found: Const | None = _find(key)
-        return found if found is not None else _new(key, (kind, value), ())
+        node: Const | None = _find(key)
+        return node if node is not None else _new(key, (kind, value), ())
 
 
 class Var(_Node):
@@ -129,10 +129,10 @@ class Var(_Node):
 
     def __new__(cls, name: str) -> Var:
         key = (cls, name)
-        found: Var | None = _find(key)
-        if found is None:
-            found = _new(key, (name,), (), kind=VARIABLES[name], variables=frozenset({name}))
-        return found
+        node: Var | None = _find(key)
+        if node is None:
+            node = _new(key, (name,), (), kind=VARIABLES[name], variables=frozenset({name}))
+        return node
 
 
 class Load(_Node):
@@ -145,11 +145,11 @@ class Load(_Node):
 
     def __new__(cls, table: str, kind: Kind, indices: tuple[Node, ...]) -> Load:
         key = (cls, table, kind, indices)
-        found: Load | None = _find(key)
-        if found is None:
+        node: Load | None = _find(key)
+        if node is None:
             below = _union([index.tables for index in indices])
-            found = _new(key, (table, kind, indices), indices, tables=below | {table})
-        return found
+            node = _new(key, (table, kind, indices), indices, tables=below | {table})
+        return node
 
 
 class Op(_Node):
@@ -162,8 +162,8 @@ class Op(_Node):
 
     def __new__(cls, name: str, kind: Kind, args: tuple[Node, ...]) -> Op:
         key = (cls, name, kind, args)
-        found: Op | None = _find(key)
-        return found if found is not None else _new(key, (name, kind, args), args)
+        node: Op | None = _find(key)
+        return node if node is not None else _new(key, (name, kind, args), args)
 
 
 Node: TypeAlias = Const | Var | Load | Op

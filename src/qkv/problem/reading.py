@@ -123,8 +123,8 @@ class CapturedArray:
         """Its only entry, in an expression."""
         if len(self._array.shape):
             raise whole_array(tuple(self._array.shape))
-        found: Expr = self._reading.table(self._array)[()]
-        return found
+        entry: Expr = self._reading.table(self._array)[()]
+        return entry
 
     def __len__(self) -> int:
         return len(self._array)
@@ -142,12 +142,12 @@ class CapturedArray:
         return operator.index(self._array)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._array, name)
-        if callable(found) and not hasattr(found, "shape"):
+        attribute = getattr(self._array, name)
+        if callable(attribute) and not hasattr(attribute, "shape"):
             return lambda *args, **kwargs: self._reading.captured(
-                found(*_unwrapped(args), **_unwrapped(kwargs))
+                attribute(*_unwrapped(args), **_unwrapped(kwargs))
             )
-        return self._reading.captured(found) if hasattr(found, "shape") else found
+        return self._reading.captured(attribute) if hasattr(attribute, "shape") else attribute
 
     @classmethod
     def __torch_function__(
@@ -216,13 +216,13 @@ class CapturedObject:
         self._thing, self._reading = thing, reading
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._thing, name)
-        if isinstance(found, types.MethodType) and found.__self__ is self._thing:
+        attribute = getattr(self._thing, name)
+        if isinstance(attribute, types.MethodType) and attribute.__self__ is self._thing:
             # Its own method reads its own attributes.
             return types.MethodType(
-                self._reading._replaced(found.__func__, self._reading.captured), self
+                self._reading._replaced(attribute.__func__, self._reading.captured), self
             )
-        return self._reading.captured(found)
+        return self._reading.captured(attribute)
 
     def __getitem__(self, index: Any) -> Any:
         return self._reading.captured(self._thing[_unwrapped(index)])

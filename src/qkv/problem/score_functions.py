@@ -35,10 +35,10 @@ def power(base: Any, exponent: Any) -> Node:
         if value == 0.5:
             return build("sqrt", base)
         if value == int(value) and abs(value) <= _MAX_POWER:
-            found = _product(base, abs(int(value)))
+            product = _product(base, abs(int(value)))
             if isinstance(value, float):
-                found = build("mul", found, 1.0)
-            return build("div", 1.0, found) if value < 0 else found
+                product = build("mul", product, 1.0)
+            return build("div", 1.0, product) if value < 0 else product
         return build("exp", build("mul", exponent, build("log", base)))
     if isinstance(of_base, Const) and of_base.value > 0:
         return build("exp", build("mul", exponent, math.log(of_base.value)))
@@ -50,13 +50,13 @@ def power(base: Any, exponent: Any) -> Node:
 
 def _product(base: Any, times: int) -> Node:
     """`base` multiplied with itself, by squares."""
-    found: Any = None
+    product: Any = None
     while times:
         if times % 2:
-            found = base if found is None else build("mul", found, base)
+            product = base if product is None else build("mul", product, base)
         times //= 2
         base = build("mul", base, base) if times else base
-    return as_node(1) if found is None else as_node(found)
+    return as_node(1) if product is None else as_node(product)
 
 
 _PI = (3.1414794921875, 0.00011315941810607910156, 1.9841872589410058936e-09)

@@ -56,10 +56,10 @@ class Scores:
         """Rotated key rows of the kv head that the query head reads."""
         spec = self.problem.spec
         index = np.unravel_index(batch, spec.batch_shape)
-        found = read_rows(
+        key_rows = read_rows(
             self.problem.operands.key, index, head // spec.group_size, rows, self.dtype
         )
-        return self._rotated("kv", batch, rows, found)
+        return self._rotated("kv", batch, rows, key_rows)
 
     def value(self, batch: int, head: int, rows: Any) -> Array:
         spec = self.problem.spec

@@ -203,7 +203,7 @@ class Decoder(ABC):
         self, changes: Mapping[tuple[int, int], str | Sequence[int]]
     ) -> dict[int, dict[int, HeadChange]]:
         """Changes by layer and head, with the inputs of other ids computed."""
-        found: dict[int, dict[int, HeadChange]] = {}
+        by_layer: dict[int, dict[int, HeadChange]] = {}
         others: dict[tuple[int, ...], list[HeadInputs]] = {}
         if not isinstance(changes, Mapping) or not all(
             isinstance(place, tuple) and len(place) == 2 for place in changes
@@ -219,14 +219,14 @@ class Decoder(ABC):
                     action=f"Choose from 0 to {len(self._layers) - 1}.",
                 )
             if isinstance(change, str):
-                found.setdefault(layer, {})[head] = cast(HeadChange, change)
+                by_layer.setdefault(layer, {})[head] = cast(HeadChange, change)
                 continue
             ids = tuple(map(int, change))
             if ids not in others:
                 rows = self.attention_inputs(ids)
                 others[ids] = [HeadInputs(q, k, variants) for q, k, _, variants in rows]
-            found.setdefault(layer, {})[head] = others[ids][layer]
-        return found
+            by_layer.setdefault(layer, {})[head] = others[ids][layer]
+        return by_layer
 
     def _states(
         self, ids: TextOrIds, changes: Mapping[int, Mapping[int, HeadChange]] | None = None

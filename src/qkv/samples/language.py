@@ -93,14 +93,14 @@ class LanguageModel(Decoder):
 
         A character that no piece has is 0.
         """
-        found, at = [], 0
+        ids, at = [], 0
         while at < len(text):
             for length in range(self._longest, 0, -1):
                 if (piece := text[at : at + length]) in self._ids:
                     break
-            found.append(self._ids.get(piece, 0))
+            ids.append(self._ids.get(piece, 0))
             at += len(piece)
-        return found
+        return ids
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """The text of each id."""

@@ -40,9 +40,9 @@ def prepared(run: CaseRun) -> bool:
     for _ in range(2):
         run.same(run.attention(inputs), first, "a call like an earlier one gave other bits")
     others = _with_other_values(inputs)
-    found = run.attention(others)
+    later = run.attention(others)
     CALLS.clear()
-    run.same(found, run.attention(others), "a call with other values is not like a first call")
+    run.same(later, run.attention(others), "a call with other values is not like a first call")
     return True
 
 
@@ -99,22 +99,22 @@ def gradients(run: CaseRun) -> bool:
     given = replace(case, memory="contiguous").arrange(grad_out)
     rows = grad_lse if case.head_axis else grad_lse[0]
     CALLS.clear()
-    found = _pulled_back(run, inputs, given, rows)
+    computed = _pulled_back(run, inputs, given, rows)
     for _ in range(2):
         again = _pulled_back(run, inputs, given, rows)
-        run.same(again, found, "gradients of a call like an earlier one have other bits")
+        run.same(again, computed, "gradients of a call like an earlier one have other bits")
     shapes = [case.plain_order(a).shape for a in inputs.arrays]
     oracle = GradientOracle(truth, grad_out, grad_lse, shapes)
     for orders in case.orders:
         exact, limits = oracle.bounds(DTYPES[run.dtype], orders)
         errors = [
             largest(case.plain_order(ours).astype(float) - right)
-            for ours, right in zip(found, exact, strict=True)
+            for ours, right in zip(computed, exact, strict=True)
         ]
         if all(e <= limit for e, limit in zip(errors, limits, strict=True)):
             break
     for name, ours, array, error, limit in zip(
-        _OPERANDS, found, inputs.arrays, errors, limits, strict=True
+        _OPERANDS, computed, inputs.arrays, errors, limits, strict=True
     ):
         run.require(ours.shape == array.shape, f"the gradient of {name} has shape {ours.shape}")
         run.require(ours.dtype == array.dtype, f"the gradient of {name} has dtype {ours.dtype}")
@@ -127,8 +127,8 @@ def _pulled_back(run: CaseRun, inputs: Inputs, grad_out: Array, grad_lse: Array)
     keywords = {**inputs.keywords, "backend": run.backend}
     if not run.is_device:
         _, pullback = vjp(*inputs.arrays, *inputs.variants, **keywords)
-        found = pullback(grad_out, grad_lse)
-        return [found.query, found.key, found.value]
+        operand_gradients = pullback(grad_out, grad_lse)
+        return [operand_gradients.query, operand_gradients.key, operand_gradients.value]
     import torch
 
     leaves = [tensor(a).requires_grad_() for a in inputs.arrays]
@@ -166,13 +166,13 @@ def inspection(run: CaseRun) -> bool:
     allowed = truth.allowed if case.head_axis else truth.allowed[0]
     # What an error of `limit` in each weight does to `sum w log w`.
     of_entropy = limit * (np.sum(np.where(allowed, 1 - logs, 0), axis=-1) + 1)
-    for name, found, right, allowance in (
+    for name, statistic, right, allowance in (
         ("weights", record.weights[...], weights, limit),
         ("entropy", record.entropy, -(weights * logs).sum(axis=-1), of_entropy),
         ("max_weight", record.max_weight, weights.max(axis=-1, initial=0.0), limit),
         ("received", record.received, weights.sum(axis=-2), limit * max(1, case.shape.q_len)),
     ):
-        seen = view(found, name)
+        seen = view(statistic, name)
         run.require(seen.shape == right.shape, f"{name} has shape {seen.shape}")
         most = np.max(allowance, initial=0.0)
         fact = f"{name} is {largest(seen - right):.3g} off, allowed is {most:.3g}"

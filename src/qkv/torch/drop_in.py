@@ -128,14 +128,14 @@ def scaled_dot_product_attention(
     if dropout_p and dropout_p != 1:
         variants.append(qkv.Dropout(dropout_p, torch.randint(2**63 - 1, ())))
     try:
-        found: Tensor = qkv.attention(query, key, value, *variants, scale=scale)
+        output: Tensor = qkv.attention(query, key, value, *variants, scale=scale)
     except ShapeError as error:
         if "layout=" not in error.action:
             raise
         raise error.with_action(
             "Pass (..., heads, length, dim), as by transpose(-3, -2)."
         ) from None
-    return torch.nn.functional.dropout(found, 1.0) if dropout_p == 1 else found
+    return torch.nn.functional.dropout(output, 1.0) if dropout_p == 1 else output
 
 
 def _lower_right(attn_mask: Tensor) -> bool | None:

@@ -81,9 +81,9 @@ class _Joined(MaskVariant):
 
     def with_functions(self, read: ReadFunction) -> Any:
         """See `qkv.variants.base.ReadFunction`."""
-        found = tuple([_with_functions(mask, read) for mask in self.masks])
+        masks = tuple([_with_functions(mask, read) for mask in self.masks])
         kind: Any = type(self)
-        return None if any(mask is None for mask in found) else kind(found)
+        return None if any(mask is None for mask in masks) else kind(masks)
 
     def naive_rows(self, dense: Dense) -> None:
         for mask in self.masks:
@@ -172,8 +172,8 @@ class Not(MaskVariant):
 
     def with_functions(self, read: ReadFunction) -> Any:
         """See `qkv.variants.base.ReadFunction`."""
-        found = _with_functions(self.mask, read)
-        return None if found is None else Not(found)
+        mask = _with_functions(self.mask, read)
+        return None if mask is None else Not(mask)
 
     def lower(self, builder: Builder) -> None:
         builder.mask(~builder.condition(self.mask))

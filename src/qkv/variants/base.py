@@ -131,8 +131,8 @@ class FunctionText:
 
     def lower(self, builder: Builder) -> None:
         """See `Variant`."""
-        found = Expression(from_words(json.loads(self.text))).on_tables(builder, self.arrays)
-        (builder.mask if self.is_mask else builder.mod)(found)
+        expression = Expression(from_words(json.loads(self.text))).on_tables(builder, self.arrays)
+        (builder.mask if self.is_mask else builder.mod)(expression)
 
 
 ReadFunction: TypeAlias = Callable[

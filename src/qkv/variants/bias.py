@@ -125,8 +125,8 @@ def _evenly_spaced(shape: tuple[int, ...]) -> tuple[slice, ...]:
 def _is_zeros_and_ones(array: NDArray[Any]) -> bool:
     """Whether there are both, and nothing else."""
     ones = array == 1
-    found = np.count_nonzero(ones)
-    return bool(0 < found < array.size and (ones | (array == 0)).all())
+    count = np.count_nonzero(ones)
+    return bool(0 < count < array.size and (ones | (array == 0)).all())
 
 
 def _stacklevel_of_caller() -> int:

@@ -177,8 +177,8 @@ def captured_values(
     """
     if isinstance(fn, partial):
         inner = captured_values(fn.func, arrays, outer)
-        found = [_constant_key(v, arrays, outer) for v in (*fn.args, *fn.keywords.values())]
-        return None if inner is None or None in found else (*inner, tuple(fn.keywords), *found)
+        keys = [_constant_key(v, arrays, outer) for v in (*fn.args, *fn.keywords.values())]
+        return None if inner is None or None in keys else (*inner, tuple(fn.keywords), *keys)
     if isinstance(fn, types.MethodType):
         captured_values(fn.__func__, arrays, outer)
         return None
@@ -186,8 +186,8 @@ def captured_values(
         return None
     if fn in outer:  # A recursive function refers to itself.
         return (fn.__code__,)
-    found = [_constant_key(value, arrays, (*outer, fn)) for value in _values_of(fn)]
-    return None if None in found else (fn.__code__, *found)
+    keys = [_constant_key(value, arrays, (*outer, fn)) for value in _values_of(fn)]
+    return None if None in keys else (fn.__code__, *keys)
 
 
 def _values_of(fn: types.FunctionType) -> list[Any]:
@@ -216,8 +216,8 @@ def _constant_key(value: Any, arrays: list[Any], outer: tuple[Any, ...]) -> tupl
         if value.__module__.partition(".")[0] == "numpy":
             return (value,)
         inner: list[Any] = []
-        found = captured_values(value, inner, outer)
-        return None if inner else found
+        key = captured_values(value, inner, outer)
+        return None if inner else key
     if isinstance(value, tuple):
         within: list[Any] = []
         entries = [_constant_key(entry, within, outer) for entry in value]

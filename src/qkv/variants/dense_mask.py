@@ -79,8 +79,8 @@ class Mask(MaskVariant):
         """See `qkv.variants.base.ReadFunction`."""
         if hasattr(self.array, "shape") or not callable(self.array):
             return self
-        found = read(self.array, ("batch", "head", "q_pos", "kv_pos"))
-        return None if found is None else FunctionText(*found, is_mask=True)
+        text_and_arrays = read(self.array, ("batch", "head", "q_pos", "kv_pos"))
+        return None if text_and_arrays is None else FunctionText(*text_and_arrays, is_mask=True)
 
     def __repr__(self) -> str:
         if hasattr(self.array, "shape") or not callable(self.array):

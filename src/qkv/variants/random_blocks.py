@@ -144,9 +144,9 @@ class RandomBlocks(MaskVariant):
         -------
         boolean array (num_heads, num_blocks, num_blocks)
         """
-        found = np.zeros((num_heads, num_blocks, num_blocks + 1), bool)
-        np.put_along_axis(found, self.draws(num_heads, num_blocks), True, axis=2)
-        return found[..., :-1]
+        is_drawn = np.zeros((num_heads, num_blocks, num_blocks + 1), bool)
+        np.put_along_axis(is_drawn, self.draws(num_heads, num_blocks), True, axis=2)
+        return is_drawn[..., :-1]
 
     def lower(self, builder: Builder) -> None:
         shape, size = builder.shape, int(self.block_size)

@@ -150,8 +150,8 @@ class RoPE(Variant):
         -----
         Source: emozilla, "Dynamically Scaled RoPE" (2023); Peng et al. (2023), section 3.3.
         """
-        found = scaling.dynamic_ntk(rotary_dim, factor, max_position_embeddings, seq_len, base)
-        return cls(layout=layout, inv_freq=found)
+        inv_freq = scaling.dynamic_ntk(rotary_dim, factor, max_position_embeddings, seq_len, base)
+        return cls(layout=layout, inv_freq=inv_freq)
 
     @classmethod
     def yarn(
@@ -192,11 +192,11 @@ class RoPE(Variant):
         -----
         Source: Peng et al., "YaRN" (2023), sections 3.2 and 3.4.
         """
-        found, attention_factor = scaling.yarn(
+        inv_freq, attention_factor = scaling.yarn(
             rotary_dim, factor, original_max_position_embeddings, beta_fast, beta_slow,
             attention_factor, mscale, mscale_all_dim, truncate, base,
         )  # fmt: skip
-        return cls(layout=layout, inv_freq=found, attention_factor=attention_factor)
+        return cls(layout=layout, inv_freq=inv_freq, attention_factor=attention_factor)
 
     @classmethod
     def llama3(
@@ -227,8 +227,8 @@ class RoPE(Variant):
         Source: "The Llama 3 Herd of Models" (2024) and the published code.
         """
         limits = low_freq_factor, high_freq_factor, original_max_position_embeddings
-        found = scaling.llama3(rotary_dim, factor, *limits, base)
-        return cls(layout=layout, inv_freq=found)
+        inv_freq = scaling.llama3(rotary_dim, factor, *limits, base)
+        return cls(layout=layout, inv_freq=inv_freq)
 
     @classmethod
     @made_outside("RoPE.longrope", "reads the values of its arrays")
@@ -266,11 +266,11 @@ class RoPE(Variant):
         -----
         Source: Ding et al., "LongRoPE" (2024), and Phi-3.
         """
-        found, attention_factor = scaling.longrope(
+        inv_freq, attention_factor = scaling.longrope(
             rotary_dim, short_factor, long_factor, original_max_position_embeddings, seq_len,
             factor, attention_factor, base,
         )  # fmt: skip
-        return cls(layout=layout, inv_freq=found, attention_factor=attention_factor)
+        return cls(layout=layout, inv_freq=inv_freq, attention_factor=attention_factor)
 
     @classmethod
     @made_outside("RoPE.from_hf_config", "reads a configuration")
@@ -309,9 +309,9 @@ class RoPE(Variant):
         >>> qkv.RoPE.from_hf_config(config).inv_freq[0]
         np.float64(0.25)
         """
-        found = hf_config.read(config, layer_type, seq_len)
-        pairs: Pairs = layout or ("interleaved" if found.interleaved else "half_split")
-        return cls(layout=pairs, inv_freq=found.inv_freq, attention_factor=found.attention_factor)
+        rotary = hf_config.read(config, layer_type, seq_len)
+        pairs: Pairs = layout or ("interleaved" if rotary.interleaved else "half_split")
+        return cls(layout=pairs, inv_freq=rotary.inv_freq, attention_factor=rotary.attention_factor)
 
     def frequencies(self, head_dim: int) -> NDArray[np.float64]:
         """Radians per position of each pair."""

@@ -99,8 +99,8 @@ class ScoreMod(Variant):
 
     def with_functions(self, read: ReadFunction) -> Any:
         """See `qkv.variants.base.ReadFunction`."""
-        found = read(self.fn, _ARGUMENTS)
-        return None if found is None else FunctionText(*found, is_mask=False)
+        text_and_arrays = read(self.fn, _ARGUMENTS)
+        return None if text_and_arrays is None else FunctionText(*text_and_arrays, is_mask=False)
 
     def lower(self, builder: Builder) -> None:
         tables: dict[int, Any] = {}

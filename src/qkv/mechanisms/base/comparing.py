@@ -54,16 +54,16 @@ def closest(
     -----
     Source of the input: torch.Generator with seed 0; 2 sequences of 48 tokens at three scales.
     """
-    found = []
+    differences = []
     for what, mechanism in candidates:
         difference = largest_difference(mechanism, module, run, width)
         if difference <= TOLERANCE:
             return mechanism
-        found.append((what, f"differs by up to {difference:.2g} of the largest output"))
+        differences.append((what, f"differs by up to {difference:.2g} of the largest output"))
     raise UnsupportedError(
         f"{type(module).__name__} computes something that {candidates[0][1].name} does not, as a "
         "comparison of both on random input shows.",
-        found,
+        differences,
         "Call the module itself, or qkv.attention with the variants that its forward applies.",
     )
 
@@ -74,8 +74,8 @@ def largest_difference(
     """The largest difference of outputs, relative to the module's largest; inf if not finite."""
     import torch
 
-    found = next((p.dtype for p in module.parameters()), torch.float32)
-    dtype = torch.float64 if found == torch.float64 else torch.float32
+    own_dtype = next((p.dtype for p in module.parameters()), torch.float32)
+    dtype = torch.float64 if own_dtype == torch.float64 else torch.float32
     copied = deepcopy(module).to("cpu", dtype).eval()
     for part in copied.modules():
         # What the caller's hooks see are calls of the module itself.

@@ -204,7 +204,7 @@ def _text(position: int, step: Step) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | np.ndarray):
         return [_plain(item) for item in value]
-    found = float(value)
-    if np.isfinite(found):
-        return found
-    return None if found == -np.inf else str(found)
+    scalar = float(value)
+    if np.isfinite(scalar):
+        return scalar
+    return None if scalar == -np.inf else str(scalar)

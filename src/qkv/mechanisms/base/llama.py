@@ -195,10 +195,10 @@ def _layouts(rope: RoPE | None, given: RoPE | None) -> list[tuple[str, RoPE | No
         return [("no rotation", None)]
     layouts: tuple[Pairs, ...] = ("half_split", "interleaved")
     order = sorted(layouts, key=lambda layout: layout != rope.layout)
-    found: list[tuple[str, RoPE | None]] = [
+    candidates: list[tuple[str, RoPE | None]] = [
         (f"rotation with layout {layout!r}", replace(rope, layout=layout)) for layout in order
     ]
-    return [*found, ("no rotation", None)]
+    return [*candidates, ("no rotation", None)]
 
 
 def _either(module: Any, name: str) -> Any:

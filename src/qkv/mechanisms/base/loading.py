@@ -46,7 +46,7 @@ def named_weights(module: Any, names: Mapping[str, str] | Iterable[str]) -> dict
     """
     state = module.state_dict()
     names = names if isinstance(names, Mapping) else {name: name for name in names}
-    found: dict[str, Any] = {}
+    weights: dict[str, Any] = {}
     if any(value.is_meta for value in state.values()):
         raise UnsupportedError(
             f"weights of {type(module).__name__} are on the device meta: they are offloaded, or "
@@ -62,8 +62,8 @@ def named_weights(module: Any, names: Mapping[str, str] | Iterable[str]) -> dict
                 "Pass the attention module of a layer, not the layer or the model.",
             )
         for part in parts:
-            found[f"{name}{part}"] = state[f"{theirs}{part}"].detach().clone()
-    return found
+            weights[f"{name}{part}"] = state[f"{theirs}{part}"].detach().clone()
+    return weights
 
 
 def require_attributes(module: Any, names: Iterable[str]) -> None:

@@ -197,9 +197,9 @@ class Mechanism(ABC):
         """
         (tokens,) = symbols(n=n)
         b = 1 if batch == 1 else Count(batch, "b")
-        found = self.operations(tokens, b)
-        found += Ledger(parameters=Count(self.parameters - int(found.parameters)))
-        return found + traffic(*self.numbers_moved(tokens, b, found.parameters), dtype)
+        ledger = self.operations(tokens, b)
+        ledger += Ledger(parameters=Count(self.parameters - int(ledger.parameters)))
+        return ledger + traffic(*self.numbers_moved(tokens, b, ledger.parameters), dtype)
 
     @abstractmethod
     def operations(self, tokens: Count, batch: int) -> Ledger:
@@ -305,10 +305,10 @@ def _checked(
 ) -> dict[str, Any]:
     missing, unknown = shapes.keys() - weights.keys(), weights.keys() - shapes.keys()
     if missing or unknown:
-        found = [("missing", ", ".join(sorted(missing))), ("unknown", ", ".join(sorted(unknown)))]
+        facts = [("missing", ", ".join(sorted(missing))), ("unknown", ", ".join(sorted(unknown)))]
         raise ArgumentError(
             f"the weights of {mechanism} are {', '.join(shapes)}.",
-            [(what, names) for what, names in found if names],
+            [(what, names) for what, names in facts if names],
             "Pass exactly these names.",
         )
     for name, shape in shapes.items():

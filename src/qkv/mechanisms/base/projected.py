@@ -214,11 +214,11 @@ class ProjectedAttention(AttentionMechanism):
 
     def variants(self, query: Any, key: Any) -> tuple[Any, ...]:
         """Positions, soft cap, sinks and the causal mask, if any; subclasses add their own."""
-        found: list[Any] = [] if self.rope is None else [self.rope]
-        found += [ALiBi()] * self.alibi
-        found += [] if self.softcap is None else [Softcap(self.softcap)]
-        found += [Sinks(self.weight("sinks", query))] if self.sinks else []
-        return (*found, *(Causal(),) * self.causal)
+        variants: list[Any] = [] if self.rope is None else [self.rope]
+        variants += [ALiBi()] * self.alibi
+        variants += [] if self.softcap is None else [Softcap(self.softcap)]
+        variants += [Sinks(self.weight("sinks", query))] if self.sinks else []
+        return (*variants, *(Causal(),) * self.causal)
 
     def join(self, out: Any) -> Any:
         """The heads side by side, projected back."""
@@ -236,10 +236,10 @@ class ProjectedAttention(AttentionMechanism):
 
     def score_cost(self, pairs: int) -> Ledger:
         """The cost of the score variants for `pairs` pairs of one head."""
-        found = step("alibi", subtract=2 * pairs, multiply=pairs) if self.alibi else Ledger()
+        ledger = step("alibi", subtract=2 * pairs, multiply=pairs) if self.alibi else Ledger()
         if self.softcap is not None:
-            found += step("softcap", divide=pairs, tanh=pairs, multiply=pairs)
-        return found
+            ledger += step("softcap", divide=pairs, tanh=pairs, multiply=pairs)
+        return ledger
 
     def row_cost(self, rows: int) -> Ledger:
         """The cost of positions for `rows` query or key rows of one head."""
@@ -253,25 +253,25 @@ class ProjectedAttention(AttentionMechanism):
         h, g, d = symbols(h=self.num_heads, g=self.num_kv_heads, d=self.head_dim)
         g = h if self.num_kv_heads == self.num_heads else g
         projections = self._projections()
-        found = Ledger()
+        ledger = Ledger()
         for name, inner, outer in projections[:3]:
-            found += projection(name, batch * tokens, inner, outer, self.bias)
+            ledger += projection(name, batch * tokens, inner, outer, self.bias)
         both: int = batch * (h + g)
         if self.qk_norm:
             for heads in (h, g):
                 rows, row = (
                     (tokens, heads * d) if self.qk_norm == "all heads" else (tokens * heads, d)
                 )
-                found += norm_of_rows("qk_norm", batch * rows, row)
-        found += self.row_cost(tokens) * both
+                ledger += norm_of_rows("qk_norm", batch * rows, row)
+        ledger += self.row_cost(tokens) * both
         if self.sinks:
-            found += step("sinks", exp=batch * h * tokens, add=batch * h * tokens)
+            ledger += step("sinks", exp=batch * h * tokens, add=batch * h * tokens)
         for pairs, count in self.pairs_of_heads(tokens):
             each = attention_over_pairs(pairs, tokens, d, d) + self.score_cost(pairs)
-            found += each * (batch * count)
+            ledger += each * (batch * count)
         for name, inner, outer in projections[3:]:
-            found += projection(name, batch * tokens, inner, outer, self.bias)
-        return found
+            ledger += projection(name, batch * tokens, inner, outer, self.bias)
+        return ledger
 
     def widths(self) -> tuple[int, int]:
         """Those of x and of the output."""
@@ -315,9 +315,9 @@ class ProjectedAttention(AttentionMechanism):
         ArgumentError
             The mechanism has weights that are neither in the module nor given.
         """
-        found = torch_multi_head(module)
-        weights = {**found.pop("weights"), **options.pop("weights", {})}
-        return cls(**found, **options, weights=weights)
+        arguments = torch_multi_head(module)
+        weights = {**arguments.pop("weights"), **options.pop("weights", {})}
+        return cls(**arguments, **options, weights=weights)
 
     @classmethod
     def for_example(

@@ -81,16 +81,16 @@ class Cross(ProjectedAttention):
         kv_len = n if kv_len is None else kv_len
         tokens, m, d, h = symbols(n=n, m=kv_len, d=self.head_dim, h=self.num_heads)
         b = 1 if batch == 1 else Count(batch, "b")
-        found = Ledger()
+        ledger = Ledger()
         rows = {"q_proj": tokens, "k_proj": m, "v_proj": m, "out_proj": tokens}
         projections = self._projections()
         for name, inner, outer in projections:
-            found += projection(name, b * rows[name], inner, outer, self.bias)
+            ledger += projection(name, b * rows[name], inner, outer, self.bias)
         heads: int = b * h
-        found += attention_over_pairs(tokens * m, tokens, d, d) * heads
+        ledger += attention_over_pairs(tokens * m, tokens, d, d) * heads
         read, written = self.widths()
-        read = b * (tokens * read + m * projections[1][1]) + found.parameters
-        return found + traffic(read, b * tokens * written, dtype)
+        read = b * (tokens * read + m * projections[1][1]) + ledger.parameters
+        return ledger + traffic(read, b * tokens * written, dtype)
 
     @classmethod
     def example_arguments(cls) -> tuple[Any, ...]:

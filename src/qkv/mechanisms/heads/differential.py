@@ -162,7 +162,7 @@ class Differential(LlamaAttention):
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
         """Those of the maps, each of which sums values of `2 head_dim` numbers, and the rest."""
-        found = super().operations(tokens, batch)
+        ledger = super().operations(tokens, batch)
         d, h = symbols(d=self.head_dim, h=self.num_heads)
         pairs, heads = self.pairs(tokens), batch * h
         wider = attention_over_pairs(pairs, tokens, d, 2 * d)
@@ -173,11 +173,11 @@ class Differential(LlamaAttention):
             if key[0] == "av"
         }
         numbers = batch * tokens * h * d
-        found += Ledger(more) + step("difference", multiply=numbers, subtract=numbers)
+        ledger += Ledger(more) + step("difference", multiply=numbers, subtract=numbers)
         if self.normalize:
             rows = batch * tokens * (h // 2)
-            found += step("norm", multiply=3 * numbers, add=numbers, divide=rows, sqrt=rows)
-        return found
+            ledger += step("norm", multiply=3 * numbers, add=numbers, divide=rows, sqrt=rows)
+        return ledger
 
     @classmethod
     def options_of(cls, module: Any) -> dict[str, Any]:

@@ -153,16 +153,16 @@ class MultiHeadLatent(AttentionMechanism):
             p=self.qk_nope_head_dim,
             v=self.v_head_dim,
         )
-        found = [
+        projections = [
             ("kv_a_proj_with_mqa", e, c + r, self.bias),
             ("kv_b_proj", c, h * (p + v), False),
         ]
         if self.q_lora_rank is None:
-            found.append(("q_proj", e, h * (p + r), False))
+            projections.append(("q_proj", e, h * (p + r), False))
         else:
             (a,) = symbols(a=self.q_lora_rank)
-            found += [("q_a_proj", e, a, self.bias), ("q_b_proj", a, h * (p + r), False)]
-        return found + [("out_proj", h * v, e, self.bias)] * self.out_proj
+            projections += [("q_a_proj", e, a, self.bias), ("q_b_proj", a, h * (p + r), False)]
+        return projections + [("out_proj", h * v, e, self.bias)] * self.out_proj
 
     def initial_weight(
         self, name: str, shape: tuple[int, ...], rng: np.random.Generator
@@ -305,16 +305,16 @@ class MultiHeadLatent(AttentionMechanism):
         r, p = symbols(r=self.qk_rope_head_dim, p=self.qk_nope_head_dim)
         rows: int = batch * tokens
         heads: int = batch * h
-        found = Ledger()
+        ledger = Ledger()
         for name, inner, outer, has_bias in self._projections():
-            found += projection(name, rows, inner, outer, has_bias)
+            ledger += projection(name, rows, inner, outer, has_bias)
         if self.latent_norm:
             for rank in (self.kv_lora_rank, *([self.q_lora_rank] if self.q_lora_rank else [])):
-                found += norm_of_rows("norm", rows, rank)
+                ledger += norm_of_rows("norm", rows, rank)
         rotated = rows * (h + 1) * r // 2
-        found += step("rope", multiply=4 * rotated, add=rotated, subtract=rotated)
+        ledger += step("rope", multiply=4 * rotated, add=rotated, subtract=rotated)
         pairs = tokens * (tokens + 1) // 2 if self.causal else tokens * tokens
-        return found + attention_over_pairs(pairs, tokens, p + r, v) * heads
+        return ledger + attention_over_pairs(pairs, tokens, p + r, v) * heads
 
     def widths(self) -> tuple[int, int]:
         """Those of x and of the output."""

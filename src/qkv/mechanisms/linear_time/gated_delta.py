@@ -217,22 +217,22 @@ class GatedDelta(RecurrentMechanism):
         tokens = batch * tokens
         keys, values = tokens * g * d, tokens * h * d_v
         states, scalars, mixed = values * d, tokens * h, 2 * keys + values
-        found = projection("in_proj_qkvz", tokens, e, 2 * g * d + 2 * h * d_v)
-        found += projection("in_proj_ba", tokens, e, 2 * h)
-        found += step("conv", multiply=mixed * k, add=mixed * (k - 1))
-        found += activation_cost("conv", mixed)
-        found += step("normalise", multiply=3 * keys, add=2 * keys, divide=2 * keys,
+        ledger = projection("in_proj_qkvz", tokens, e, 2 * g * d + 2 * h * d_v)
+        ledger += projection("in_proj_ba", tokens, e, 2 * h)
+        ledger += step("conv", multiply=mixed * k, add=mixed * (k - 1))
+        ledger += activation_cost("conv", mixed)
+        ledger += step("normalise", multiply=3 * keys, add=2 * keys, divide=2 * keys,
                       sqrt=2 * tokens * g)  # fmt: skip
-        found += activation_cost("decay", scalars) + step("decay", add=scalars, exp=scalars)
-        found += step("decay", multiply=scalars) + activation_cost("beta", scalars)
-        found += step("state", multiply=3 * states + values, add=2 * states, subtract=values,
+        ledger += activation_cost("decay", scalars) + step("decay", add=scalars, exp=scalars)
+        ledger += step("decay", multiply=scalars) + activation_cost("beta", scalars)
+        ledger += step("state", multiply=3 * states + values, add=2 * states, subtract=values,
                       space=h * d * d_v)  # fmt: skip
-        found += step("read", multiply=states, add=states - values, space=values)
-        found += step("norm", multiply=2 * values, add=values, divide=values, sqrt=scalars)
-        found += activation_cost("gate", values) + step("gate", multiply=values)
+        ledger += step("read", multiply=states, add=states - values, space=values)
+        ledger += step("norm", multiply=2 * values, add=values, divide=values, sqrt=scalars)
+        ledger += activation_cost("gate", values) + step("gate", multiply=values)
         if self.out_proj:
-            found += projection("out_proj", tokens, h * d_v, e)
-        return found
+            ledger += projection("out_proj", tokens, h * d_v, e)
+        return ledger
 
     def widths(self) -> tuple[int, int]:
         """Those of x and of the output."""
@@ -290,9 +290,9 @@ def _split_columns(rows: Any, heads: int, widths: tuple[int, ...]) -> list[Any]:
     """`(..., n, heads * sum(widths))` as one `(..., n, heads * width)` for each width."""
     xp = array_namespace(rows)
     apart = xp.reshape(rows, (*rows.shape[:-1], heads, sum(widths)))
-    found, start = [], 0
+    parts, start = [], 0
     for width in widths:
         part = apart[..., start : start + width]
-        found.append(xp.reshape(part, (*rows.shape[:-1], heads * width)))
+        parts.append(xp.reshape(part, (*rows.shape[:-1], heads * width)))
         start += width
-    return found
+    return parts

@@ -214,19 +214,19 @@ class Linear(StatefulMechanism, ProjectedAttention):
         """Those of sums that are taken once; chunks do more in fewer products."""
         h, g, d = symbols(h=self.num_heads, g=self.num_kv_heads, d=self.head_dim)
         tokens = batch * tokens
-        found = Ledger()
+        ledger = Ledger()
         for name, inner, outer in self._projections():
-            found += projection(name, tokens, inner, outer, self.bias)
-        features, ledger = self.feature_cost(tokens, d)
+            ledger += projection(name, tokens, inner, outer, self.bias)
+        features, of_features = self.feature_cost(tokens, d)
         pairs = tokens * features
         both: int = h + g
-        found += ledger * both
+        ledger += of_features * both
         of_head = (
             step("state", multiply=pairs * d, add=pairs * (d + 1), space=features * (d + 1))
             + step("read", multiply=pairs * (d + 1), add=(pairs - tokens) * (d + 1))
             + step("divide", divide=tokens * d, space=tokens * d)
         )
-        return found + of_head * h
+        return ledger + of_head * h
 
 
 def _steps(query: Any, key: Any, value: Any, tokens: Sequence[str]) -> list[Step]:

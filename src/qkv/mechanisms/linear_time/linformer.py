@@ -134,12 +134,12 @@ class Linformer(ProjectedAttention):
                 action=f"Pass at most {self.max_len} tokens, or build it for a longer max_len.",
             )
         weight = like(self.weights[f"{mixtures}.weight"], rows, mixtures)
-        found = 0
+        mixed_rows = 0
         for start in range(0, max(n, 1), self.block_size):
             block = rows if n <= self.block_size else rows[..., start : start + self.block_size, :]
             heads = split_heads(self.linear(projection, block), self.num_kv_heads)
-            found = found + weight[:, start : min(start + self.block_size, n)] @ heads
-        return found
+            mixed_rows = mixed_rows + weight[:, start : min(start + self.block_size, n)] @ heads
+        return mixed_rows
 
     def token_mixing(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """The weights of the mixtures times F, `(..., num_heads, q_len, kv_len)`.
@@ -164,8 +164,8 @@ class Linformer(ProjectedAttention):
 
     def pairs(self, n: int) -> int:
         """`n` queries with `num_mixtures` keys each."""
-        found: int = n * Count(self.num_mixtures, "k")
-        return found
+        pairs: int = n * Count(self.num_mixtures, "k")
+        return pairs
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
         """Those of the mixtures, and of attention to them."""

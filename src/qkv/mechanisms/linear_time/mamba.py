@@ -137,8 +137,8 @@ class Mamba(RecurrentMechanism):
     ) -> NDArray[Any]:
         """A from -1 to -state_size, and time steps from 0.001 to 0.1, as in the paper."""
         kind = {"dt_proj.bias": "dt_bias"}.get(name, name)
-        found = initial_state_space_weight(kind, shape, rng)
-        return super().initial_weight(name, shape, rng) if found is None else found
+        weight = initial_state_space_weight(kind, shape, rng)
+        return super().initial_weight(name, shape, rng) if weight is None else weight
 
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -192,17 +192,17 @@ class Mamba(RecurrentMechanism):
         tokens = batch * tokens
         channels = tokens * c
         states = channels * s
-        found = projection("in_proj", tokens, e, 2 * c, "in_proj.bias" in self.weights)
-        found += step("conv", multiply=channels * k, add=channels * k)
-        found += activation_cost("conv", channels)
-        found += projection("x_proj", tokens, c, r + 2 * s)
-        found += projection("dt_proj", tokens, r, c, True) + activation_cost("dt_proj", channels)
-        found += step("state", multiply=4 * states, exp=states, add=states, space=c * s)
-        found += step("read", multiply=states + channels, add=states, space=channels)
-        found += activation_cost("gate", channels) + step("gate", multiply=channels)
+        ledger = projection("in_proj", tokens, e, 2 * c, "in_proj.bias" in self.weights)
+        ledger += step("conv", multiply=channels * k, add=channels * k)
+        ledger += activation_cost("conv", channels)
+        ledger += projection("x_proj", tokens, c, r + 2 * s)
+        ledger += projection("dt_proj", tokens, r, c, True) + activation_cost("dt_proj", channels)
+        ledger += step("state", multiply=4 * states, exp=states, add=states, space=c * s)
+        ledger += step("read", multiply=states + channels, add=states, space=channels)
+        ledger += activation_cost("gate", channels) + step("gate", multiply=channels)
         if self.out_proj:
-            found += projection("out_proj", tokens, c, e, "out_proj.bias" in self.weights)
-        return found
+            ledger += projection("out_proj", tokens, c, e, "out_proj.bias" in self.weights)
+        return ledger
 
     def widths(self) -> tuple[int, int]:
         """Those of x and of the output."""

@@ -155,8 +155,8 @@ class Mamba2(RecurrentMechanism):
         self, name: str, shape: tuple[int, ...], rng: np.random.Generator
     ) -> NDArray[Any]:
         """A from -1 to -num_heads, and time steps from 0.001 to 0.1, as in the paper."""
-        found = initial_state_space_weight(name, shape, rng)
-        return super().initial_weight(name, shape, rng) if found is None else found
+        weight = initial_state_space_weight(name, shape, rng)
+        return super().initial_weight(name, shape, rng) if weight is None else weight
 
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -226,18 +226,20 @@ class Mamba2(RecurrentMechanism):
         tokens = batch * tokens
         channels, mixed = tokens * h * d, h * d + 2 * g * s
         states = channels * s
-        found = projection("in_proj", tokens, e, h * d + mixed + h, "in_proj.bias" in self.weights)
-        found += step("conv", multiply=tokens * mixed * k, add=tokens * mixed * k)
-        found += activation_cost("conv", tokens * mixed)
-        found += step("step", add=tokens * h) + activation_cost("step", tokens * h)
-        found += step("decay", multiply=tokens * h, exp=tokens * h)
-        found += step("state", multiply=2 * states + channels, add=states, space=h * d * s)
-        found += step("read", multiply=states + channels, add=states, space=channels)
-        found += activation_cost("gate", channels) + step("gate", multiply=channels)
-        found += step("norm", multiply=2 * channels, add=channels, divide=channels, sqrt=tokens * g)
+        ledger = projection("in_proj", tokens, e, h * d + mixed + h, "in_proj.bias" in self.weights)
+        ledger += step("conv", multiply=tokens * mixed * k, add=tokens * mixed * k)
+        ledger += activation_cost("conv", tokens * mixed)
+        ledger += step("step", add=tokens * h) + activation_cost("step", tokens * h)
+        ledger += step("decay", multiply=tokens * h, exp=tokens * h)
+        ledger += step("state", multiply=2 * states + channels, add=states, space=h * d * s)
+        ledger += step("read", multiply=states + channels, add=states, space=channels)
+        ledger += activation_cost("gate", channels) + step("gate", multiply=channels)
+        ledger += step(
+            "norm", multiply=2 * channels, add=channels, divide=channels, sqrt=tokens * g
+        )
         if self.out_proj:
-            found += projection("out_proj", tokens, h * d, e, "out_proj.bias" in self.weights)
-        return found
+            ledger += projection("out_proj", tokens, h * d, e, "out_proj.bias" in self.weights)
+        return ledger
 
     def widths(self) -> tuple[int, int]:
         """Those of x and of the output."""

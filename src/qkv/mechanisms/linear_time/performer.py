@@ -130,8 +130,8 @@ class Performer(Linear):
     def feature_cost(self, rows: int, head_dim: int) -> tuple[int, Ledger]:
         """How many features a row has, and what those of `rows` rows take."""
         m = Count(self.num_features, "m")
-        found = matmul("features", rows, head_dim, m)
-        return m, found + step(
+        ledger = matmul("features", rows, head_dim, m)
+        return m, ledger + step(
             "features",
             multiply=rows * (2 * head_dim + 1 + m),
             add=rows * (head_dim - 1),

@@ -158,18 +158,18 @@ class RWKV4(RecurrentMechanism):
         """Those of the recurrence token by token; chunks do more in fewer products."""
         e, h = symbols(e=self.embed_dim, h=self.hidden_dim)
         tokens = batch * tokens
-        found = step("token_shift", multiply=6 * tokens * e, add=3 * tokens * e, subtract=3 * e)
+        ledger = step("token_shift", multiply=6 * tokens * e, add=3 * tokens * e, subtract=3 * e)
         for side in ("key", "value", "receptance"):
-            found += projection(side, tokens, e, h)
+            ledger += projection(side, tokens, e, h)
         each = tokens * h
-        found += step(
+        ledger += step(
             "wkv", exp=4 * each, multiply=6 * each, add=6 * each, subtract=5 * each,
             compare=2 * each, divide=each, space=each,
         )  # fmt: skip
-        found += activation_cost("gate", each)
+        ledger += activation_cost("gate", each)
         if self.out_proj:
-            found += projection("output", tokens, h, e)
-        return found
+            ledger += projection("output", tokens, h, e)
+        return ledger
 
     def widths(self) -> tuple[int, int]:
         """Those of x and of the output."""

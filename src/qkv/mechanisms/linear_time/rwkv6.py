@@ -197,24 +197,24 @@ class RWKV6(RecurrentMechanism):
         r, s = symbols(r=self.mix_rank, s=self.decay_rank)
         tokens = batch * tokens
         each, channels = tokens * e, tokens * h * d
-        found = step("token_shift", subtract=each, multiply=6 * each, add=11 * each)
-        found += matmul("mix_down", tokens, e, 5 * r) + step("mix_down", tanh=5 * tokens * r)
-        found += matmul("mix_up", tokens, r, e) * 5
-        found += matmul("decay_down", tokens, e, s) + step("decay_down", tanh=tokens * s)
-        found += matmul("decay_up", tokens, s, h * d)
-        found += step("decay", add=channels, exp=2 * channels, subtract=channels)
+        ledger = step("token_shift", subtract=each, multiply=6 * each, add=11 * each)
+        ledger += matmul("mix_down", tokens, e, 5 * r) + step("mix_down", tanh=5 * tokens * r)
+        ledger += matmul("mix_up", tokens, r, e) * 5
+        ledger += matmul("decay_down", tokens, e, s) + step("decay_down", tanh=tokens * s)
+        ledger += matmul("decay_up", tokens, s, h * d)
+        ledger += step("decay", add=channels, exp=2 * channels, subtract=channels)
         for side in PROJECTIONS.values():
-            found += projection(side, tokens, e, h * d)
+            ledger += projection(side, tokens, e, h * d)
         states = channels * d
-        found += step("state", multiply=2 * states, add=states, space=h * d * d)
-        found += step("bonus", multiply=channels + states, add=states)
-        found += step("read", multiply=states, add=states - channels, space=channels)
-        found += step("norm", multiply=2 * channels, add=4 * channels, subtract=channels,
+        ledger += step("state", multiply=2 * states, add=states, space=h * d * d)
+        ledger += step("bonus", multiply=channels + states, add=states)
+        ledger += step("read", multiply=states, add=states - channels, space=channels)
+        ledger += step("norm", multiply=2 * channels, add=4 * channels, subtract=channels,
                       divide=channels, sqrt=tokens * h)  # fmt: skip
-        found += activation_cost("gate", channels) + step("gate", multiply=channels)
+        ledger += activation_cost("gate", channels) + step("gate", multiply=channels)
         if self.out_proj:
-            found += projection("output", tokens, h * d, e)
-        return found
+            ledger += projection("output", tokens, h * d, e)
+        return ledger
 
     def widths(self) -> tuple[int, int]:
         """Those of x and of the output."""

@@ -76,8 +76,8 @@ class StatefulMechanism(Mechanism):
         """
         self.check(x)
         start = self.initial_state(x) if state is None else self._checked_state(state, x)
-        found: tuple[Any, dict[str, Any]] = in_chunks(self.next_tokens, [x], start, self.block_size)
-        return found
+        mixed: tuple[Any, dict[str, Any]] = in_chunks(self.next_tokens, [x], start, self.block_size)
+        return mixed
 
     def _checked_state(self, state: Any, x: Any) -> dict[str, Any]:
         """The state in the library, dtype and device of `x`, if it has the right shapes."""

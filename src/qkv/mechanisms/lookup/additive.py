@@ -170,9 +170,9 @@ class Additive(Mechanism):
             + softmax_ledger("softmax", tokens, tokens)
             + matmul("av", tokens, tokens, c)
         )
-        found = scores * batch + Ledger(parameters=Count(1) * a)
+        ledger = scores * batch + Ledger(parameters=Count(1) * a)
         rows: int = batch * tokens
-        return found + projection("q_proj", rows, e, a) + projection("k_proj", rows, c, a)
+        return ledger + projection("q_proj", rows, e, a) + projection("k_proj", rows, c, a)
 
     def widths(self) -> tuple[int, int]:
         """A query, a key and a value are read, and a row as long as a value is written."""

@@ -85,11 +85,11 @@ class Hard(UnprojectedAttention):
         """
         d, k = symbols(d=self.head_dim, k=min(self.k, int(tokens)))
         pairs, chosen = tokens * tokens, tokens * k
-        found = (
+        ledger = (
             step("qk", multiply=pairs * d, add=pairs * (d - 1), space=pairs)
             + step("top_k", compare=chosen * (tokens - 1), space=chosen)
             + step("scale", divide=chosen)
             + step("softmax", subtract=chosen, exp=chosen, add=chosen - tokens, divide=chosen)
             + step("av", multiply=chosen * d, add=(chosen - tokens) * d, space=tokens * d)
         )
-        return found * batch
+        return ledger * batch

@@ -166,7 +166,7 @@ class BigBird(ProjectedAttention):
         rows = np.minimum(self.block, n - b * self.block)
         ends = np.zeros_like(b)
         near = np.stack([(b - 1).clip(0), b, (b + 1).clip(0, last), ends, ends + last], 1)
-        found = []
+        pairs = []
         for drawn in self._drawn(blocks):
             # Every block attends to block 0 anyway, so -1 may become 0.
             seen = np.sort(np.concatenate([near, drawn.clip(0)], 1), 1)
@@ -177,8 +177,8 @@ class BigBird(ProjectedAttention):
             for end in (0, last):
                 keys[end] = rows[: end + 1].sum() if self.causal else n
             above = (rows * (rows - 1) // 2).sum() if self.causal else 0
-            found.append((Count(int(rows @ keys - above), "pairs"), 1))
-        return tuple(found)
+            pairs.append((Count(int(rows @ keys - above), "pairs"), 1))
+        return tuple(pairs)
 
     @classmethod
     def from_transformers(cls, module: Any, random_blocks: NDArray[Any]) -> Self:

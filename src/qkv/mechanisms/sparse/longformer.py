@@ -187,15 +187,15 @@ class Longformer(ProjectedAttention):
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
         """Queries by the global projections are made for the global tokens only."""
-        found = super().operations(tokens, batch)
+        ledger = super().operations(tokens, batch)
         g = len(self.global_tokens)
         if not g:
-            return found
+            return ledger
         some, e, d, h = symbols(g=g, e=self.embed_dim, d=self.head_dim, h=self.num_heads)
         for side, rows in (("q", some), ("k", tokens), ("v", tokens)):
             more = projection(f"{side}_global", batch * rows, e, h * d, self.bias)
-            found += Ledger(more.operations, more.space)
-        return found
+            ledger += Ledger(more.operations, more.space)
+        return ledger
 
     @classmethod
     def from_transformers(cls, module: Any, global_tokens: Sequence[int] = ()) -> Self:

@@ -75,9 +75,9 @@ def seen_range_function(frame: BackwardFrame) -> Value:
     """
     e = frame.e
     with e.function("seen", [POINTER, *[INT64] * 6, POINTER]) as (function, args):
-        arguments, *where, kv_start, count, found = args
+        arguments, *where, kv_start, count, key_range = args
         write_range(
-            e, frame.expressions_of_rows(arguments, *where), frame.mask, kv_start, count, found
+            e, frame.expressions_of_rows(arguments, *where), frame.mask, kv_start, count, key_range
         )
     return function
 
@@ -174,16 +174,16 @@ def score_gradients_function(frame: BackwardFrame, vectors: int) -> Value:
             if rests is not None:
                 difference = b.fsub(difference, rests[n])
             share = weight if frame.applies_chain_rule else b.fmul(weight, scale)
-            found = b.fmul(share, difference)
+            gradient = b.fmul(share, difference)
             if frame.may_forbid:
-                found = b.select(frame.is_forbidden(weight), e.const(0.0), found)
-            return found
+                gradient = b.select(frame.is_forbidden(weight), e.const(0.0), gradient)
+            return gradient
 
         def store_gradients(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
             for n, product in enumerate(products):
                 place = e.add(e.mul(k, vectors * e.vector_bytes), n * e.vector_bytes)
-                found = score_gradient(place, product, n % vectors)
-                e.store_vector(found, e.at(out, place))
+                gradient = score_gradient(place, product, n % vectors)
+                e.store_vector(gradient, e.at(out, place))
             return []
 
         less = None if frame.spec.dropout else delta_rows
@@ -238,21 +238,21 @@ def chain_rule_function(frame: BackwardFrame) -> Value:
 
         def differentiate_key(k: Value, sums: list[Value]) -> list[Value]:
             place = e.mul(k, at.width)
-            found = e.load_vector(e.at(at.score_grads, place))
+            score_grad = e.load_vector(e.at(at.score_grads, place))
             product = b.fmul(e.load_vector(e.at(at.products, place)), scale)
             forbidden = frame.is_forbidden(e.load_vector(e.at(at.weights, place)))
             counts = b.and_(b.not_(forbidden), is_query)
             inner = places.at_key(e.add(at.kv_start, k), product)
             following: list[Value] = []
             for load, slope in slopes.items():
-                share = b.select(counts, b.fmul(found, inner.floats(slope)), e.const(0.0))
+                share = b.select(counts, b.fmul(score_grad, inner.floats(slope)), e.const(0.0))
                 if load in fixed:
                     total = sums[len(following)]
                     share = share if share.type == total.type else b.fpext(share, total.type)
                     following.append(b.fadd(total, share))
                 else:
                     _scatter(frame, inner, load, views[load.table], share)
-            grad = b.fmul(b.fmul(found, scale), inner.floats(frame.slope))
+            grad = b.fmul(b.fmul(score_grad, scale), inner.floats(frame.slope))
             grad = b.select(forbidden, e.const(0.0), grad)
             e.store_vector(grad, e.at(at.score_grads, place))
             return following
@@ -301,7 +301,7 @@ def _table_gradients(frame: BackwardFrame, arguments: Value, task: Value) -> dic
     e = frame.e
     views = frame.tables(arguments)
     word = len(frame.fields) + sum(1 + 2 * table.ndim for table in frame.spec.tables)
-    found = {}
+    gradients = {}
     for n, table in enumerate(frame.wanted_tables):
         view = views[table.name]
         base, *strides = (
@@ -311,8 +311,8 @@ def _table_gradients(frame: BackwardFrame, arguments: Value, task: Value) -> dic
         word += 1 + len(strides)
         copy = e.load(e.at(task, WORD * (len(TASK) + n)), INT64, WORD)
         pointer = e.at(e.pointer(base), copy)
-        found[table.name] = TableView(view.spec, pointer, view.sizes, tuple(strides))
-    return found
+        gradients[table.name] = TableView(view.spec, pointer, view.sizes, tuple(strides))
+    return gradients
 
 
 # dQ += dX^T K, transposed
@@ -325,8 +325,8 @@ def query_sums_function(frame: BackwardFrame, vectors: int) -> Value:
     with e.function(f"query_sums_{vectors}", arguments) as (function, args):
         key, grads, _, sums, key_row, head_dim, count = args
 
-        def add_column(d: Value, found: list[Value]) -> None:
-            add_vectors(e, e.at(sums, e.mul(d, vectors * e.vector_bytes)), found)
+        def add_column(d: Value, column: list[Value]) -> None:
+            add_vectors(e, e.at(sums, e.mul(d, vectors * e.vector_bytes)), column)
 
         columns = frame.shape.keys_of(vectors)
         combine_rows(e, key, key_row, count, grads, vectors, head_dim, columns, add_column)
@@ -357,16 +357,16 @@ def selected_query_sums_function(frame: BackwardFrame, vectors: int) -> Value:
                     for grad, weight, old in pairs
                 ]
 
-            found = e.loop(0, count, 1, [e.const(0.0)] * vectors, add_key)
-            add_vectors(e, e.at(sums, e.mul(d, vectors * e.vector_bytes)), found)
+            column = e.loop(0, count, 1, [e.const(0.0)] * vectors, add_key)
+            add_vectors(e, e.at(sums, e.mul(d, vectors * e.vector_bytes)), column)
 
         e.loop(0, head_dim, 1, [], add_column)
     return function
 
 
-def add_vectors(e: Emitter, place: Value, found: list[Value]) -> None:
+def add_vectors(e: Emitter, place: Value, vectors: list[Value]) -> None:
     """Add to neighbouring vectors in memory."""
-    for n, vector in enumerate(found):
+    for n, vector in enumerate(vectors):
         at = e.at(place, n * e.vector_bytes)
         old = e.load_vector(at, aligned=False)
         e.store_vector(e.builder.fadd(old, vector), at, aligned=False)
@@ -429,10 +429,10 @@ def key_sums_function(frame: BackwardFrame) -> Value:
             def add_tiles(v: Value, _: list[Value]) -> None:
                 first = e.at(sums, e.mul(v, e.vector_bytes))
 
-                def add_key(k: Value, found: list[Value], _: list[Value]) -> list[Value]:
-                    for i in range(0, len(found), vectors):
+                def add_key(k: Value, totals: list[Value], _: list[Value]) -> list[Value]:
+                    for i in range(0, len(totals), vectors):
                         row = e.mul(e.add(k, i // vectors), sum_row)
-                        add_vectors(e, e.at(first, row), found[i : i + vectors])
+                        add_vectors(e, e.at(first, row), totals[i : i + vectors])
                     return []
 
                 before = e.mul(first_row, vectors * e.vector_bytes)
@@ -471,9 +471,9 @@ def selected_key_sums_function(frame: BackwardFrame) -> Value:
                     allowed = b.icmp_unsigned("!=", bits, forbidden)
                     return [b.select(allowed, e.fma(x, vector, totals[0]), totals[0])]
 
-                found = e.loop(0, row_count, 1, [e.const(0.0)], add_query)
+                key_sums = e.loop(0, row_count, 1, [e.const(0.0)], add_query)
                 place = e.at(sums, e.mul(k, sum_row), e.mul(v, e.vector_bytes))
-                add_vectors(e, place, found)
+                add_vectors(e, place, key_sums)
 
             e.loop(0, count, 1, [], add_key)
 

@@ -100,12 +100,12 @@ def _residual_function(frame: BackwardFrame) -> Value:
     """Rescale the residual of each row, and add the dS of one block of keys."""
     e = frame.e
     with frame.vector_function("chain") as (function, at):
-        found = sum_over_keys(
+        total = sum_over_keys(
             e, at.count, lambda k: e.load_vector(e.at(at.score_grads, e.mul(k, at.width)))
         )
         rescale = e.load_vector(e.at(at.lse, e.mul(at.width, StatsRow.RESCALE)))
         place = e.at(at.lse, e.mul(at.width, _RESIDUAL))
-        e.store_vector(e.fma(e.load_vector(place), rescale, found), place)
+        e.store_vector(e.fma(e.load_vector(place), rescale, total), place)
     return function
 
 

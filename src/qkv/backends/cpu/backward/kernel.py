@@ -73,8 +73,8 @@ def add_partials_function(frame: BackwardFrame) -> Value:
                     return storage.load(e, e.at(start, e.mul(n, stride)), real_dtype(e), lanes)
 
                 first = [load_partial(e.index(0))]
-                (found,) = e.loop(1, number, 1, first, lambda n, s: [b.fadd(s[0], load_partial(n))])
-                storage.store(e, found, e.at(out, e.mul(i, ITEM_BYTES[dtype])), dtype)
+                (total,) = e.loop(1, number, 1, first, lambda n, s: [b.fadd(s[0], load_partial(n))])
+                storage.store(e, total, e.at(out, e.mul(i, ITEM_BYTES[dtype])), dtype)
 
             return add_up
 
@@ -122,10 +122,10 @@ def call_for_query_blocks(
     blocks = frame.pointer_field(arguments, "blocks")
     runs = frame.pointer_field(arguments, "runs")
 
-    def count_keys(r: Value, found: list[Value]) -> list[Value]:
+    def count_keys(r: Value, counts: list[Value]) -> list[Value]:
         first, end, _ = frame.record(runs, RUN, r)
         keys = e.sub(e.least(end, stop), e.larger_of(first, start))
-        return [e.add(found[0], e.larger_of(keys, e.index(0)))]
+        return [e.add(counts[0], e.larger_of(keys, e.index(0)))]
 
     def call_for_block(n: Value, _: list[Value]) -> None:
         block = frame.record_at(blocks, n, BLOCK)

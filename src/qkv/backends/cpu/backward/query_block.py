@@ -187,16 +187,16 @@ def vector_functions(
     frame: BackwardFrame, weights_function: WeightsFunction, chain_rule_function: ChainRuleFunction
 ) -> dict[str, Value]:
     """Functions of one vector of queries: mods and masks, dropout, the chain rule."""
-    found = {}
+    functions = {}
     if not frame.plain:
-        found["full"] = weights_function(frame, "full", False)
+        functions["full"] = weights_function(frame, "full", False)
     if frame.mask != TRUE:
-        found["partial"] = weights_function(frame, "partial", True)
+        functions["partial"] = weights_function(frame, "partial", True)
     if frame.spec.dropout:
-        found["dropout"] = dropout_function(frame)
+        functions["dropout"] = dropout_function(frame)
     if frame.applies_chain_rule:
-        found["chain_rule"] = chain_rule_function(frame)
-    return found
+        functions["chain_rule"] = chain_rule_function(frame)
+    return functions
 
 
 def block_functions(
@@ -209,25 +209,26 @@ def block_functions(
     The delta correction has functions of its own for the weights, and in place of the chain rule.
     """
     e = frame.e
-    found = {"delta": delta_function(frame), "unpack": unpack_function(frame)}
+    functions = {"delta": delta_function(frame), "unpack": unpack_function(frame)}
     for dtype in sorted({real_dtype(e), *frame.dtypes.values()}):
-        found[f"pack {dtype}"] = pack_function(frame, dtype)
+        functions[f"pack {dtype}"] = pack_function(frame, dtype)
     for dtype in sorted({frame.dtypes["key"], frame.dtypes["value"]}):
-        found[f"copy {dtype}"] = copy_rows_function(e, dtype)
-    found |= vector_functions(frame, weights_function, chain_rule_function)
+        functions[f"copy {dtype}"] = copy_rows_function(e, dtype)
+    functions |= vector_functions(frame, weights_function, chain_rule_function)
     if frame.in_pairs:
-        found |= {"pair": pair_rows_function(frame), "narrow": narrow_function(frame)}
+        functions |= {"pair": pair_rows_function(frame), "narrow": narrow_function(frame)}
     if frame.corrects_sums:
-        found["correct_sums"] = correct_sums_function(frame)
+        functions["correct_sums"] = correct_sums_function(frame)
     if frame.spec.dropout:
-        found["drop_weights"] = drop_weights_function(frame)
-    found["transpose"], found["key_sums"] = transpose_function(frame), key_sums_function(frame)
+        functions["drop_weights"] = drop_weights_function(frame)
+    functions["transpose"] = transpose_function(frame)
+    functions["key_sums"] = key_sums_function(frame)
     if frame.may_forbid:
-        found["all_finite"] = all_finite_function(e)
+        functions["all_finite"] = all_finite_function(e)
         if frame.skips_keys_within_blocks:
-            found["seen_range"] = seen_range_function(frame)
-        found["selected_key_sums"] = selected_key_sums_function(frame)
-    return found
+            functions["seen_range"] = seen_range_function(frame)
+        functions["selected_key_sums"] = selected_key_sums_function(frame)
+    return functions
 
 
 def query_block_function(frame: BackwardFrame, functions: dict[str, Value], vectors: int) -> Value:
@@ -547,11 +548,11 @@ class QueryBlockPass:
 
     def _seen_range(self, j: int, kv_start: Value, count: Value) -> Range:
         """The range of keys of a block that the queries of vector j may see."""
-        e, found, before = self.e, self.e.stack_words(2), j * self.e.lanes
+        e, key_range, before = self.e, self.e.stack_words(2), j * self.e.lanes
         rows = e.add(self.first_row, before), e.sub(self.rows, before)
         where = self.batch, self.head, *rows, kv_start, count
-        self.call("seen_range", self.arguments, *where, found)
-        return read_range(e, found)
+        self.call("seen_range", self.arguments, *where, key_range)
+        return read_range(e, key_range)
 
     def _adjacent_rows(
         self, name: str, rows: RowView, kv_start: Value, count: Value

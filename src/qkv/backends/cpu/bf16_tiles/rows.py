@@ -74,9 +74,9 @@ class TileRows:
             values, count = args
             none = ir.Constant(ir.IntType(CHUNK), 0)
             groups = e.builder.sdiv(e.add(count, GROUP - 1), e.index(GROUP))
-            (found,) = e.loop(
+            (marks,) = e.loop(
                 0, e.mul(groups, self.sizes.value_bytes), TILE_BYTES, [none],
-                lambda i, found: [rows.sift_halves(e.at(values, i), found[0])],
+                lambda i, marks: [rows.sift_halves(e.at(values, i), marks[0])],
             )  # fmt: skip
-            e.builder.ret(e.builder.icmp_unsigned("!=", found, none))
+            e.builder.ret(e.builder.icmp_unsigned("!=", marks, none))
         return function

@@ -133,18 +133,18 @@ class _Body:
         for start, stop, checked in ((0, unmasked, False), (unmasked, groups, True)):
 
             def finish(i: Value, _: list[Value], checked: bool = checked) -> None:
-                found = self._largest_of(i, lowest, checked=checked, keep=True)
-                e.store_vector(found, e.at(largest, e.mul(i, TILE_BYTES)))
+                maxima = self._largest_of(i, lowest, checked=checked, keep=True)
+                e.store_vector(maxima, e.at(largest, e.mul(i, TILE_BYTES)))
 
             e.loop(start, stop, 1, [], finish)
 
         def weigh(i: Value, _: list[Value]) -> None:
-            found = e.load_vector(e.at(largest, e.mul(i, TILE_BYTES)))
-            bits = b.fmul(b.fsub(found, rows.shift(lambda: found)), rows.weights.factor)
+            maxima = e.load_vector(e.at(largest, e.mul(i, TILE_BYTES)))
+            bits = b.fmul(b.fsub(maxima, rows.shift(lambda: maxima)), rows.weights.factor)
             too_large = b.fcmp_ordered(">", bits, e.const(float(MOST_BITS)))
             place = e.at(factors, e.mul(i, TILE_BYTES))
             e.store_vector(e.const(1.0), place)
-            if_any(e, too_large, lambda: e.store_vector(rows.raise_shift(too_large, found), place))
+            if_any(e, too_large, lambda: e.store_vector(rows.raise_shift(too_large, maxima), place))
             group = self._group(i, checked=True, finished=True)
             group.weigh_in_loop(rows.shift_now())
             group.add_sums()

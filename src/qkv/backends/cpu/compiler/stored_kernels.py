@@ -87,14 +87,14 @@ def emitter_files(package: Path) -> list[Path]:
     OSError
         If one of them is not there as source text.
     """
-    found: list[Path] = []
+    all_files: list[Path] = []
     for name in EMITTERS:
         place = package / name
         files = sorted(place.rglob("*.py")) if place.suffix != ".py" else [place]
         if not files:
             raise FileNotFoundError(place)
-        found += files
-    return found
+        all_files += files
+    return all_files
 
 
 def _source_digest() -> str | None:
@@ -182,8 +182,8 @@ def read_kernel(name: str | None) -> bytes | None:
         return None
     try:
         with open(folder / name, "rb", opener=_open_without_waiting) as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or not _is_private(found):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or not _is_private(status):
                 return None
             content = file.read()
             with contextlib.suppress(OSError):

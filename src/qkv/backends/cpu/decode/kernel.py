@@ -229,9 +229,9 @@ class _Decode:
 
             def weigh_block(k: Value, carried: list[Value]) -> list[Value]:
                 stop = e.least(e.add(k, BLOCK_KV), count)
-                found = e.loop(k, stop, e.lanes, zeros + carried[len(zeros) :], weigh_vector)
-                following = [*map(b.fadd, carried, found[: len(zeros)]), *found[len(zeros) :]]
-                lost = vector_math.error_of_sum(e, carried[0], found[0], following[0])
+                of_block = e.loop(k, stop, e.lanes, zeros + carried[len(zeros) :], weigh_vector)
+                following = [*map(b.fadd, carried, of_block[: len(zeros)]), *of_block[len(zeros) :]]
+                lost = vector_math.error_of_sum(e, carried[0], of_block[0], following[0])
                 following[1] = b.fadd(following[1], lost)
                 return following
 

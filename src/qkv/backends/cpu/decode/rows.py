@@ -67,8 +67,8 @@ class DecodeFrame(Frame):
         has_table = b.icmp_signed("!=", batches, e.index(0))
         stride_word = self._word(arguments, f"{name}_batch")
         place = b.select(has_table, e.at(e.pointer(batches), e.mul(batch, WORD)), stride_word)
-        found = e.load(place, INT64, WORD)
-        offset = b.select(has_table, found, e.mul(found, batch))
+        offset_or_stride = e.load(place, INT64, WORD)
+        offset = b.select(has_table, offset_or_stride, e.mul(offset_or_stride, batch))
         return RowView(e.at(e.pointer(base), offset, e.mul(head, stride)), row, element)
 
     def for_each_segment(

@@ -215,9 +215,9 @@ class DecodeTasks:
             def plan_chunk(start: Value, carried: list[Value]) -> list[Value]:
                 count, keys = carried
                 stop = e.least(e.add(start, chunk), kv_len)
-                found = b.call(chunk_keys, [arguments, batch, kv_head, start, stop])
-                own_keys = b.ashr(found, e.index(1))
-                full = b.and_(found, e.index(1))
+                keys_and_full = b.call(chunk_keys, [arguments, batch, kv_head, start, stop])
+                own_keys = b.ashr(keys_and_full, e.index(1))
+                full = b.and_(keys_and_full, e.index(1))
                 # If no pair of the chunk is allowed, the next chunk overwrites this task.
                 self._write_task(arguments, e.add(first, count), number, start, stop, full)
                 is_task = b.zext(e.below(0, own_keys), INT64)

@@ -95,12 +95,11 @@ class Expressions:
         return self._as_lanes(self.value(node))
 
     def value(self, node: Node) -> Value:
-        found = self.known.get(node)
-        if found is None:
+        if node not in self.known:
             for landing in landings(node, self.known):
                 self.known[landing] = self._emit(landing)
-            found = self.known[node] = self._emit(node)
-        return found
+            self.known[node] = self._emit(node)
+        return self.known[node]
 
     def _emit(self, node: Node) -> Value:
         match node:
@@ -219,8 +218,8 @@ class Expressions:
 
     def _emit_operation(self, op: Op) -> Value:
         e, b = self.e, self.e.builder
-        if (found := _soft_cap_parts(op)) is not None:
-            cap, score, ratio = (self._as_lanes(self._as_float(self.value(n))) for n in found)
+        if (parts := _soft_cap_parts(op)) is not None:
+            cap, score, ratio = (self._as_lanes(self._as_float(self.value(n))) for n in parts)
             return vector_math.soft_cap(e, cap, score, ratio)
         if (fused := self._emit_multiply_add(op)) is not None:
             return fused

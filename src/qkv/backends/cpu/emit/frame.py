@@ -124,9 +124,9 @@ class Frame:
         if self.spec.dtype == "float16":
             return
         e, lanes = self.e, ir.IntType(self.e.lanes)
-        found = e.builder.bitcast(e.is_nan(seen), lanes)
-        is_found = e.builder.icmp_unsigned("!=", found, ir.Constant(lanes, 0))
-        with e.builder.if_then(is_found, likely=False):
+        nan_bits = e.builder.bitcast(e.is_nan(seen), lanes)
+        any_nan = e.builder.icmp_unsigned("!=", nan_bits, ir.Constant(lanes, 0))
+        with e.builder.if_then(any_nan, likely=False):
             e.store(e.index(1), self._word(arguments, "not_finite"), WORD)
 
     # Tasks

@@ -67,23 +67,23 @@ class MaskBounds:
 
     def truth(self, node: Node) -> Truth:
         """The bounds of a condition."""
-        found = self._interval(node)
-        assert isinstance(found, Truth)
-        return found
+        interval = self._interval(node)
+        assert isinstance(interval, Truth)
+        return interval
 
     def bounds(self, node: Node) -> Bounds:
         """The bounds of a number."""
-        found = self._interval(node)
-        assert isinstance(found, Bounds)
-        return found
+        interval = self._interval(node)
+        assert isinstance(interval, Bounds)
+        return interval
 
     def _interval(self, node: Node) -> Bounds | Truth:
-        found = self._known.get(node)
-        if found is None:
+        interval = self._known.get(node)
+        if interval is None:
             for landing in landings(node, self._known):
                 self._known[landing] = self._emit(landing)
-            found = self._known[node] = self._emit(node)
-        return found
+            interval = self._known[node] = self._emit(node)
+        return interval
 
     def _emit(self, node: Node) -> Bounds | Truth:
         b = self.e.builder
@@ -125,14 +125,14 @@ class MaskBounds:
 
     def _argument_bounds(self, op: Op, args: tuple[Node, ...]) -> list[Bounds]:
         """Bounds of arguments, integers among them as float32 if the operation computes in it."""
-        found = [self.bounds(arg) for arg in args]
+        bounds = [self.bounds(arg) for arg in args]
         if op.kind == "int" and op.name != "floor":
-            return found
+            return bounds
         if op.kind != "float" and all(arg.kind != "float" for arg in args):
-            return found
+            return bounds
         return [
             self._as_float(x) if arg.kind == "int" else x
-            for x, arg in zip(found, args, strict=True)
+            for x, arg in zip(bounds, args, strict=True)
         ]
 
     def _combine_conditions(self, name: str, args: list[Truth]) -> Truth:
@@ -178,12 +178,12 @@ class MaskBounds:
             overlap = b.and_(
                 b.fcmp_ordered(">=", a.high, c.low), b.fcmp_ordered(">=", c.high, a.low)
             )
-            found = Truth(same, overlap)
+            truth = Truth(same, overlap)
         else:
             sign = "<" if name == "lt" else "<="
-            found = Truth(b.fcmp_ordered(sign, a.high, c.low), b.fcmp_ordered(sign, a.low, c.high))
-        found = found._replace(certain=b.and_(found.certain, b.not_(b.or_(a.nan, c.nan))))
-        return self._combine_conditions("not", [found]) if name == "ne" else found
+            truth = Truth(b.fcmp_ordered(sign, a.high, c.low), b.fcmp_ordered(sign, a.low, c.high))
+        truth = truth._replace(certain=b.and_(truth.certain, b.not_(b.or_(a.nan, c.nan))))
+        return self._combine_conditions("not", [truth]) if name == "ne" else truth
 
     def _add(self, a: Bounds, c: Bounds) -> Bounds:
         b = self.e.builder
@@ -219,8 +219,8 @@ class MaskBounds:
         b = self.e.builder
 
         def quotient(x: Value, y: Value) -> Value:
-            found = self._intrinsic("floor", b.fdiv(x, y))
-            return b.select(self._is_exact(x), found, x)
+            floor = self._intrinsic("floor", b.fdiv(x, y))
+            return b.select(self._is_exact(x), floor, x)
 
         low, high = self._corner_extremes(quotient, a, c)
         return self._any_value_if(
@@ -384,23 +384,23 @@ class MaskBounds:
         start = [_constant(math.inf), _constant(-math.inf), _bool_constant(False)]
         start = [b.select(is_read, x, y) for x, y in zip(start, type_bounds, strict=True)]
         place, axes = table.pointer, list(zip(ranges, table.strides, strict=True))
-        found = Bounds(*self._bounds_of_entries(table, place, axes, is_read, start))
+        bounds = Bounds(*self._bounds_of_entries(table, place, axes, is_read, start))
         if load.kind == "bool":
             zero = _constant(0.0)
-            return Truth(*(b.fcmp_ordered(">", x, zero) for x in (found.low, found.high)))
+            return Truth(*(b.fcmp_ordered(">", x, zero) for x in (bounds.low, bounds.high)))
         if load.kind == "int":
-            return self._exact_integers(found)
+            return self._exact_integers(bounds)
         wide = table.spec.dtype == "float64"
-        return self._as_float32(found) if wide else found
+        return self._as_float32(bounds) if wide else bounds
 
     def _index_range(self, index: Node, size: Value) -> tuple[Value, Value]:
         """First and last index. Indices are proved to lie inside the table, but their bounds may
         be wider, so that they are cut off at `size`."""
         e, b = self.e, self.e.builder
         last = b.sitofp(e.sub(size, 1), DOUBLE)
-        found = self.bounds(index)
+        bounds = self.bounds(index)
         low, high = (
-            self._greatest(self._least(x, last), _constant(0.0)) for x in (found.low, found.high)
+            self._greatest(self._least(x, last), _constant(0.0)) for x in (bounds.low, bounds.high)
         )
         return b.fptosi(low, INT64), b.fptosi(high, INT64)
 
@@ -471,10 +471,10 @@ class MaskBounds:
             low, high = self._least(low, value), self._greatest(high, value)
         return low, high
 
-    def _any_value_if(self, condition: Value, found: Bounds) -> Bounds:
-        """`ANY_VALUE` where the condition holds, else the bounds found."""
+    def _any_value_if(self, condition: Value, bounds: Bounds) -> Bounds:
+        """`ANY_VALUE` where the condition holds, else `bounds`."""
         b = self.e.builder
-        return Bounds(*(b.select(condition, x, y) for x, y in zip(ANY_VALUE, found, strict=True)))
+        return Bounds(*(b.select(condition, x, y) for x, y in zip(ANY_VALUE, bounds, strict=True)))
 
     def _replace_nan(self, x: Value, otherwise: float) -> Value:
         return self.e.builder.select(self.e.is_nan(x), _constant(otherwise), x)
@@ -507,10 +507,10 @@ class MaskBounds:
         return self.e.intrinsic(name, x)
 
     def _all_of(self, *conditions: Value) -> Value:
-        found = conditions[0]
+        all_hold = conditions[0]
         for condition in conditions[1:]:
-            found = self.e.builder.and_(found, condition)
-        return found
+            all_hold = self.e.builder.and_(all_hold, condition)
+        return all_hold
 
 
 def _constant(value: float) -> Value:

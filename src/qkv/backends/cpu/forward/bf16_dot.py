@@ -161,15 +161,15 @@ class Bf16Operands(PairOperands):
             values, v_head_dim, count = args
             b, none = e.builder, ir.Constant(ir.IntType(CHUNK), 0)
 
-            def sift_row(d: Value, found: list[Value]) -> list[Value]:
-                def sift_chunk(k: Value, found: list[Value]) -> list[Value]:
+            def sift_row(d: Value, marks: list[Value]) -> list[Value]:
+                def sift_chunk(k: Value, marks: list[Value]) -> list[Value]:
                     place = e.at(values, e.mul(d, _V_ROW), e.mul(k, 2))
-                    return [self.rows.sift_halves(place, found[0])]
+                    return [self.rows.sift_halves(place, marks[0])]
 
-                return e.loop(0, count, CHUNK, found, sift_chunk)
+                return e.loop(0, count, CHUNK, marks, sift_chunk)
 
-            (found,) = e.loop(0, v_head_dim, 1, [none], sift_row)
-            b.ret(b.icmp_unsigned("!=", found, none))
+            (marks,) = e.loop(0, v_head_dim, 1, [none], sift_row)
+            b.ret(b.icmp_unsigned("!=", marks, none))
         return function
 
     def buffers(self, scratch: Value, head_dim: Value, v_head_dim: Value) -> Buffers:

@@ -141,14 +141,14 @@ class Bf16Rows:
             for half, pairs in enumerate((below, above)):
                 store(2 * p + half, e.as_floats(pairs))
 
-    def sift_halves(self, place: Value, found: Value) -> Value:
-        """32 elements at `place`: those that are not finite become 0, and are marked in `found`."""
+    def sift_halves(self, place: Value, marks: Value) -> Value:
+        """32 elements at `place`: those that are not finite become 0, and are marked in `marks`."""
         e, b = self.e, self.e.builder
         exponent, zeros = ir.Constant(self.halves, [0x7F80] * CHUNK), ir.Constant(self.halves, None)
         x = e.load(place, self.halves, e.vector_bytes)
         is_not_finite = b.icmp_unsigned("==", b.and_(x, exponent), exponent)
         e.store(b.select(is_not_finite, zeros, x), place, e.vector_bytes)
-        return b.or_(found, b.bitcast(is_not_finite, ir.IntType(CHUNK)))
+        return b.or_(marks, b.bitcast(is_not_finite, ir.IntType(CHUNK)))
 
     def with_adjacent_elements(
         self,

@@ -40,7 +40,7 @@ def skips_keys_within_blocks(mask: Node) -> bool:
 
 
 def write_range(
-    e: Emitter, places: Expressions, mask: Node, kv_start: Value, count: Value, found: Value
+    e: Emitter, places: Expressions, mask: Node, kv_start: Value, count: Value, key_range: Value
 ) -> None:
     """Write the range of keys of a block that one vector of queries may see, in whole steps.
 
@@ -60,11 +60,11 @@ def write_range(
     bounds = e.round_down(unseen_before, STEP), e.least(stop, count)
     is_empty = b.icmp_signed("==", unseen_before, count)
     for i, (bound, empty_bound) in enumerate(zip(bounds, (count, e.index(0)), strict=True)):
-        e.store(b.select(is_empty, empty_bound, bound), e.at(found, WORD * i), WORD)
+        e.store(b.select(is_empty, empty_bound, bound), e.at(key_range, WORD * i), WORD)
 
 
-def read_range(e: Emitter, found: Value) -> Range:
-    start, stop = (e.load(e.at(found, WORD * i), INT64, WORD) for i in range(2))
+def read_range(e: Emitter, key_range: Value) -> Range:
+    start, stop = (e.load(e.at(key_range, WORD * i), INT64, WORD) for i in range(2))
     return start, stop
 
 
@@ -164,11 +164,11 @@ class BoundaryBlocks:
         self, block: BoundaryBlock, j: int, kv_start: Value, count: Value
     ) -> Range:
         """The range of keys of the block that the queries of vector j may see."""
-        e, found = self.e, self.e.stack_words(2)
+        e, key_range = self.e, self.e.stack_words(2)
         first = e.add(block.first_row, j * e.lanes)
-        where = block.arguments, block.batch, block.head, first, kv_start, count, found
+        where = block.arguments, block.batch, block.head, first, kv_start, count, key_range
         e.builder.call(self.range_function, where)
-        return read_range(e, found)
+        return read_range(e, key_range)
 
     def _attend_apart(
         self,
@@ -227,9 +227,9 @@ def _range_function(frame: ForwardFrame) -> Value:
     """A function `(arguments, batch, head, first_row, kv_start, count, range)`: `write_range`."""
     e = frame.e
     with e.function("seen", [POINTER, *[INT64] * 5, POINTER]) as (function, args):
-        arguments, batch, head, first_row, kv_start, count, found = args
+        arguments, batch, head, first_row, kv_start, count, key_range = args
         places = frame.places(arguments, batch, head, first_row)
-        write_range(e, places, frame.mask, kv_start, count, found)
+        write_range(e, places, frame.mask, kv_start, count, key_range)
     return function
 
 

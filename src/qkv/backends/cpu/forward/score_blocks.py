@@ -220,13 +220,13 @@ class ScoreBlocks:
 
     def add_keys(self, keys: KeyBlock, values: Callable[[], ValueBlock]) -> None:
         """Attend to a block of keys with every block of queries that sees some of it."""
-        found = values()
+        value_block = values()
 
         def attend(at: ScoreBlock) -> None:
             self.compute_scores(keys, at)
             self.finish_scores(at)
-            self.compute_weights(at, found.has_non_finite)
-            self.add_values(at, found)
+            self.compute_weights(at, value_block.has_non_finite)
+            self.add_values(at, value_block)
 
         self.for_each_query_block(keys, attend)
 

@@ -192,10 +192,10 @@ def _pairs_of_tasks(spec: Spec, plan: Schedule, ranges: list[tuple[int, int]]) -
     """How many pairs each task has, `(batch, kv heads, ranges)`."""
     starts, stops = plan.runs[:, 0], plan.runs[:, 1]
     first, last = plan.tasks[:, 3], plan.tasks[:, 4]
-    found = np.empty((len(plan.tasks), len(ranges)), np.int64)
+    pairs = np.empty((len(plan.tasks), len(ranges)), np.int64)
     for n, (start, stop) in enumerate(ranges):
         counts = np.maximum(np.minimum(stops, stop) - np.maximum(starts, start), 0)
         ends = np.concatenate([[0], np.cumsum(counts)])
-        found[:, n] = ends[last] - ends[first]
-    by_block = found.reshape(spec.batch_size, spec.num_kv_heads, -1, len(ranges))
+        pairs[:, n] = ends[last] - ends[first]
+    by_block = pairs.reshape(spec.batch_size, spec.num_kv_heads, -1, len(ranges))
     return np.asarray(by_block.sum(axis=2))

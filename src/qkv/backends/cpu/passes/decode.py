@@ -279,13 +279,13 @@ class DecodeArguments(Arguments):
 
 def batch_stride(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
     """Bytes from one batch row to the next in C order, 0 if there is one; None if they differ."""
-    found, count = None, 1
+    innermost, count = None, 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=False):
         if size == 1:
             continue
-        if found is None:
-            found = stride
-        elif stride != found * count:
+        if innermost is None:
+            innermost = stride
+        elif stride != innermost * count:
             return None
         count *= size
-    return found or 0
+    return innermost or 0

@@ -75,14 +75,14 @@ def is_faint(grad_out: Array, grad_lse: Array) -> bool:
 def _lifted_gradients(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
     """Gradients of cotangents times 2^64, divided by it: both are exact, gradients being linear."""
     up, down = np.float32(_LIFT), np.float32(1 / _LIFT)
-    found = backward(
+    gradients = backward(
         problem, replace(inputs, grad_out=inputs.grad_out * up, grad_lse=inputs.grad_lse * up)
     )
     return OperandGradients(
-        found.query * down,
-        found.key * down,
-        found.value * down,
-        {name: array * array.dtype.type(down) for name, array in found.tables.items()},
+        gradients.query * down,
+        gradients.key * down,
+        gradients.value * down,
+        {name: array * array.dtype.type(down) for name, array in gradients.tables.items()},
     )
 
 

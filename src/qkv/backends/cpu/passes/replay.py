@@ -63,12 +63,12 @@ def top(
     a, b = weight_shift(problem, lse, splits_operands=splits_operands, of_part=of_part)
     replay = ReplayPass(problem, "top", k=count, splits_operands=splits_operands)
     best = np.empty((*lse.shape, count), spec.compute_dtype)
-    found = indices if count == k else np.empty(best.shape, np.int64)
-    replay.run({"k": count}, {"best": best, "indices": found}, progress)
+    best_indices = indices if count == k else np.empty(best.shape, np.int64)
+    replay.run({"k": count}, {"best": best, "indices": best_indices}, progress)
     with np.errstate(all="ignore"):
         exact = np.exp((best - a[..., None]) - b[..., None])
         weights[..., :count] = np.where(np.isneginf(best), 0, exact)
-    indices[..., :count] = found
+    indices[..., :count] = best_indices
     return indices, weights
 
 

@@ -72,8 +72,8 @@ class BriefJob(NamedTuple):
 
 def take_scratch(size: int, reserve: int = 0) -> Scratch:
     """Scratch of at least `size` bytes; `reserve` more if it is made for this call."""
-    found = _scratch.take()
-    return found if found is not None and found.size >= size else Scratch(size + reserve)
+    scratch = _scratch.take()
+    return scratch if scratch is not None and scratch.size >= size else Scratch(size + reserve)
 
 
 def scratch_of_brief_jobs(size: int) -> Scratch:

@@ -49,9 +49,9 @@ class WeightBlocks:
         for start in range(q_rows.start, q_rows.stop, band):
             stop = min(start + band, q_rows.stop)
             first = (start - q_rows.start) // block
-            found = self._reduce_band(batch, head, start, stop, kv_rows, block, units)
-            place = slice(first, first + len(found[0]))
-            largest[place], sums[place] = found
+            reductions = self._reduce_band(batch, head, start, stop, kv_rows, block, units)
+            place = slice(first, first + len(reductions[0]))
+            largest[place], sums[place] = reductions
         return largest, sums
 
     def _joins_lanes(self, block: int) -> bool:
@@ -76,7 +76,7 @@ class WeightBlocks:
         replay.tasks = tasks
         joins = self._joins_lanes(block)
         vectors = len(blocks) * block_q // lanes
-        found = np.zeros((2, vectors, units, *(() if joins else (lanes,))), spec.compute_dtype)
+        reductions = np.zeros((2, vectors, units, *(() if joins else (lanes,))), spec.compute_dtype)
         numbers = {
             "padded_rows": self._shift.shape[1] * self._shift.shape[3],
             "unit": block,
@@ -88,15 +88,15 @@ class WeightBlocks:
         arrays = {
             "shift": self._shift,
             "blocks": replay.plan.tasks,
-            "largest": found[0],
-            "sums": found[1],
+            "largest": reductions[0],
+            "sums": reductions[1],
         }
         replay.run(numbers, arrays)
         if not joins:
-            found = found.swapaxes(2, 3).reshape(2, -1, units)
+            reductions = reductions.swapaxes(2, 3).reshape(2, -1, units)
         rows = lanes if joins else 1
         skip = (start - first_block * block_q) // rows
-        largest, sums = found[:, skip : skip + -(-(stop - start) // rows)]
+        largest, sums = reductions[:, skip : skip + -(-(stop - start) // rows)]
         starts = np.arange(0, len(largest), block // rows)
         return (
             np.maximum.reduceat(largest, starts, axis=0),

@@ -147,10 +147,10 @@ class BlockSkipping:
         """
         if self._inputs is None:
             return np.isfinite(values)
-        found = self._inputs
+        inputs = self._inputs
         grad_out, out, grad_lse = (
             self._row_norms(array, where, begin, end)[:, None]
-            for array in (found.grad_out, found.out, found.grad_lse[..., None])
+            for array in (inputs.grad_out, inputs.out, inputs.grad_lse[..., None])
         )
         with np.errstate(all="ignore"):
             return np.asarray(grad_out * (1 + values + out) + grad_lse < _LARGE)
@@ -235,11 +235,11 @@ def _bias_bounds(
         "kv_index": Interval(kv_start, np.minimum(kv_start + block_kv, kv_len) - 1),
         "head": Interval.of(head, head),
     }
-    found = bound(bias, places, arrays_of(contents))
-    known = np.broadcast_to(~np.asarray(found.nan), (rows, columns))
-    room = _ROUNDING * np.maximum(np.abs(found.low), np.abs(found.high))
+    interval = bound(bias, places, arrays_of(contents))
+    known = np.broadcast_to(~np.asarray(interval.nan), (rows, columns))
+    room = _ROUNDING * np.maximum(np.abs(interval.low), np.abs(interval.high))
     with np.errstate(invalid="ignore"):
-        low, high = found.low - room, found.high + room
+        low, high = interval.low - room, interval.high + room
     return np.where(known, low, -np.inf), np.where(known, high, np.inf)
 
 

@@ -46,7 +46,7 @@ def bits_of(
 ) -> int:
     """`integer_bits` of some expressions, whose variables have these bounds."""
     integers = [n for n in walk(*roots) if n.kind == "int" and isinstance(n, Op | Load)]
-    for found in bounds(integers, places, arrays):
-        if found.low.min() < -(2**31) or found.high.max() >= 2**31:
+    for interval in bounds(integers, places, arrays):
+        if interval.low.min() < -(2**31) or interval.high.max() >= 2**31:
             return 64
     return 32

@@ -79,12 +79,12 @@ def fine_tile(problem: Problem, block_q: int) -> int:
 
 def _small_tables(spec: Spec, arrays: Mapping[str, Array]) -> set[str]:
     """Tables of which a mask reads no more elements for a batch row than it has tokens."""
-    found: dict[str, int] = {}
+    reads: dict[str, int] = {}
     for load in (node for node in walk(spec.mask) if isinstance(node, Load)):
         sizes = zip(load.indices, arrays[load.table].shape, strict=True)
         own = prod(size for index, size in sizes if "batch" not in variables(index))
-        found[load.table] = max(own, found.get(load.table, 0))
-    return {name for name, size in found.items() if size <= spec.q_len + spec.kv_len}
+        reads[load.table] = max(own, reads.get(load.table, 0))
+    return {name for name, size in reads.items() if size <= spec.q_len + spec.kv_len}
 
 
 def schedule(
@@ -156,17 +156,17 @@ def cheap_conditions(problem: Problem, most: float) -> tuple[Node, bool]:
 
 def _conditions(node: Node) -> list[Node]:
     """The operands of a conjunction, each once."""
-    found: dict[Node, None] = {}
+    conditions: dict[Node, None] = {}
     seen: set[Node] = set()
     waiting = [node]
     while waiting:
         part = waiting.pop()
         if not (isinstance(part, Op) and part.name == "and"):
-            found[part] = None
+            conditions[part] = None
         elif part not in seen:
             seen.add(part)
             waiting.extend(reversed(part.args))
-    return list(found)
+    return list(conditions)
 
 
 def _packed_schedule(problem: Problem, mask: Node, has_costly: bool, block_q: int) -> Schedule:
@@ -253,7 +253,7 @@ def _schedule(
                 )
             if block_kv is None:
                 words = _packed_kinds(kinds, q_blocks_per_task)[..., None]
-                rows, found = _find_runs(words, grid.block_kv, grid.kv_len)
+                rows, new_runs = _find_runs(words, grid.block_kv, grid.kv_len)
             else:
                 kind, first_seen, last_seen = _kinds_and_quarters(kinds, block_kv // grid.block_kv)
                 used = kind != TileKind.EMPTY
@@ -263,11 +263,11 @@ def _schedule(
                 words = np.stack(
                     [_packed_kinds(part, q_blocks_per_task) for part in parts], axis=-1
                 )
-                rows, found = _find_runs(words, block_kv, grid.kv_len, seen)
-                found = found if in_quarters else found[:, : len(RUN)]
+                rows, new_runs = _find_runs(words, block_kv, grid.kv_len, seen)
+                new_runs = new_runs if in_quarters else new_runs[:, : len(RUN)]
             if q_blocks_per_task == 1 and (block_kv is None or not in_quarters):
-                found[:, 2] &= TileKind.PARTIAL
-            runs.append(found)
+                new_runs[:, 2] &= TileKind.PARTIAL
+            runs.append(new_runs)
             counts.append(np.bincount(rows, minlength=min(step, blocks - first)))
     every_run, count = np.concatenate(runs), np.concatenate(counts)
     last = np.cumsum(count)
@@ -328,15 +328,15 @@ def _seen_quarters(used: Array, first: Array, last: Array, q_blocks_per_task: in
     For blocks that no query of the task sees, all quarters.
     """
     rows = -(-len(used) // q_blocks_per_task)
-    found = np.empty((rows, used.shape[1], 2), np.int64)
+    quarters = np.empty((rows, used.shape[1], 2), np.int64)
     for n, (quarter, nothing, choose) in enumerate(
         ((first, QUARTERS, np.minimum), (last + 1, 0, np.maximum))
     ):
         padded = np.full((rows * q_blocks_per_task, used.shape[1]), nothing)
         padded[: len(used)] = np.where(used, quarter, nothing)
-        choose.reduce(padded.reshape(rows, q_blocks_per_task, -1), axis=1, out=found[..., n])
-    found[found[..., 1] == 0] = 0, QUARTERS
-    return found
+        choose.reduce(padded.reshape(rows, q_blocks_per_task, -1), axis=1, out=quarters[..., n])
+    quarters[quarters[..., 1] == 0] = 0, QUARTERS
+    return quarters
 
 
 def _find_runs(

@@ -44,11 +44,11 @@ class SummedTable:
 
     def copy_of(self, places: Array) -> Array:
         """Which copy each task adds to; `places` is (tasks, 3)."""
-        found = np.zeros(len(places), np.int64)
+        copies = np.zeros(len(places), np.int64)
         for axis, (shared, count) in enumerate(zip(self.shared, self.counts, strict=True)):
             if shared and self.wide:
-                found = found * count + places[:, axis]
-        return found
+                copies = copies * count + places[:, axis]
+        return copies
 
 
 def summed_table(problem: Problem, name: str, ranges: int) -> SummedTable:

@@ -72,8 +72,8 @@ class Int8Tiles:
         usable = b.and_(exists, b.and_(above, below))
 
         def power(bits: Value, otherwise: float) -> Value:
-            found = b.bitcast(b.shl(bits, ir.Constant(INT32, 23)), FLOAT)
-            return b.select(usable, found, ir.Constant(FLOAT, otherwise))
+            power_of_two = b.bitcast(b.shl(bits, ir.Constant(INT32, 23)), FLOAT)
+            return b.select(usable, power_of_two, ir.Constant(FLOAT, otherwise))
 
         # Counts are below 2^30, so that the last digit is at most 64.
         unit = power(b.sub(exponent, ir.Constant(INT32, 29)), 0.0)
@@ -135,11 +135,11 @@ class Int8Tiles:
                 factor, usable = self._unit(r, live, units, self._largest(bits))
 
                 def split_vector(d: Value, _: list[Value]) -> None:
-                    found = b.bitcast(self._digits(load(d), factor, usable), _BYTES)
-                    found = b.bitcast(b.shuffle_vector(found, found, order), e.bits)
+                    digit_bits = b.bitcast(self._digits(load(d), factor, usable), _BYTES)
+                    digit_bits = b.bitcast(b.shuffle_vector(digit_bits, digit_bits, order), e.bits)
                     column = e.at(digits, e.mul(d, TILE_ROWS), e.mul(r, _QUAD * DIGITS))
                     for lane in range(4):
-                        part = e.lanes_from(found, DIGITS * lane, DIGITS)
+                        part = e.lanes_from(digit_bits, DIGITS * lane, DIGITS)
                         e.store(part, e.at(column, lane * TILE_BYTES), _FLOAT_BYTES)
 
                 e.loop(0, head_dim, e.lanes, [], split_vector)
@@ -173,13 +173,13 @@ class Int8Tiles:
                 factor, usable = self._unit(r, live, units, self._largest(bits))
 
                 def split_vector(k: Value, _: list[Value]) -> None:
-                    found = self._digits(load(k), factor, usable)
+                    digit_bits = self._digits(load(k), factor, usable)
                     tile = e.at(digits, e.mul(b.sdiv(k, e.index(TILE_BYTES)), TILE_SIZE))
                     place = e.at(tile, b.srem(k, e.index(TILE_BYTES)), e.mul(r, ROWS * TILE_BYTES))
-                    found = b.bitcast(found, _BYTES)
-                    found = b.bitcast(b.shuffle_vector(found, found, order), e.bits)
+                    digit_bits = b.bitcast(digit_bits, _BYTES)
+                    digit_bits = b.bitcast(b.shuffle_vector(digit_bits, digit_bits, order), e.bits)
                     for t in range(DIGITS):
-                        part = e.lanes_from(found, 4 * t, 4)
+                        part = e.lanes_from(digit_bits, 4 * t, 4)
                         e.store(part, e.at(place, t * TILE_BYTES), 16)
 
                 e.loop(0, stop, e.lanes, [], split_vector)
@@ -197,7 +197,7 @@ class Int8Tiles:
 
     def _exchange(self, rows: Sequence[Value], half: int, lanes: int) -> list[Value]:
         """Exchange `lanes` lanes of rows that are `half` rows apart, as a transposition does."""
-        e, found = self.e, list(rows)
+        e, exchanged = self.e, list(rows)
         for i in range(len(rows)):
             if i & half:
                 continue
@@ -205,10 +205,10 @@ class Int8Tiles:
                 picks = [
                     e.lanes + j - lanes + shift if j & lanes else j + shift for j in range(e.lanes)
                 ]
-                found[row] = e.builder.shuffle_vector(
+                exchanged[row] = e.builder.shuffle_vector(
                     rows[i], rows[i + half], e.shuffle_mask(picks)
                 )
-        return found
+        return exchanged
 
     # S = Q K^T
 
@@ -387,15 +387,15 @@ class Int8Tiles:
                 unit = e.splat(e.load(e.at(units, e.mul(r, _FLOAT_BYTES)), FLOAT, _FLOAT_BYTES))
 
                 def add_columns(d: Value, _: list[Value]) -> None:
-                    found = []
+                    products = []
                     for x in range(4):
                         tile = e.at(sums, e.mul(e.add(d, TILE_ROWS * x), TILE_BYTES))
                         place = e.at(tile, e.mul(r, DIGITS * TILE_BYTES))
                         each = [e.load(e.at(place, t * TILE_BYTES), e.bits, 4) for t in range(4)]
-                        found.append(b.fmul(self._sum_digits(each), unit))
-                    found = self._exchange(self._exchange(found, 1, 4), 2, 8)
+                        products.append(b.fmul(self._sum_digits(each), unit))
+                    products = self._exchange(self._exchange(products, 1, 4), 2, 8)
                     to = e.at(block, e.mul(r, block_row), e.mul(d, _FLOAT_BYTES))
-                    for i, x in enumerate(found):
+                    for i, x in enumerate(products):
                         at = e.at(to, i * e.vector_bytes)
                         e.store_vector(b.fadd(e.load_vector(at), x), at)
 

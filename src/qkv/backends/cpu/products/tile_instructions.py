@@ -199,13 +199,13 @@ class EmulatedTiles:
                 row = e.mul(m, TILE_BYTES)
 
                 def add_pair(p: Value, sums: list[Value]) -> list[Value]:
-                    found = []
+                    new_sums = []
                     for half, x in enumerate(sums):
                         start = e.at(places["a"], row, half * TILE_SIZE)
                         a = e.splat(e.load(e.at(start, e.mul(p, 4)), FLOAT, 4))
                         b = e.load_vector(e.at(places["b"], e.mul(p, TILE_BYTES), half * TILE_SIZE))
-                        found.append(multiply_add(e, a, b, x))
-                    return found
+                        new_sums.append(multiply_add(e, a, b, x))
+                    return new_sums
 
                 even, odd = e.loop(0, TILE_ROWS, 1, [e.const(0.0)] * 2, add_pair)
                 both = flushed(e, e.builder.fadd(even, odd))
@@ -231,16 +231,16 @@ class EmulatedTiles:
 
                 def add_quad(p: Value, sums: list[Value]) -> list[Value]:
                     y = e.load(e.at(right, e.mul(p, TILE_BYTES)), e.bits)
-                    found = sums[0]
+                    total = sums[0]
                     for i in range(4):
                         x = e.load(e.at(left, row, e.mul(p, 4), i), BYTE)
                         y_i = b.ashr(b.shl(y, e.const_bits(24 - 8 * i)), e.const_bits(24))
-                        found = b.add(found, b.mul(e.splat(b.sext(x, INT32)), y_i))
-                    return [found]
+                        total = b.add(total, b.mul(e.splat(b.sext(x, INT32)), y_i))
+                    return [total]
 
                 place = e.at(total, row)
-                (found,) = e.loop(0, TILE_ROWS, 1, [e.load(place, e.bits)], add_quad)
-                e.store(found, place, TILE_BYTES)
+                (new_row,) = e.loop(0, TILE_ROWS, 1, [e.load(place, e.bits)], add_quad)
+                e.store(new_row, place, TILE_BYTES)
 
             e.loop(0, TILE_ROWS, 1, [], multiply_row)
         return function

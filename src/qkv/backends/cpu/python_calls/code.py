@@ -214,7 +214,7 @@ class _Calls:
                 axes = b.select(is_there, ndim, e.index(0))
 
                 def read_axis(i: Value, carried: list[Value]) -> list[Value]:
-                    is_alike, found = carried
+                    is_alike, known_keys = carried
                     axis = e.at(place, WORD * len(OPERAND_WORDS), e.mul(i, WORD * len(AXIS_WORDS)))
                     size, _, stride_place, keys_each = (
                         self.word(axis, n) for n in range(len(AXIS_WORDS))
@@ -226,15 +226,15 @@ class _Calls:
                         with b.if_then(has_keys):
                             e.store(own_size, e.at(block, stride_place, -WORD), WORD)
                         each = e.larger_of(keys_each, 1)
-                        entries = b.sdiv(e.add(found, e.sub(each, 1)), each)
+                        entries = b.sdiv(e.add(known_keys, e.sub(each, 1)), each)
                         wanted = b.select(has_keys, entries, size)
                         fits = b.icmp_signed("==", own_size, wanted)
                         # One entry that is repeated will do for any number of them.
                         is_one = b.icmp_signed("==", wanted, e.index(1))
                         repeats = b.and_(is_one, b.icmp_signed("==", stride, e.index(0)))
                         fits = b.or_(fits, b.and_(repeats, b.not_(has_keys)))
-                        return [b.and_(is_alike, fits), found]
-                    wanted, keys_so_far = self._wanted_size(size, own_size, found)
+                        return [b.and_(is_alike, fits), known_keys]
+                    wanted, keys_so_far = self._wanted_size(size, own_size, known_keys)
                     return [b.and_(is_alike, b.icmp_signed("==", own_size, wanted)), keys_so_far]
 
                 return e.loop(0, axes, 1, [is_there, keys], read_axis)
@@ -290,7 +290,7 @@ class _Calls:
             shape, strides = (e.pointer(self.part(array, x)) for x in (_SHAPE, _STRIDES))
 
             def read_axis(i: Value, carried: list[Value]) -> list[Value]:
-                is_alike, found = carried
+                is_alike, known_keys = carried
                 axis = e.at(axes, e.mul(i, WORD * len(AXIS_WORDS)))
                 size, stride, place, _ = (self.word(axis, n) for n in range(len(AXIS_WORDS)))
                 own_size, own_stride = (
@@ -299,15 +299,15 @@ class _Calls:
                 has_place = b.icmp_signed("!=", place, e.index(0))
                 with b.if_then(has_place):
                     e.store(own_stride, e.at(block, place), WORD)
-                wanted, keys_so_far = self._wanted_size(size, own_size, found)
+                wanted, keys_so_far = self._wanted_size(size, own_size, known_keys)
                 fits = b.and_(
                     b.icmp_signed("==", own_size, wanted),
                     b.or_(has_place, b.icmp_signed("==", own_stride, stride)),
                 )
                 return [b.and_(is_alike, fits), keys_so_far]
 
-            is_alike, found = e.loop(0, ndim, 1, [ir.Constant(BIT, 1), keys], read_axis)
-            b.ret(b.select(is_alike, found, e.index(_UNLIKE)))
+            is_alike, key_count = e.loop(0, ndim, 1, [ir.Constant(BIT, 1), keys], read_axis)
+            b.ret(b.select(is_alike, key_count, e.index(_UNLIKE)))
         return function
 
 

@@ -45,9 +45,9 @@ _new_function.restype = ctypes.py_object
 
 def address_of_c_function(name: str) -> int:
     """Where a function of Python's C interface lies."""
-    found = ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value
-    assert found
-    return found
+    address = ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value
+    assert address
+    return address
 
 
 def has_gil() -> bool:

@@ -76,10 +76,10 @@ class SumsReduction(Reduction):
             e.load_vector(e.at(state, e.mul(width, row)))
             for row in (StatsRow.ROW_MAX, StatsRow.ROW_SUM)
         )
-        for name, found in (("row_max", row_max), ("log_sum", vector_math.log(e, row_sum))):
+        for name, vector in (("row_max", row_max), ("log_sum", vector_math.log(e, row_sum))):
             start = self.frame.pointer_field(arguments, name)
             for i, row in enumerate(rows):
-                e.store(e.extract(found, i), e.at(start, e.mul(row, e.real_bytes)), e.real_bytes)
+                e.store(e.extract(vector, i), e.at(start, e.mul(row, e.real_bytes)), e.real_bytes)
 
 
 class TopReduction(Reduction):

@@ -59,21 +59,21 @@ class BlocksReduction(Reduction):
             first = e.sub(e.larger_of(e.mul(n, unit), kv_start), kv_start)
             last = e.sub(e.least(e.mul(e.add(n, 1), unit), stop), kv_start)
 
-            def reduce_key(k: Value, found: list[Value]) -> list[Value]:
+            def reduce_key(k: Value, carried: list[Value]) -> list[Value]:
                 weights = vectors_at(e, block.areas.scores, block.vectors, k)
                 weights = [without_nan(weight) for weight in weights]
-                largest, sums = found[: block.vectors], found[block.vectors :]
+                largest, sums = carried[: block.vectors], carried[block.vectors :]
                 return [
                     *(e.greatest(old, new) for old, new in zip(largest, weights, strict=True)),
                     *(b.fadd(old, new) for old, new in zip(sums, weights, strict=True)),
                 ]
 
             nothing = [e.const(0.0)] * (2 * block.vectors)
-            found = e.loop(first, last, 1, nothing, reduce_key)
+            reductions = e.loop(first, last, 1, nothing, reduce_key)
             column = e.sub(n, self.frame.field(arguments, "first_unit"))
             for name, combine, values in (
-                ("largest", e.greatest, found[: block.vectors]),
-                ("sums", b.fadd, found[block.vectors :]),
+                ("largest", e.greatest, reductions[: block.vectors]),
+                ("sums", b.fadd, reductions[block.vectors :]),
             ):
                 start = self.frame.pointer_field(arguments, name)
                 for j, value in enumerate(values):

@@ -88,8 +88,8 @@ class AngleTable:
 
 def angle_tables(angles: Angles, side: str) -> CosSin:
     """The angles of all rows of one side, "q" or "kv"."""
-    found = [angles.cos_sin(side, batch) for batch in range(angles.rows(side))]
-    cosines, sines = (np.ascontiguousarray(np.stack(part)) for part in zip(*found, strict=True))
+    tables = [angles.cos_sin(side, batch) for batch in range(angles.rows(side))]
+    cosines, sines = (np.ascontiguousarray(np.stack(part)) for part in zip(*tables, strict=True))
     return CosSin(cosines, sines)
 
 

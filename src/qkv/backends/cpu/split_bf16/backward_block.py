@@ -282,7 +282,7 @@ class SplitBlock:
 
         def compute_pair(k: Value, j: int) -> tuple[Value, Value]:
             place = self.place_of_pair(k, chunk, j)
-            weight, found = (e.load_vector(e.at(x, place)) for x in (of.weights, of.score_grads))
+            weight, gradient = (e.load_vector(e.at(x, place)) for x in (of.weights, of.score_grads))
             if Stage.WEIGHTS in stage:
                 less_lse = b.fsub(b.fsub(b.fmul(weight, scale), lse[j]), rest[j])
                 weight = vector_math.exp_flushed(e, less_lse)
@@ -290,18 +290,18 @@ class SplitBlock:
             if Stage.GRADIENTS in stage:
                 factor = e.load_vector(e.at(of.factors, place)) if dropout else None
                 if factor is not None:
-                    found = b.fmul(found, factor)
-                found = b.fadd(b.fsub(found, delta[j]), grad_lse[j])
+                    gradient = b.fmul(gradient, factor)
+                gradient = b.fadd(b.fsub(gradient, delta[j]), grad_lse[j])
                 share = weight if self.frame.applies_chain_rule else b.fmul(weight, scale)
                 # Adding 0.0 turns -0.0 into 0.0, because -0.0 marks forbidden pairs.
-                found = e.fma(share, found, e.const(0.0))
+                gradient = e.fma(share, gradient, e.const(0.0))
                 if factor is not None:
                     weight = b.fmul(weight, factor)
             else:
-                found = b.fadd(found, e.const(0.0))
+                gradient = b.fadd(gradient, e.const(0.0))
             if Stage.SPLIT in stage and self.frame.may_forbid and Stage.WEIGHTS not in stage:
-                found = b.select(forbidden, e.const(-0.0), found)
-            return weight, found
+                gradient = b.select(forbidden, e.const(-0.0), gradient)
+            return weight, gradient
 
         return compute_pair
 
@@ -428,7 +428,7 @@ class SplitBlock:
     def functions(self) -> dict[str, Value]:
         e, split, real = self.e, self.split, real_dtype(self.e)
         multiply = partial(matrix_unit.add_products, e, vectors=self.vectors)
-        found = {
+        functions = {
             "unpack": unpack_function(self.frame),
             f"pack {real}": pack_function(self.frame, real),
             "pack": self.pack_terms(),
@@ -444,31 +444,31 @@ class SplitBlock:
             "add_non_finite": non_finite.add_non_finite(split),
         }
         if self.has_left_out:
-            found["add_left_out"] = self.add_left_out()
+            functions["add_left_out"] = self.add_left_out()
         for dtype in sorted({*self.frame.dtypes.values()}):
-            found[f"copy {dtype}"] = copy_rows_function(e, dtype)
+            functions[f"copy {dtype}"] = copy_rows_function(e, dtype)
         for left, right in (("key", "query"), ("value", "grad_out"), ("out", "grad_out")):
             name = self.recompute_name(left, right)
-            if name not in found:
-                found[name] = non_finite.recompute(
+            if name not in functions:
+                functions[name] = non_finite.recompute(
                     split, name, self.frame.dtypes[left], self.frame.dtypes[right]
                 )
         for name in ("query", "grad_out"):
             dtype = self.frame.dtypes[name]
             function = f"add_non_finite_rows {dtype}"
-            if function not in found:
-                found[function] = self.add_non_finite_rows(function, dtype)
-        found |= vector_functions(self.frame, weights_function, chain_rule_function)
+            if function not in functions:
+                functions[function] = self.add_non_finite_rows(function, dtype)
+        functions |= vector_functions(self.frame, weights_function, chain_rule_function)
         stages = {self.last_stage("full")}
         if self.frame.mask != TRUE:
             stages |= {self.last_stage("partial"), *([Stage.WEIGHTS] if self.frame.plain else [])}
         if self.frame.applies_chain_rule:
             stages.add(Stage.GRADIENTS)
         for stage in sorted(stages, key=lambda stage: stage.value):
-            found[stage.function] = self.stage_function(stage)
+            functions[stage.function] = self.stage_function(stage)
         if self.frame.plain:
-            found["beside"] = self.overlapped_stage_function()
-        return found
+            functions["beside"] = self.overlapped_stage_function()
+        return functions
 
     def recompute_name(self, left: str, right: str) -> str:
         return f"recompute {self.frame.dtypes[left]} {self.frame.dtypes[right]}"

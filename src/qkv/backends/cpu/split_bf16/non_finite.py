@@ -91,16 +91,16 @@ def _vector(e: Emitter, place: Value, stride: Value, dtype: str) -> Value:
             after_adjacent = b.block
         with otherwise:
 
-            def load_element(n: Value, found: list[Value]) -> list[Value]:
+            def load_element(n: Value, carried: list[Value]) -> list[Value]:
                 x = storage.load(e, e.at(place, e.mul(stride, n)), dtype)
-                return [b.insert_element(found[0], x, b.trunc(n, INT32))]
+                return [b.insert_element(carried[0], x, b.trunc(n, INT32))]
 
             (each,) = e.loop(0, e.lanes, 1, [e.const(0.0)], load_element)
             after_strided = b.block
-    found = b.phi(e.vector)
-    found.add_incoming(at_once, after_adjacent)
-    found.add_incoming(each, after_strided)
-    return found
+    elements = b.phi(e.vector)
+    elements.add_incoming(at_once, after_adjacent)
+    elements.add_incoming(each, after_strided)
+    return elements
 
 
 def any_non_finite(of: TermSplitter, non_finite_rows: Value, lanes: Value) -> Value:

@@ -91,14 +91,14 @@ class TermSplitter:
     def rounded_terms(self, x: Value) -> list[Value]:
         """The terms of a vector of float32: bits whose lower half is 0."""
         e, b = self.e, self.e.builder
-        found = []
+        terms = []
         for n in range(self.terms):
             bits = e.as_bits(x)
             if n < self.terms - 1:
                 bits = b.and_(b.add(bits, e.const_bits(0x8000)), e.const_bits(_UPPER))
                 x = b.fsub(x, e.as_floats(bits))
-            found.append(bits)
-        return found
+            terms.append(bits)
+        return terms
 
     def left_out(self, x: Value) -> Value:
         """What the terms of a vector lack as `split_and_store` has them, the last one rounded."""
@@ -120,14 +120,14 @@ class TermSplitter:
         Their lower halves are not cleared.
         """
         e, b = self.e, self.e.builder
-        found = []
+        terms = []
         for n in range(self.terms):
             bits = [e.as_bits(x) for x in both]
-            found.append(bits)
+            terms.append(bits)
             if n < self.terms - 1:
                 upper = [e.as_floats(b.and_(x, e.const_bits(_UPPER))) for x in bits]
                 both = [b.fsub(x, term) for x, term in zip(both, upper, strict=True)]
-        return found
+        return terms
 
     def packed_row(self, packed: Value, element: Value) -> Value:
         """Where the pair of an even element and the next one is in its first term."""
@@ -214,13 +214,13 @@ class TermSplitter:
             with otherwise:
                 others = partly()
                 after_others = b.block
-        found = []
+        vectors = []
         for full, other in zip(loaded, others, strict=True):
             either = b.phi(e.vector)
             either.add_incoming(full, after_loading)
             either.add_incoming(other, after_others)
-            found.append(either)
-        return found
+            vectors.append(either)
+        return vectors
 
     def split_rows(self) -> Value:
         """A function `(from, row, count, dim, to, non_finite_rows)`: rows of K as terms, as tiles.
@@ -233,7 +233,7 @@ class TermSplitter:
             b, bits = e.builder, ir.IntType(e.lanes)
             wide, band = emit_round_to_chunks(e, dim), self.band_bytes(dim)
 
-            def split_row(k: Value, found: list[Value]) -> list[Value]:
+            def split_row(k: Value, carried: list[Value]) -> list[Value]:
                 start, exists = e.at(source, e.mul(k, row)), e.below(k, count)
                 inside = e.mul(b.and_(k, e.index(TILE_ROWS - 1)), TILE_BYTES)
                 tiles = e.at(target, e.mul(b.sdiv(k, e.index(TILE_ROWS)), band), inside)
@@ -249,14 +249,14 @@ class TermSplitter:
                     return [self._larger(*pair) for pair in zip(seen, halves, strict=True)]
 
                 seen = e.loop(0, wide, CHUNK, [e.const_bits(0)] * 2, split_chunk)
-                e.store(k, e.at(non_finite_rows, e.mul(e.add(found[0], 1), WORD)), WORD)
+                e.store(k, e.at(non_finite_rows, e.mul(e.add(carried[0], 1), WORD)), WORD)
                 some = b.icmp_unsigned(
                     "!=", b.or_(*map(self.huge_lanes, seen)), ir.Constant(bits, 0)
                 )
-                return [e.add(found[0], b.zext(some, INT64))]
+                return [e.add(carried[0], b.zext(some, INT64))]
 
-            (found,) = e.loop(0, emit_round_to_chunks(e, count), 1, [e.index(0)], split_row)
-            e.store(found, non_finite_rows, WORD)
+            (number,) = e.loop(0, emit_round_to_chunks(e, count), 1, [e.index(0)], split_row)
+            e.store(number, non_finite_rows, WORD)
         return function
 
     def split_columns(self) -> Value:
@@ -271,7 +271,7 @@ class TermSplitter:
             b, bits = e.builder, ir.IntType(e.lanes)
             loaded, transposed = self.allocate_vectors(e.lanes), self.allocate_vectors(2 * e.lanes)
 
-            def load_key(first: Value, d: Value, i: Value, found: list[Value]) -> list[Value]:
+            def load_key(first: Value, d: Value, i: Value, marks: list[Value]) -> list[Value]:
                 """Load 16 elements of one key, with 0 for those that cannot be split."""
                 start = e.at(rows, e.mul(e.add(first, i), row))
                 exists = e.below(e.add(first, i), count)
@@ -283,41 +283,41 @@ class TermSplitter:
                 left_out = self.cannot_be_split(x)
                 rest = b.select(left_out, e.const(0.0), x)
                 e.store_vector(rest, e.at(loaded, e.mul(i, e.vector_bytes)))
-                return [b.or_(found[0], b.bitcast(left_out, bits))]
+                return [b.or_(marks[0], b.bitcast(left_out, bits))]
 
-            def transpose_half(k: Value, d: Value, n: Value, found: list[Value]) -> list[Value]:
+            def transpose_half(k: Value, d: Value, n: Value, marks: list[Value]) -> list[Value]:
                 """Transpose 16 elements of the first or the second 16 keys of a chunk."""
                 first = e.add(k, e.mul(n, e.lanes))
-                found = e.loop(0, e.lanes, 1, found, partial(load_key, first, d))
+                marks = e.loop(0, e.lanes, 1, marks, partial(load_key, first, d))
                 place = e.at(transposed, e.mul(n, e.vector_bytes))
                 for i, x in enumerate(e.transpose(vectors_at(e, loaded, e.lanes))):
                     e.store_vector(x, e.at(place, 2 * i * e.vector_bytes))
-                return found
+                return marks
 
             def store_column(tiles: Value, i: Value, _: list[Value]) -> None:
                 place = e.at(transposed, e.mul(i, 2 * e.vector_bytes))
                 self.split_and_store(vectors_at(e, place, 2), e.at(tiles, e.mul(i, TILE_BYTES)))
 
-            def store_columns(k: Value, chunk: Value, d: Value, found: list[Value]) -> list[Value]:
+            def store_columns(k: Value, chunk: Value, d: Value, marks: list[Value]) -> list[Value]:
                 """Store 16 columns of a chunk of keys."""
-                found = e.loop(0, 2, 1, found, partial(transpose_half, k, d))
+                marks = e.loop(0, 2, 1, marks, partial(transpose_half, k, d))
                 tiles = e.at(chunk, e.mul(b.sdiv(d, e.index(TILE_ROWS)), self.column_band))
                 e.loop(0, e.lanes, 1, [], partial(store_column, tiles))
-                return found
+                return marks
 
-            def split_chunk(k: Value, found: list[Value]) -> list[Value]:
+            def split_chunk(k: Value, marks: list[Value]) -> list[Value]:
                 chunk = e.at(target, e.mul(k, self.row_band // CHUNK))
                 return e.loop(
                     0,
                     emit_round_to_chunks(e, dim),
                     e.lanes,
-                    found,
+                    marks,
                     partial(store_columns, k, chunk),
                 )
 
             nothing = [ir.Constant(bits, 0)]
-            (found,) = e.loop(0, emit_round_to_chunks(e, count), CHUNK, nothing, split_chunk)
-            b.ret(b.icmp_unsigned("!=", found, ir.Constant(bits, 0)))
+            (marks,) = e.loop(0, emit_round_to_chunks(e, count), CHUNK, nothing, split_chunk)
+            b.ret(b.icmp_unsigned("!=", marks, ir.Constant(bits, 0)))
         return function
 
     def transpose_rows(self, number: int) -> Value:
@@ -381,9 +381,9 @@ class TermSplitter:
 
         def pack_elements(d: Value, seen: list[Value]) -> list[Value]:
             columns = e.transpose([self.load_elements(place, d, dim) for place in places])
-            found = seen[0]
+            marks = seen[0]
             for x in columns:
-                found = b.or_(found, self.huge_lanes(self.magnitude(x)))
+                marks = b.or_(marks, self.huge_lanes(self.magnitude(x)))
             if sign is not None:
                 columns = [b.fmul(x, sign) for x in columns]
             split = [self.rounded_terms(x) for x in columns]
@@ -391,12 +391,12 @@ class TermSplitter:
             for p in range(e.lanes // 2):
                 both = list(zip(split[2 * p], split[2 * p + 1], strict=True))
                 self.store_term_pairs(both, e.at(end, p * self.width))
-            return [found]
+            return [marks]
 
-        (found,) = e.loop(
+        (marks,) = e.loop(
             0, emit_round_to_chunks(e, dim), e.lanes, [ir.Constant(bits, 0)], pack_elements
         )
-        return b.zext(found, INT64)
+        return b.zext(marks, INT64)
 
     def allocate_vectors(self, count: int) -> Value:
         """Memory for vectors that lasts as long as the function runs."""
