@@ -335,4 +335,5 @@ def _digest_of_parameters(model: torch.nn.Module) -> str:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    entries = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return entries.numpy().data
