@@ -79,6 +79,8 @@ def test_heads_where_rows_should_be_are_named(name: str, tensors: bool) -> None:
     assert "(batch, length, heads, head_dim), pass query.swapaxes(-3, -2)" in said
     with pytest.raises(qkv.ShapeError, match=f"{name} has 12 entries, and {which} 4 rows"):
         record_of(rows[0], **{name: IDS[0]})
+    with pytest.raises(qkv.KeywordError, match="takes no layout"):
+        record_of(rows, layout="blhd")
     right = record_of(rows.swapaxes(-3, -2), **{name: IDS})
     np.testing.assert_array_equal(
         right[0].rows["entropy"], record_of(**{name: IDS})[0].rows["entropy"]

@@ -118,9 +118,9 @@ def check(
     )
     for name, leading in zip(("key", "value"), row_format.leading, strict=True):
         if leading[:-1] != held and len(leading) == len(held) + 1 > 1:
-            new, old = (" x ".join(map(str, sizes)) for sizes in (leading[:-1], held))
+            given, own = (" x ".join(map(str, sizes)) for sizes in (leading[:-1], held))
             raise ShapeError(
-                f"{name} has a batch of {new}, and the cache one of {old}.",
+                f"{name} has a batch of {given}, and the cache one of {own}.",
                 seen(),
                 "Use a cache of its own for each batch, or reorder this one to the new batch.",
             )

@@ -115,7 +115,8 @@ class BoundCall(NamedTuple):
     def roles(self) -> list[str]:
         """What messages call each leaf: an operand, an option, a bare mask, an array of a class."""
         operands, variants, options, *_ = self.structure
-        leaves, roles = iter(self.leaves), []
+        leaves = iter(self.leaves)
+        roles: list[str] = []
         for name, tree in zip(_OPERANDS, operands, strict=True):
             roles += roles_of(tree, leaves, name)
         for tree in variants:

@@ -27,10 +27,10 @@ def require_keep(keep: Any) -> None:
     if keep is None or (isinstance(keep, str) and keep == "weights"):
         return
     try:
-        numbers = list(keep) if isinstance(keep, Collection) and not isinstance(keep, str) else [""]
+        numbers: list[Any] = list(keep) if isinstance(keep, Collection) else [None]
     except TypeError:  # An array of no dimension.
-        numbers = [""]
-    if not all(isinstance(n, int | np.integer) for n in numbers):
+        numbers = [None]
+    if isinstance(keep, str) or not all(isinstance(n, int | np.integer) for n in numbers):
         raise ArgumentError(
             f"keep={shown(keep)} is not known.",
             action='Pass "weights" for all layers, or the numbers of some, from 0.',

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from qkv.call.flatten import copied
 from qkv.declarations import checked
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, KeywordError
 from qkv.inspection import model_file
 from qkv.inspection.comparison import ComparedHeads, HeadComparison
 from qkv.inspection.counts import counted
@@ -118,7 +118,17 @@ class ModelRecord:
             Name of the layer.
         sequences : tuple (str or None, str or None), keyword
             As in `LayerRecord`; both are "input_ids" by default.
+
+        Raises
+        ------
+        ShapeError, KeywordError
+            Arrays and tokens do not fit together; `layout` is given, of which there is one.
         """
+        if "layout" in options:
+            raise KeywordError(
+                "ModelRecord.add takes no layout.",
+                action="Pass (batch, heads, length, head_dim), as query.swapaxes(-3, -2) is.",
+            )
         index = len(self.layers)
         sequences = options.pop("sequences", ("input_ids", "input_ids"))
         options["tokens"] = without_unknown(options.get("tokens"), self.unknown_id)
