@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv._dynamo import ends_graph
-from qkv.arrays import has_shape, library_of
+from qkv.arrays import has_shape, library_named, library_of
 from qkv.backends import Passes, conditions
 from qkv.bridges import bridge_of
 from qkv.call.attend import attend, run_alike
@@ -73,6 +73,10 @@ class CallForm(NamedTuple):
 class PreparedAttention:
     """A call of `qkv.attention` that was made ready by `qkv.prepare`.
 
+    `copy.deepcopy` and `pickle` take its form and its variants, and make it ready anew on the
+    machine where they are. A variant with a function that Python cannot pickle, such as a lambda,
+    cannot be pickled here either.
+
     Attributes
     ----------
     form : CallForm
@@ -98,9 +102,10 @@ class PreparedAttention:
         self._bound, self._passes, self._free = _bound, _passes, _free
         self._prepared, call = _prepared(_bound, _passes, _free)
         self.form = CallForm(*self._forms(_bound.leaves))
-        library = library_of(_bound.leaves[0], "query")
-        self.plan: Plan = make_plan(call.problem, call.choice, library.name)
+        self._library = library_of(_bound.leaves[0], "query").name
+        self.plan: Plan = make_plan(call.problem, call.choice, self._library)
         # The arrays of variants are kept, query, key and value are not.
+        self._views = [(view.dtype, view.shape, view.strides) for view in call.leaves[:3]]
         self._arrays = tuple(_bound.leaves[3:])
         self._bound = _bound._replace(leaves=())
 
@@ -153,6 +158,12 @@ class PreparedAttention:
 
     def __repr__(self) -> str:
         return f"PreparedAttention({self.plan.problem}; backend {self.plan.backend})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Compiled code and addresses are left out: it is made ready anew."""
+        call = self._bound._replace(leaves=(None, None, None, *self._arrays)).unflatten()
+        about = self._views, call.variants, call.options, self._passes, self._free
+        return _prepared_again, (self._library, *about)
 
     def _placed(self, q_offset: int) -> Structure:
         """The structure with the queries at another position."""
@@ -303,6 +314,22 @@ def _prepared(bound: BoundCall, passes: Passes, free: bool) -> tuple[PreparedCal
             action="Call qkv.attention, which checks each call.",
         )
     return made, call
+
+
+def _prepared_again(
+    library: str, views: Sequence[Any], variants: Any, options: Any, passes: Passes, free: bool
+) -> PreparedAttention:
+    """A prepared call of arrays with these dtypes, shapes and strides."""
+    query, key, value = [library_named(library).restore(_like(*view)) for view in views]
+    return PreparedAttention(bind(query, key, value, variants, options), passes, free)
+
+
+def _like(dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Array:
+    """An array of this form, with memory that nobody writes to or reads."""
+    spans = [(size - 1) * step for size, step in zip(shape, strides, strict=True)]
+    begin = -sum(min(span, 0) for span in spans)
+    memory = np.empty(begin + sum(max(span, 0) for span in spans) + dtype.itemsize, np.uint8)
+    return np.ndarray(shape, dtype, memory, begin, strides)
 
 
 def _form_of(array: Any, has_free_rows: bool, layout: str) -> ArrayForm:

@@ -55,7 +55,8 @@ def cache(request: Any, dtype: str | None) -> Any:
 
 ONE, WIDE = KEY[:, :, :1], VALUE[:, :, :1]
 APPENDS: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
-    "batch": (ONE[:1], WIDE[:1], None, qkv.ShapeError, "sequences|leading dimensions"),
+    "batch": (ONE[:1], WIDE[:1], None, qkv.ShapeError, "key has a batch of 1, .* one of 2"),
+    "batch of values": (ONE, WIDE[:1], None, qkv.ShapeError, "value has a batch of 1, .* of 2"),
     "heads": (ONE[:, :1], WIDE[:, :1], None, qkv.ShapeError, r"leading dimensions.*\(2, 1\)"),
     "heads of values": (ONE, WIDE[:, :1], None, qkv.ShapeError, "value has leading dimensions"),
     "dim": (WIDE, WIDE, None, qkv.ShapeError, "rows of 6; the cache has .* and 8"),
@@ -78,6 +79,20 @@ def test_appends_that_do_not_fit(cache: Any, name: str) -> None:
     with pytest.raises(error, match=message):
         cache.append(key, value, new_lens)
     same(before, state(cache))
+
+
+def test_another_batch_gets_the_same_words_everywhere(dtype: str | None) -> None:
+    said = set()
+    for make in CACHES.values():
+        for truncated in (False, True):
+            cache = make(dtype=dtype)
+            cache.append(KEY, VALUE)
+            if truncated:
+                cache.truncate(0)
+            with pytest.raises(qkv.ShapeError) as found:
+                cache.append(ONE[:1], WIDE[:1])
+            said.add(str(found.value))
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("lengths", [8, -1, [0, 8], [0, 0, 0], 1.5, [[1, 1]]])

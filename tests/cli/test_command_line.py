@@ -408,6 +408,26 @@ def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
         assert all(f"  {label} " in text for label in rows)
 
 
+@pytest.mark.slow
+def test_info_shows_what_is_installed_and_imports_nothing() -> None:
+    program = (
+        "import sys; from qkv.cli import main; main(['info', '--json']); "
+        "print(sorted({'torch', 'jax', 'transformers'} & set(sys.modules)))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    )
+    report, _, imported = ran.stdout.rstrip().rpartition("\n")
+    assert imported == "[]"
+    shown = json.loads(report)["packages"]
+    for name in ("torch", "transformers", "jax"):
+        program = f"import {name}; print({name}.__version__)"
+        asked = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+        )
+        assert shown.get(name) == (asked.stdout.strip() if asked.returncode == 0 else None)
+
+
 def test_info_where_nothing_compiled_runs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

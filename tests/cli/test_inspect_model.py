@@ -410,7 +410,7 @@ def test_a_saved_record_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (tmp_path / "p.html").stat().st_size > 100_000
     assert qkv.ModelRecord.load(path).rows() == load(path).rows()
     assert main(["inspect", path, "--layer", "1"]) == 2
-    assert "--layer goes with arrays or --model" in capsys.readouterr().err
+    assert "has the scores of layer 1, and not its query and key" in capsys.readouterr().err
     assert main(["inspect", path, "--causal"]) == 2
     assert "--causal goes with a file of arrays" in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ REASON = "the Hugging Face plug-in needs transformers: pip install transformers"
 torch = pytest.importorskip("torch", reason=REASON)
 transformers = pytest.importorskip("transformers", reason=REASON)
 
-from families import CACHE, VOCABULARY, attending, model_of  # noqa: E402
+from families import CACHE, SIZES, VOCABULARY, attending, model_of  # noqa: E402
 
 import qkv  # noqa: E402
 import qkv.hf  # noqa: E402
@@ -24,6 +24,16 @@ BOUND = 1e-10
 PAGED = {"page_size": 4}
 CACHES = {"contiguous": {}, "paged": PAGED}
 FAMILIES = ("llama", "mistral", "gemma2", "gpt-oss", "gpt2", "deepseek-v3", "llama4")
+HEADS = {**SIZES, "n_layer": 2, "n_head": 4}
+OWN_ATTENTION: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bloom": ("BloomForCausalLM", "BloomConfig", HEADS),
+    "falcon": ("FalconForCausalLM", "FalconConfig", {**HEADS, "alibi": True}),
+    "gpt_neo": (
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        {**HEADS, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+    ),
+}
 SEARCHES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "temperature": 0.7, "num_return_sequences": 2},
@@ -278,6 +288,33 @@ class TestErrors:
     def test_impossible_caches(self, options: dict[str, Any]) -> None:
         with pytest.raises(qkv.ArgumentError):
             qkv.hf.Cache(**options)
+
+    def test_another_batch_gets_the_same_words_in_every_layer(self) -> None:
+        said = set()
+        for family, options in (("llama", {}), ("llama", PAGED), ("mistral", {})):
+            cache = qkv.hf.Cache(config_of(family), **options)
+            with attending(model_of(family), "qkv") as model, torch.no_grad():
+                model(input_ids=prompts(2)["input_ids"], **{CACHE: cache})
+                with pytest.raises(qkv.ShapeError, match=r"a batch of 3, .* one of 2") as found:
+                    model(input_ids=prompts(3)["input_ids"], **{CACHE: cache})
+            said.add(found.value.fact + found.value.action)
+        assert len(said) == 1
+
+    @pytest.mark.parametrize("name", OWN_ATTENTION)
+    def test_models_that_compute_attention_themselves_take_no_pages(self, name: str) -> None:
+        model_name, config_name, options = OWN_ATTENTION[name]
+        config = getattr(transformers, config_name)(**options)
+        message = f"{name} models compute attention themselves and never call qkv"
+        with pytest.raises(qkv.UnsupportedError, match=message) as found:
+            qkv.hf.Cache(config, page_size=4)
+        assert "qkv.hf.Cache(config) serves any model" in found.value.action
+        torch.manual_seed(0)
+        model = getattr(transformers, model_name)(config).double().eval()
+        inputs = {**prompts(), "max_new_tokens": 5, "do_sample": False}
+        with torch.no_grad():
+            expected = model.generate(**inputs)
+            found = model.generate(**inputs, **{CACHE: qkv.hf.Cache(config)})
+        assert torch.equal(found, expected)
 
     def test_out_of_pages(self) -> None:
         cache = qkv.hf.Cache(config_of("llama"), page_size=4, num_pages=3)

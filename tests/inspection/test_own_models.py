@@ -65,6 +65,36 @@ def test_sizes_that_do_not_fit_name_no_value(shapes: Any, fact: str) -> None:
     assert "layout=" not in str(found.value)
 
 
+@pytest.mark.parametrize("tensors", [False, True])
+@pytest.mark.parametrize("name", ["tokens", "real", "real_queries"])
+def test_heads_where_rows_should_be_are_named(name: str, tensors: bool) -> None:
+    """(batch, length, heads, head_dim) is read as 12 heads of 4 rows, as the entries show."""
+    rows = QUERY.swapaxes(1, 2).copy()
+    made = pytest.importorskip("torch").from_numpy if tensors else np.asarray
+    with pytest.raises(qkv.ShapeError) as found:
+        record_of(made(rows), **{name: made(IDS)})
+    said = str(found.value)
+    which = "query" if name == "real_queries" else "key"
+    assert f"{name} has 12 entries, and {which} 4 rows of 12 heads." in said
+    assert "(batch, length, heads, head_dim), pass query.swapaxes(-3, -2)" in said
+    with pytest.raises(qkv.ShapeError, match=f"{name} has 12 entries, and {which} 4 rows"):
+        record_of(rows[0], **{name: IDS[0]})
+    with pytest.raises(qkv.KeywordError, match="takes no layout"):
+        record_of(rows, layout="blhd")
+    right = record_of(rows.swapaxes(-3, -2), **{name: IDS})
+    np.testing.assert_array_equal(
+        right[0].rows["entropy"], record_of(**{name: IDS})[0].rows["entropy"]
+    )
+
+
+@pytest.mark.parametrize("keep", [[-1], (0, -2), np.array([1, -1])])
+def test_layers_are_not_kept_by_numbers_from_the_end(keep: Any) -> None:
+    with pytest.raises(qkv.ArgumentError) as found:
+        qkv.ModelRecord("own", keep=keep)
+    assert "counts from the last layer, and which one is the last is known only" in str(found.value)
+    assert "keep=[11] for the last of 12 layers" in str(found.value)
+
+
 def test_a_comparison_says_how_many_tokens_there_are() -> None:
     known, unknown = record_of(tokens=IDS), record_of()
     lines = str(known.compare(unknown)).splitlines()

@@ -35,13 +35,13 @@ def test_the_output_is_like_the_query(kinds: tuple[str, ...]) -> None:
     near(found, RIGHT)
 
 
-@pytest.mark.parametrize("role", ["key", "value", "an array of a variant"])
+@pytest.mark.parametrize("role", ["key", "value", "an array of Bias"])
 def test_what_jax_traces_asks_for_a_query_of_jax(role: str) -> None:
     q, k, v = ARRAYS
 
     def call(x: Any) -> Any:
-        given = {"key": (q, x, v), "value": (q, k, x), "an array of a variant": (q, k, v)}[role]
-        return qkv.attention(*given, *((qkv.Bias(x[0, :, :1]),) if "variant" in role else ()))
+        given = {"key": (q, x, v), "value": (q, k, x), "an array of Bias": (q, k, v)}[role]
+        return qkv.attention(*given, *((qkv.Bias(x[0, :, :1]),) if "Bias" in role else ()))
 
     message = f"jax differentiates or traces {role}.* array of numpy(.|\n)*Pass query as an array"
     mapped = jax.vmap(call)

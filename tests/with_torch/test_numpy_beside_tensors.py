@@ -60,11 +60,11 @@ def each_place(given: Any) -> dict[str, Any]:
     return {
         "key": lambda: qkv.attention(q, given, v),
         "value": lambda: qkv.attention(q, k, given),
-        "an array of a variant": lambda: qkv.attention(q, k, v, qkv.Bias(given[0, :, :1])),
+        "an array of Bias": lambda: qkv.attention(q, k, v, qkv.Bias(given[0, :, :1])),
     }
 
 
-@pytest.mark.parametrize("role", ["key", "value", "an array of a variant"])
+@pytest.mark.parametrize("role", ["key", "value", "an array of Bias"])
 def test_what_torch_follows_is_not_lost_in_silence(role: str) -> None:
     """A NumPy output carries no gradient, of either mode, and nothing of `torch.func`."""
     message = f"torch differentiates or traces {role}.* array of numpy(.|\n)*Pass query as an array"

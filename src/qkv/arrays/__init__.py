@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from qkv._forks import importing
 from qkv.arrays.numpy_arrays import NumpyArrays
+from qkv.arrays.roles import variable
 from qkv.errors import ArgumentError, DTypeError
 
 __all__ = [
@@ -144,7 +145,7 @@ def _no_array_error(given: Any, role: str) -> DTypeError:
     if isinstance(given, list | tuple | int | float | memoryview):
         return DTypeError(
             f"{role} is a {name}, not an array.",
-            action=f"Pass numpy.asarray({role}, dtype='float32').",
+            action=f"Pass numpy.asarray({variable(role)}, dtype='float32').",
         )
     return DTypeError(
         f"{role} is a {name}, not an array.", action="Pass an array of NumPy, torch or JAX."

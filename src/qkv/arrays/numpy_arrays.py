@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arrays.roles import variable
 from qkv.errors import DTypeError
 
 
@@ -21,14 +22,15 @@ class NumpyArrays:
         if not isinstance(array, np.ndarray):
             raise DTypeError(
                 f"{role} is a {type(array).__name__}, not an array.",
-                action=f"Pass numpy.asarray({role}).",
+                action=f"Pass numpy.asarray({variable(role)}).",
             )
         # numpy.ma is slow to import, and a masked array exists only if it has been imported.
         masked = sys.modules.get("numpy.ma")
         if masked is not None and isinstance(array, masked.MaskedArray):
             raise DTypeError(
                 f"{role} is a masked array; its mask would be ignored.",
-                action=f"Pass {role}.data, and the mask as a boolean array (True = attend).",
+                action=f"Pass {variable(role)}.data, and the mask as a boolean array "
+                "(True = attend).",
             )
         return array.view(np.ndarray)
 

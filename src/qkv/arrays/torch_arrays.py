@@ -11,11 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 
+from qkv.arrays.roles import variable
 from qkv.errors import DTypeError, ShapeError, UnsupportedError
 
 
 def check_dense(array: torch.Tensor, role: str) -> None:
     """Raise for a tensor whose elements do not lie in memory with a stride for each dimension."""
+    name = variable(role)
     if is_lazy(array):
         raise DTypeError(
             f"{role} is a parameter that has no shape yet.",
@@ -25,13 +27,35 @@ def check_dense(array: torch.Tensor, role: str) -> None:
         raise DTypeError(
             f"{role} is a nested tensor, whose rows have lengths of their own.",
             action=f"Pass torch.nested.to_padded_tensor({role}, 0.0) with qkv.KeyLengths, or rows "
-            "of all sequences in one tensor with qkv.Segments.",
+            "of all sequences in one tensor with qkv.Segments."
+            if role in _OPERANDS
+            else f"Pass a tensor of one shape, as torch.nested.to_padded_tensor makes of {name}.",
         )
     if array.layout is not torch.strided or array.is_quantized:
+        dense = "dequantize" if array.is_quantized else "to_dense"
         raise DTypeError(
             f"{role} is a {array.layout} tensor of {array.dtype}, not a dense one.",
-            action=f"Pass {role}.to_dense(), or {role}.dequantize().",
+            action=f"Pass {name}.{dense}().",
         )
+
+
+def check_beside(array: torch.Tensor, role: str, query: torch.Tensor) -> None:
+    """Raise for an array of a call that is neither in main memory nor where the query is."""
+    if array.device.type == "cpu" or array.device == query.device:
+        return
+    if array.is_meta:
+        raise _no_values(role)
+    raise UnsupportedError(
+        f"{role} is on {array.device} and query on {query.device}.",
+        action=f"Move it there, as in {variable(role)}.to(query.device).",
+    )
+
+
+def _no_values(role: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{role} is on meta, where tensors have no values.",
+        action=f"Pass {variable(role)} with values, as one that was made on the CPU has.",
+    )
 
 
 class TorchArrays:
@@ -49,11 +73,16 @@ class TorchArrays:
             except (RuntimeError, TypeError, ValueError):
                 pass  # The checks below raise an error that explains the reason.
         check_dense(array, role)
+        name = variable(role)
+        if array.is_meta:
+            raise _no_values(role)
         if array.device.type != "cpu":
+            instead = (
+                ", or call qkv.attention, which torch's own kernels can run where the tensors are"
+            )
             raise UnsupportedError(
                 f"{role} is on {array.device}; this computes on the CPU.",
-                action=f"Pass {role}.cpu(), or call qkv.attention, which torch's own kernels can "
-                "run where the tensors are.",
+                action=f"Pass {name}.cpu(){instead if role in _OPERANDS else ''}.",
             )
         try:
             plain = array.detach().resolve_neg()
@@ -64,7 +93,7 @@ class TorchArrays:
         except ValueError as error:
             raise ShapeError(
                 f"{role} has {array.ndim} dimensions, more than NumPy can have.",
-                action=f"Join leading dimensions, as in {role}.flatten(0, -4).",
+                action=f"Join leading dimensions, as in {name}.flatten(0, -4).",
             ) from error
         except RuntimeError as error:
             raise DTypeError(
@@ -75,7 +104,7 @@ class TorchArrays:
         except TypeError as error:
             raise DTypeError(
                 f"{role} has dtype {array.dtype}, which NumPy does not have.",
-                action=f"Convert it, as in {role}.float().",
+                action=f"Convert it, as in {name}.float().",
             ) from error
         if not has_memory:
             raise DTypeError(
@@ -154,3 +183,4 @@ _DTYPES = {
 }
 _NUMPY_DTYPES = (torch.float32, torch.float64, torch.float16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_OPERANDS = ("query", "key", "value")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qkv._dynamo import ends_graph
-from qkv.arrays.torch_arrays import check_dense
+from qkv.arrays.torch_arrays import check_beside, check_dense
 from qkv.arrays.views import view_beside
 from qkv.bridges import torch_functions as functions
 from qkv.bridges.learnable import refuse_constants
@@ -58,20 +58,23 @@ def _attend(bound: BoundCall, return_lse: bool) -> Any:
         results = attend(bound)
         return (results.out, results.lse) if return_lse else results.out
     query, key, value = map(operand, bound.leaves[:3], _ROLES)
-    for leaf in bound.leaves[3:]:
+    roles = bound.roles[3:]
+    for leaf, role in zip(bound.leaves[3:], roles, strict=True):
         if isinstance(leaf, Tensor):
-            check_dense(leaf, "an array of the call")
+            check_dense(leaf, role)
+            check_beside(leaf, role, query)
     operands = query, key, value
     leaves = autocast(*operands)
     if is_device_call(bound):
         check_devices(*leaves)
-        tensors = tuple(map(as_tensor, bound.leaves[3:]))
+        tensors = tuple(map(as_tensor, bound.leaves[3:], roles))
         return attend_on_device(BoundCall(bound.structure, (*leaves, *tensors)), return_lse)
     if _is_watched(*leaves, *bound.leaves[3:]):
         check_devices(*leaves)
         query, key, value = map(kept_tensor, leaves, bound.leaves)
         leaves = query, key, value
-        tensors = tuple([kept_tensor(as_tensor(leaf), leaf) for leaf in bound.leaves[3:]])
+        given = zip(bound.leaves[3:], roles, strict=True)
+        tensors = tuple([kept_tensor(as_tensor(leaf, role), leaf) for leaf, role in given])
         _refuse_half_fake(*leaves, *tensors)
         _hold_if_seen(bound.structure)
         try:
@@ -80,7 +83,7 @@ def _attend(bound: BoundCall, return_lse: bool) -> Any:
             _explain_subclasses(error, *leaves, *tensors)
             raise
         return (out, lse) if return_lse else out
-    views = [view_beside(LIBRARY, leaf, "an array of the call") for leaf in bound.leaves[3:]]
+    views = [view_beside(LIBRARY, *given) for given in zip(bound.leaves[3:], roles, strict=True)]
     seen = BoundCall(bound.structure, (*map(LIBRARY.view, leaves, _ROLES), *views))
     attended = attend(seen, rows=return_lse)
     out = contiguous(LIBRARY.restore(attended.out))

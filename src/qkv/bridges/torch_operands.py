@@ -41,7 +41,7 @@ def is_tracked(array: Any) -> bool:
     return isinstance(array, Tensor) and LIBRARY.is_tracked(array)
 
 
-def as_tensor(array: Any) -> Any:
+def as_tensor(array: Any, role: str = "an array of the call") -> Any:
     """An array of any library as a tensor of the same memory, where torch can have that."""
     if isinstance(array, Tensor):
         return array
@@ -49,14 +49,14 @@ def as_tensor(array: Any) -> Any:
         return torch.as_tensor(array)  # Dynamo can trace this check.
     if not is_array(array):
         return array
-    seen = view_beside(LIBRARY, array, "an array of the call")
+    seen = view_beside(LIBRARY, array, role)
     dense = seen.flags.writeable and min(seen.strides, default=0) >= 0
     return LIBRARY.restore(seen if dense else seen.copy())
 
 
 def operand(array: Any, role: str) -> Tensor:
     """An operand as a dense tensor."""
-    tensor: Tensor = as_tensor(array)
+    tensor: Tensor = as_tensor(array, role)
     if not isinstance(tensor, Tensor):
         library_of(array, role, LIBRARY)  # Raises, because it is an array of none.
     check_dense(tensor, role)

@@ -91,7 +91,8 @@ class BufferedCache(ABC):
         Parameters, result and errors are those of `qkv.cache.Cache.append`.
         """
         stored = self._stored
-        row_format, counts = check(key, value, new_lens, stored.row_format, batched=False)
+        held = stored.lengths.shape
+        row_format, counts = check(key, value, new_lens, stored.row_format, held, batched=False)
         before = np.broadcast_to(stored.lengths, row_format.batch_shape)
         self._check_room(before, counts)
         new_tokens = encode(key, value, row_format, counts, self._encoding)

@@ -74,10 +74,16 @@ class NewTokens:
 
 
 def check(
-    key: Any, value: Any, new_lens: Any, first: RowFormat | None, batched: bool
+    key: Any,
+    value: Any,
+    new_lens: Any,
+    first: RowFormat | None,
+    held: tuple[int, ...],
+    batched: bool,
 ) -> tuple[RowFormat, Lengths]:
     """The format of new rows, checked against `first`, and the tokens of each sequence.
 
+    `held` are the batch dimensions of the sequences that are there, empty if there are none.
     `batched` asks for exactly four dimensions.
     """
 
@@ -110,6 +116,14 @@ def check(
         (str(key.dtype), str(value.dtype)),
         (_device(key), _device(value)),
     )
+    for name, leading in zip(("key", "value"), row_format.leading, strict=True):
+        if leading[:-1] != held and len(leading) == len(held) + 1 > 1:
+            given, own = (" x ".join(map(str, sizes)) for sizes in (leading[:-1], held))
+            raise ShapeError(
+                f"{name} has a batch of {given}, and the cache one of {own}.",
+                seen(),
+                "Use a cache of its own for each batch, or reorder this one to the new batch.",
+            )
     if first is not None:
         _compare(row_format, libraries, first, seen)
     for name, dtype in zip(("key", "value"), row_format.dtype, strict=True):

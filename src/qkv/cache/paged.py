@@ -170,13 +170,7 @@ class PagedCache:
         if first is not None:  # The pool is shared with forks, which may have another batch size.
             nested = getattr(key, "is_nested", False)
             first = first.with_batch((*(() if nested else getattr(key, "shape", ())), 0)[0])
-        row_format, counts = check(key, value, new_lens, first, batched=True)
-        if held.lengths.ndim and counts.shape != held.lengths.shape:
-            raise ShapeError(
-                f"key and value have {len(counts)} sequences; the cache has {len(held.lengths)}.",
-                action="Append to all of its sequences, or reorder it first.",
-            )
-        return row_format, counts
+        return check(key, value, new_lens, first, held.lengths.shape, batched=True)
 
     def truncate(self, lengths: Any) -> None:
         """Forget all tokens but the first `lengths` of each sequence, and release their pages.

@@ -16,6 +16,7 @@ from qkv.call.flatten import (
     Tree,
     flatten,
     is_known,
+    roles_of,
     unflatten,
     uses_batch_index,
 )
@@ -110,6 +111,20 @@ class BoundCall(NamedTuple):
             return self.leaves
         return [leaf for n, leaf in enumerate(self.leaves) if n not in by_value]
 
+    @property
+    def roles(self) -> list[str]:
+        """What messages call each leaf: an operand, an option, a bare mask, an array of a class."""
+        operands, variants, options, *_ = self.structure
+        leaves = iter(self.leaves)
+        roles: list[str] = []
+        for name, tree in zip(_OPERANDS, operands, strict=True):
+            roles += roles_of(tree, leaves, name)
+        for tree in variants:
+            roles += roles_of(tree, leaves)
+        for name, tree in zip(OptionValues._fields, options, strict=True):
+            roles += roles_of(tree, leaves, name)
+        return roles
+
     def unflatten(self) -> UnboundCall:
         """Operands, variants and options again, made of these leaves."""
         taken: list[Any] = []
@@ -148,6 +163,7 @@ class UnboundCall(NamedTuple):
     owners: tuple[Any, ...]
 
 
+_OPERANDS = ("query", "key", "value")
 _PLAIN: tuple[Tree, ...] = (ReadInPlace, ReadInPlace, ReadInPlace)
 _DEFAULT_OPTIONS = OptionValues(*[flatten(option, Leaves.none()) for option in DEFAULTS])
 

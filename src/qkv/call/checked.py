@@ -204,10 +204,4 @@ def views_of(bound: BoundCall) -> tuple[ArrayLibrary, tuple[Array, ...]]:
     library = library_of(bound.leaves[0], "query")
     if all(type(leaf) is np.ndarray for leaf in bound.leaves):  # They are views of themselves.
         return library, tuple(bound.leaves)
-    places = _PLACES if bound.structure.is_plain else ("query", *["an operand"] * 9)
-    names = (*places, *[_IN_A_VARIANT] * len(bound.leaves))
-    return library, tuple(map(partial(view_beside, library), bound.leaves, names))
-
-
-_PLACES = ("query", "key", "value")
-_IN_A_VARIANT = "an array of a variant"
+    return library, tuple(map(partial(view_beside, library), bound.leaves, bound.roles))

@@ -103,11 +103,11 @@ def check_device_call(bound: BoundCall, given: Sequence[Any] | None = None) -> D
     """
     library = library_of(bound.leaves[0], "query")
     by_value = bound.structure.by_value
-    owners = [type(owner).__name__ for owner in bound.unflatten().owners]
+    owners, roles = [type(owner).__name__ for owner in bound.unflatten().owners], bound.roles
     views = [library.described(leaf) for leaf in bound.leaves[:3]]
     for n, leaf in enumerate(bound.leaves[3:], start=3):
         read = n in by_value and owners[n] not in _READ_ON_DEVICE
-        views.append(library.on_host(leaf, owners[n], by_value=read))
+        views.append(library.on_host(leaf, roles[n], by_value=read))
     call = bound._replace(leaves=views).unflatten()
     options, problem = call.options, checked_problem(call, library)
     device = getattr(bound.leaves[0].device, "type", "cpu")

@@ -16,7 +16,7 @@ declares nothing. Other libraries' compilers hold a structure as text (`structur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
@@ -33,7 +33,7 @@ from qkv.variants.captured import Condition
 
 __all__ = [
     "Leaves", "Numbered", "ReadByValue", "ReadInPlace", "Tree", "add_length_keys", "copied",
-    "declared_fields", "flatten", "is_known", "unflatten", "uses_batch_index",
+    "declared_fields", "flatten", "is_known", "roles_of", "unflatten", "uses_batch_index",
     "without_arrays",
 ]  # fmt: skip
 
@@ -182,6 +182,20 @@ def unflatten(tree: Tree, next_array: Callable[[], Any]) -> Any:
     return _rebuild(kind, names, [unflatten(part, next_array) for part in parts])
 
 
+def roles_of(tree: Tree, leaves: Iterator[Any], name: str = "") -> Iterator[str]:
+    """What messages call each array of a tree; without a name it is that of its variant."""
+    if tree is ReadInPlace or tree is ReadByValue:
+        dtype = str(getattr(next(leaves), "dtype", ""))
+        bare = "mask" if "bool" in dtype else "bias" if "float" in dtype else "a variant"
+        yield name or bare
+    elif type(tree) is tuple:
+        kind = tree[1] if tree[0] is object else tree[0]
+        if not (name or kind in _CONTAINERS or kind.__name__ in _JOINED):
+            name = f"an array of {kind.__name__}"
+        for part in tree[1:]:
+            yield from roles_of(part, leaves, name)
+
+
 def copied(value: Any) -> Any:
     """What `flatten` takes, with copies of the arrays in it that others could change."""
     leaves = Leaves.none()
@@ -230,6 +244,8 @@ def add_length_keys(tree: Tree, kv_len: int, keys: list[Hashable]) -> bool:
 
 
 _CONTAINERS = (tuple, list, float, bool, np.generic)
+_JOINED = ("AnyOf", "AllOf", "Not")
+"""Masks of masks, which are written with operators."""
 
 
 def without_arrays(tree: Tree) -> Tree:

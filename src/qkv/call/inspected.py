@@ -55,6 +55,10 @@ class Inspected:
         """The checked call, in main memory; checked now, if the run was prepared."""
         return self.check()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: the checked call, in the place of what makes it."""
+        return {**self.__dict__, "call": self.call, "check": None}
+
     def copy_tables(self) -> None:
         """Copy the arrays that variants without declared fields hold, which are no leaves."""
         operands = self.call.problem.operands

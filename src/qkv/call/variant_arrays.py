@@ -73,7 +73,7 @@ def without_repeats(
         numbers |= {n for n, owner in enumerate(call.owners) if id(owner) in known}
     leaves = list(bound.leaves)
     for n in numbers:
-        seen = view(leaves[n], "an array of a variant")
+        seen = view(leaves[n], bound.roles[n])
         if any(step == 0 and size > 1 for size, step in zip(seen.shape, seen.strides, strict=True)):
             leaves[n] = np.array(seen)
     changed = any(new is not old for new, old in zip(leaves, bound.leaves, strict=True))

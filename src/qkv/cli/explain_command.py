@@ -9,6 +9,7 @@ from typing import Any
 import qkv
 from qkv.cli.inputs import CommandInput, InputArrays, checked_index
 from qkv.errors import ArgumentError, UnsupportedError
+from qkv.files.contents import shown
 from qkv.inspection.head_scores import KINDS, MEANINGS, THRESHOLD
 from qkv.inspection.summaries.terminal import Page
 
@@ -102,7 +103,15 @@ def _choose_head(options: argparse.Namespace) -> str:
 
 def _of_file(options: argparse.Namespace) -> InputArrays:
     from qkv.cli.model_command import refuse_without_model
+    from qkv.inspection.model_file import is_model_record
 
+    if options.file is not None and is_model_record(options.file):
+        layer = 0 if options.layer is None else options.layer
+        raise ArgumentError(
+            f"{shown(options.file)} is a record of a model, which has no values to add up.",
+            action=f"Use qkv inspect FILE --layer {layer} for its weights, or "
+            f"qkv explain --model NAME --layer {layer} for every number.",
+        )
     refuse_without_model(options)
     return _given(options.file)
 

@@ -20,6 +20,8 @@ from qkv.inspection.summaries.terminal import Page
 __all__ = ["run"]
 
 _PACKAGES = ("numpy", "ml_dtypes", "llvmlite", "safetensors", "rich")
+_OPTIONAL = ("torch", "transformers", "jax")
+"""Shown if they are installed; none of them is imported, which takes seconds."""
 
 
 def run(options: argparse.Namespace) -> str:
@@ -32,7 +34,7 @@ def run(options: argparse.Namespace) -> str:
             "platform": platform.platform(),
             "executable": sys.executable,
         },
-        "packages": {name: _package_version(name) for name in _PACKAGES},
+        "packages": _packages(),
         "machine": {"architecture": platform.machine(), **_machine_facts()},
         "backends": _backend_states(),
     }
@@ -47,11 +49,20 @@ def run(options: argparse.Namespace) -> str:
     return page.render(table)
 
 
+def _packages() -> dict[str, str]:
+    """The versions of what qkv needs, and of what it works with."""
+    found = {name: _package_version(name) for name in (*_PACKAGES, *_OPTIONAL)}
+    return {n: v for n, v in found.items() if n in _PACKAGES or v != _MISSING}
+
+
 def _package_version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
-        return "not installed"
+        return _MISSING
+
+
+_MISSING = "not installed"
 
 
 def _machine_facts() -> dict[str, str]:

@@ -45,13 +45,13 @@ class InputArrays:
     @classmethod
     def from_file(cls, path: str) -> InputArrays:
         if record_file.is_record(path):
-            return cls._from_record(record_file.load(path, "numpy"), path)
+            return cls.of_record(record_file.load(path, "numpy"), path)
         arrays = read_arrays(path)
         return cls(arrays.query, arrays.key, arrays.value, arrays.tokens, path, path)
 
     @classmethod
-    def _from_record(cls, found: Inspected, path: str) -> InputArrays:
-        """With heads before rows, whatever the layout was."""
+    def of_record(cls, found: Inspected, path: str) -> InputArrays:
+        """Those of a record of `path`, with heads before rows, whatever the layout was."""
         call = found.call
         spec, operands = call.problem.spec, call.problem.operands
         query, key, value = (

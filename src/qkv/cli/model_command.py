@@ -11,7 +11,7 @@ from typing import Any
 from qkv.cli.inputs import checked_index
 from qkv.cli.inspect_command import require_top, run_layer
 from qkv.cli.lab_command import require_place, write_page
-from qkv.cli.model_layer import model_layer
+from qkv.cli.model_layer import model_layer, saved_layer
 from qkv.cli.model_loading import about, inspect_model
 from qkv.cli.variants import command_line_of
 from qkv.errors import ArgumentError
@@ -37,14 +37,7 @@ _LAYER_OPTIONS = {"query": "--query", "head": "--head", "top": "--top"}
 def run(options: argparse.Namespace) -> str:
     """The output of the command."""
     refuse_with_model(options)
-    if options.layer is None:
-        for attribute, shown in _LAYER_OPTIONS.items():
-            if getattr(options, attribute) is not None:
-                raise ArgumentError(
-                    f"{shown} is about one layer, and --model {Page().token(options.model, 80)} "
-                    "shows all.",
-                    action="Say which with --layer N; without, the map lists them.",
-                )
+    _require_layer(options, f"--model {Page().token(options.model, 80)}")
     require_top(options)
     # Checked before minutes of work.
     if options.save and not Path(options.save).absolute().parent.is_dir():
@@ -54,20 +47,40 @@ def run(options: argparse.Namespace) -> str:
     if options.layer is not None and not (options.save or options.html):
         return run_layer(options, model_layer(options))
     with Bar(f"inspecting {Page().token(options.model, 40)}", passes=1) as bar:
-        # The page draws maps of the weights.
-        record = inspect_model(options, bar, keep="weights" if options.html else None)
+        # The page draws maps of the weights, and a saved layer can be looked into later.
+        layers = () if options.layer is None else (options.layer,)
+        every = options.html or min(layers, default=0) < 0
+        record = inspect_model(options, bar, "weights" if every else layers)
     return _output(record, options, about(options))
 
 
 def run_saved(options: argparse.Namespace) -> str:
     """The output of the command for a file that `ModelRecord.save` wrote."""
-    refused = {**_FILE_OPTIONS, **_MODEL_OPTIONS, **_LAYER_OPTIONS}
+    of_layer = options.layer is not None and not options.html
+    taken = ("layer", "batch") if of_layer else ("layer",)
+    known = {**_FILE_OPTIONS, **_MODEL_OPTIONS}
+    refused = {name: shown for name, shown in known.items() if name not in taken}
     _refuse(options, refused, "goes with arrays or --model, not with a record that was saved")
     for word in command_line_of(options.variants)[:1]:
         raise ArgumentError(f"{word} goes with a file of arrays, not with a record of a model.")
+    _require_layer(options, f"the record {Page().token(options.file, 80)}")
+    require_top(options)
     if options.html:
         require_place(options.html)
-    return _output(load(options.file), options, "")
+    record = load(options.file)
+    if of_layer:
+        return run_layer(options, saved_layer(record, options))
+    return _output(record, options, "")
+
+
+def _require_layer(options: argparse.Namespace, what: str) -> None:
+    """Complain of an option about one layer where none is chosen."""
+    for attribute, shown in _LAYER_OPTIONS.items():
+        if options.layer is None and getattr(options, attribute) is not None:
+            raise ArgumentError(
+                f"{shown} is about one layer, and {what} shows all.",
+                action="Say which with --layer N; without, the map lists them.",
+            )
 
 
 def _output(record: ModelRecord, options: argparse.Namespace, about: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,13 @@ import numpy as np
 from qkv.arrays.views import view
 from qkv.cli.inputs import InputArrays, checked_index
 from qkv.cli.model_loading import inspect_model
-from qkv.inspection.model_record import ModelRecord
+from qkv.errors import ArgumentError
+from qkv.files.contents import shown
+from qkv.inspection.model_record import LayerRecord, ModelRecord
 from qkv.inspection.progress_bar import Bar
 from qkv.inspection.summaries.terminal import Page
 
-__all__ = ["model_layer"]
+__all__ = ["model_layer", "saved_layer"]
 
 
 def model_layer(options: argparse.Namespace) -> InputArrays:
@@ -39,16 +42,49 @@ def model_layer(options: argparse.Namespace) -> InputArrays:
     layer = record[checked_index(wanted, len(record), "layer")]
     inputs = layer.scores.inputs
     assert inputs is not None  # the layer is one of those to keep
-    texts = record.texts_of(layer.sequences[1])
-    named = texts is not None and len(texts) == inputs.key.shape[-2]
     return InputArrays(
         inputs.query,
         inputs.key,
         values[layer.index].astype(inputs.query.dtype),
-        tuple(texts) if texts is not None and named else None,
-        f"{record.model}, layer {layer.index} of 0..{len(record) - 1}",
+        _tokens(record, layer),
+        _title(record, layer),
         record.model,
         inputs.variants,
         {name: option for name, option in inputs.options.items() if option is not None},
         notes=tuple(record.sentences()),
     )
+
+
+def saved_layer(record: ModelRecord, options: argparse.Namespace) -> InputArrays:
+    """The same of a record that was saved, from `--batch` on; it has no values.
+
+    Raises
+    ------
+    ArgumentError
+        There is no such layer, or it was not kept.
+    """
+    layer = record[checked_index(options.layer, len(record), "layer")]
+    inputs = layer.scores.inputs
+    if inputs is None:
+        raise ArgumentError(
+            f"{shown(options.file)} has the scores of layer {layer.index}, and not its query and "
+            "key, from which weights are computed.",
+            action=f'Record it with keep="weights" or keep=[{layer.index}] before it is saved, or '
+            f"with qkv inspect --model NAME --layer {layer.index} --save FILE.",
+        )
+    return replace(
+        InputArrays.of_record(inputs.inspected(), options.file),
+        tokens=None if options.batch else _tokens(record, layer),
+        title=_title(record, layer),
+        notes=tuple(record.sentences()),
+    )
+
+
+def _tokens(record: ModelRecord, layer: LayerRecord) -> tuple[str, ...] | None:
+    """The texts of the keys in batch row 0, if they are known."""
+    texts = record.texts_of(layer.sequences[1])
+    return None if texts is None or len(texts) != layer.received.shape[-1] else tuple(texts)
+
+
+def _title(record: ModelRecord, layer: LayerRecord) -> str:
+    return f"{record.model}, layer {layer.index} of 0..{len(record) - 1}"

@@ -22,6 +22,7 @@ from qkv.declarations import shown
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.positions import can_be_scaled, positions_of, warn_beyond
 from qkv.hf.stored_tensor import as_tensors
+from qkv.hf.usage import computes_itself
 
 __all__ = ["Cache"]
 
@@ -56,6 +57,8 @@ class Cache(DynamicCache):
     ------
     ArgumentError
         `config` is no configuration of transformers, or a size is out of its range.
+    UnsupportedError
+        Pages for a model that computes attention itself (Bloom, Falcon, GPT-Neo), as `config` says.
 
     Notes
     -----
@@ -106,7 +109,14 @@ class Cache(DynamicCache):
                 f"config={shown(config)} is no configuration of transformers.",
                 action="Pass model.config, or leave it out.",
             )
-        types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+        decoder = config.get_text_config(decoder=True)
+        if page_size is not None and computes_itself(decoder):
+            raise UnsupportedError(
+                f"{decoder.model_type} models compute attention themselves and never call qkv: "
+                f"they do not expect as many keys as pages of {page_size} tokens have room for.",
+                action="Leave page_size out: qkv.hf.Cache(config) serves any model.",
+            )
+        types, options = get_layer_types_and_kwargs(decoder)
         layers: list[Any] = []
         for kind, layer_options in zip(types, options, strict=True):
             if kind in _WINDOWS:

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -17,7 +19,9 @@ from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.hf.attention import observe
 from qkv.hf.layer_call import LayerCall
 
-__all__ = ["NotUsedWarning", "SilentLayers", "Usage", "check", "warn_of_silent"]
+__all__ = [
+    "NotUsedWarning", "SilentLayers", "Usage", "check", "computes_itself", "warn_of_silent",
+]  # fmt: skip
 
 _ATTENTION = re.compile(r"Attention(?!(Bias|Loss|MLP|Output|Structure)$)")
 """Matches class names of attention layers, but not of their parts."""
@@ -133,6 +137,28 @@ def check(model: torch.nn.Module, /, *args: Any, **inputs: Any) -> Usage:
     usage = Usage(dict(calls), layers.names)
     _warn(model, usage)
     return usage
+
+
+def computes_itself(config: Any) -> bool:
+    """Whether the models of a configuration have attention layers that ask for no function.
+
+    Their code says so: no layer that writes to a cache names the table of transformers' functions.
+    """
+    configuration = type(config).__module__
+    if ".configuration_" not in configuration:
+        return False
+    try:
+        code = import_module(configuration.replace(".configuration_", ".modeling_"))
+    except ImportError:
+        return False
+    layers: list[Any] = [
+        thing
+        for name, thing in vars(code).items()
+        if _ATTENTION.search(name) and getattr(thing, "__module__", "") == code.__name__
+    ]
+    names = [unwrap(x.forward).__code__.co_names for x in layers if hasattr(x, "forward")]
+    writing = [n for n in names if "update" in n]
+    return bool(writing) and not any("ALL_ATTENTION_FUNCTIONS" in n for n in writing)
 
 
 def _kind(given: Any) -> str:

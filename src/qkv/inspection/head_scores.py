@@ -137,6 +137,10 @@ def head_scores(
     array([0.999])
     """
     query, key = (_with_batch(array, name) for array, name in ((query, "query"), (key, "key")))
+    for name, given, of in (("tokens", tokens, key), ("real", real, key),
+                            ("real_queries", real_queries, query)):  # fmt: skip
+        if given is not None and np.shape(given)[-1:] == of.shape[1:2] != of.shape[2:3]:
+            raise _heads_where_rows_are(name, given, query, key)
     options = {"scale": scale, "q_offset": q_offset, "kv_offset": kv_offset}
     rows = real, real_queries, one_sequence
     heads = _WholeLayer(query, key, variants, options, *rows)
@@ -272,12 +276,24 @@ def _without_value(error: ShapeError) -> ShapeError:
     """The error without the value, which is made here, and without a keyword that none takes."""
     seen = [(name, row) for name, row in error.seen if name != "value"]
     action = error.action
-    if "layout=" in action:
-        action = (
-            "Arrays are read as (batch, heads, length, head_dim). If yours are (batch, length, "
-            "heads, head_dim), pass query.swapaxes(1, 2), and key so."
-        )
-    return ShapeError(error.fact, seen, action)
+    return ShapeError(error.fact, seen, _HEADS_FIRST if "layout=" in action else action)
+
+
+_HEADS_FIRST = (
+    "Arrays are read as (batch, heads, length, head_dim). If yours are (batch, length, heads, "
+    "head_dim), pass query.swapaxes(-3, -2), and key so."
+)
+
+
+def _heads_where_rows_are(name: str, given: Any, query: Array, key: Array) -> ShapeError:
+    """The error for as many entries as an array seems to have heads."""
+    which, array = ("query", query) if name == "real_queries" else ("key", key)
+    _, heads, rows, _ = array.shape
+    return ShapeError(
+        f"{name} has {heads} entries, and {which} {rows} rows of {heads} heads.",
+        [("query", str(query.shape)), ("key", str(key.shape)), (name, str(tuple(np.shape(given))))],
+        _HEADS_FIRST,
+    )
 
 
 def _with_batch(array: Any, name: str) -> Array:

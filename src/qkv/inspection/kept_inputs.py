@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.call.bound import bind
+from qkv.call.bound import BoundCall, bind
 from qkv.call.checked import check_call
+from qkv.call.inspected import Inspected, attend_for_inspection
 from qkv.call.options import OptionValues
 from qkv.inspection.replay import Replay
 from qkv.inspection.variant_data import from_data, to_data
@@ -50,14 +51,20 @@ class KeptInputs:
         lse : array (batch, num_heads, q_len)
         """
         batch, num_heads, q_len, _ = self.query.shape
-        # Weights need no values; one number for each key is the least that there can be.
-        value = np.broadcast_to(self.key[:1, :1, :1, :1], (*self.key.shape[:3], 1))
-        options = OptionValues(**self.options)
-        call = check_call(bind(self.query, self.key, value, self.variants, options))
+        call = check_call(self._bound())
         shape = (batch, num_heads, q_len, self.key.shape[2])
         if lse.shape != shape[:3]:
             raise ValueError(f"lse has shape {lse.shape}, not {shape[:3]}")
         return LazyWeights(Replay(call.problem, lse), shape)
+
+    def inspected(self) -> Inspected:
+        """`qkv.inspect` of them; the output is that of values of zero."""
+        return attend_for_inspection(self._bound())
+
+    def _bound(self) -> BoundCall:
+        # Weights need no values; one number for each key is the least that there can be.
+        value = np.broadcast_to(np.zeros((), self.key.dtype), (*self.key.shape[:3], 1))
+        return bind(self.query, self.key, value, self.variants, OptionValues(**self.options))
 
     def to_data(self, arrays: dict[str, Array], place: str) -> dict[str, Any]:
         """Names and numbers for JSON; arrays are put into `arrays`."""

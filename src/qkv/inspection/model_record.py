@@ -6,21 +6,22 @@ This module knows no model library: layers are added one by one, as query, key a
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qkv.call.flatten import copied
-from qkv.declarations import checked, shown
-from qkv.errors import ArgumentError
+from qkv.declarations import checked
+from qkv.errors import ArgumentError, KeywordError
 from qkv.inspection import model_file
 from qkv.inspection.comparison import ComparedHeads, HeadComparison
 from qkv.inspection.counts import counted
 from qkv.inspection.head_scores import HeadScores, head_scores
 from qkv.inspection.head_table import HeadTable, as_frame, frame_or_table
+from qkv.inspection.keep import Keep, require_keep
 from qkv.inspection.layer_record import LayerRecord
 from qkv.inspection.pages import page_of
 from qkv.inspection.pictures import picture_of_heads
@@ -30,20 +31,7 @@ from qkv.inspection.unknown_tokens import sentences_of_unknown, without_unknown
 __all__ = ["Keep", "LayerRecord", "ModelRecord", "load"]
 
 Array = NDArray[Any]
-Keep = Literal["weights"] | Collection[int] | None
 Sequences = tuple[str | None, str | None]
-
-
-def _is_keep(keep: Any) -> bool:
-    """Whether it is what `keep` may be."""
-    if keep is None or isinstance(keep, str):
-        return keep in (None, "weights")
-    try:
-        return isinstance(keep, Collection) and all(
-            isinstance(n, int | np.integer) and n >= 0 for n in keep
-        )
-    except TypeError:  # An array of no dimension.
-        return False
 
 
 @checked
@@ -102,11 +90,7 @@ class ModelRecord:
     def __init__(
         self, model: str, *, top: int = 4, keep: Keep = None, unknown_id: int | None = None
     ) -> None:
-        if not _is_keep(keep):
-            raise ArgumentError(
-                f"keep={shown(keep)} is not known.",
-                action='Pass "weights" for all layers, or the numbers of some, from 0.',
-            )
+        require_keep(keep)
         self.model = model
         self.layers: list[LayerRecord] = []
         self.tokens: Array | None = None
@@ -134,7 +118,17 @@ class ModelRecord:
             Name of the layer.
         sequences : tuple (str or None, str or None), keyword
             As in `LayerRecord`; both are "input_ids" by default.
+
+        Raises
+        ------
+        ShapeError, KeywordError
+            Arrays and tokens do not fit together; `layout` is given, of which there is one.
         """
+        if "layout" in options:
+            raise KeywordError(
+                "ModelRecord.add takes no layout.",
+                action="Pass (batch, heads, length, head_dim), as query.swapaxes(-3, -2) is.",
+            )
         index = len(self.layers)
         sequences = options.pop("sequences", ("input_ids", "input_ids"))
         options["tokens"] = without_unknown(options.get("tokens"), self.unknown_id)

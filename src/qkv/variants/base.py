@@ -235,6 +235,9 @@ def _is_equal_constant(value: Any, default: Any) -> bool:
 
 def short_repr(value: Any) -> str:
     """`repr` of a value; arrays are shown by type and shape."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    try:
+        if hasattr(value, "dtype") and hasattr(value, "shape"):
+            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    except RuntimeError:  # A tensor that cannot tell its shape, as a nested one.
+        return type(value).__name__
     return repr(value)

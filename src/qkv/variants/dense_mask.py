@@ -62,7 +62,7 @@ class Mask(MaskVariant):
                 f"Mask takes a boolean array or a function, not {type(self.array).__name__}.",
                 action="Pass qkv.Mask(block_mask.mask_mod).",
             )
-        if hasattr(self.array, "shape") or not callable(self.array):
+        if hasattr(self.array, "dtype") or not callable(self.array):
             return
         signature = signature_unless(self.array, 4)
         if signature is not None:
@@ -77,13 +77,13 @@ class Mask(MaskVariant):
 
     def with_functions(self, read: ReadFunction) -> Any:
         """See `qkv.variants.base.ReadFunction`."""
-        if hasattr(self.array, "shape") or not callable(self.array):
+        if hasattr(self.array, "dtype") or not callable(self.array):
             return self
         text_and_arrays = read(self.array, ("batch", "head", "q_pos", "kv_pos"))
         return None if text_and_arrays is None else FunctionText(*text_and_arrays, is_mask=True)
 
     def __repr__(self) -> str:
-        if hasattr(self.array, "shape") or not callable(self.array):
+        if hasattr(self.array, "dtype") or not callable(self.array):
             return super().__repr__()
         fn = getattr(self.array, "function", self.array)
         return f"Mask({getattr(fn, '__name__', type(fn).__name__)})"
