@@ -19,7 +19,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 SHOTS: dict[str, tuple[str, Literal["light", "dark"], int, int]] = {
     "heatmap": ("heatmap&mask=causal&token=2&key=1", "light", 1180, 760),
     "pipeline": ("pipeline&step=9&token=1", "dark", 1180, 760),
-    "tour": ("tour&tour=7", "light", 1180, 900),
+    "tour": ("tour&tour=8", "light", 1180, 900),
     "inspect": ("inspect&layer=1&head=1&score=induction&query=40&kkey=9", "light", 1180, 2150),
     "scaling": ("scaling&dk=64", "dark", 1180, 900),
 }

@@ -1,62 +1,101 @@
-// What is right in each exercise, computed here, for a page without Python.
+// Whether answers to exercises are right, and why not: as qkv.exercises.check says it, with the numbers
+// that Python gives for each exercise.
 
-import { BUILT_IN } from "./examples.js";
-import { softmax, traceOf } from "./kernel.js";
+import { softmax } from "./kernel.js";
+import { readings } from "./written.js";
 
-export { answerOf } from "./written.js";
-
-const NEAR = 0.0051;
-
-const shared = BUILT_IN.find(({ name }) => name === "shared");
-const eye = (n) => Array.from({ length: n }, (_, i) => Array.from({ length: n }, (__, j) => Number(i === j)));
-const sameRows = [[1, 0], [0, 1], [0.6, 0.8]];
-const rowsOf = (example, options) => traceOf(example, options).heads[0].rows;
-const weightsOf = (example, options) => rowsOf(example, options).map((row) => row.softmax.weights);
-const small = (query, key) => ({ tokens: query.map(String), query, key, value: key });
+/** An answer of another form than was asked for. */
+class FormError extends Error {}
 
 const flat = (x) => (Array.isArray(x) ? x.flat(Infinity) : [x]);
-const shape = (x) => (Array.isArray(x) ? [x.length, ...(x.length ? shape(x[0]) : [])] : []);
+/** The lengths of nested lists, null where rows differ. */
+function shape(x) {
+  if (!Array.isArray(x)) return [];
+  const [first, ...others] = x.map(shape);
+  return first && others.every((each) => String(each) === String(first)) ? [x.length, ...first] : null;
+}
+const inWords = (sizes) => `(${sizes.join(", ")}${sizes.length === 1 ? "," : ""})`;
 
-function compared(answer, wanted, why, near = NEAR) {
-  const given = flat(answer);
-  const right = flat(wanted);
-  if (String(shape(answer)) !== String(shape(wanted)) || given.length !== right.length) {
-    return { right: false, why: `the answer has shape (${shape(answer).join(", ")}); (${shape(wanted).join(", ")}) is asked for.` };
-  }
-  if (given.some((x) => !Number.isFinite(x))) return { right: false, why: "the answer holds something that is not a number." };
-  const off = given.filter((x, i) => Math.abs(x - right[i]) > near).length;
-  return off ? { right: false, why: right.length === 1 ? `${given[0]} is too ${given[0] < right[0] ? "small" : "large"}.` : `${off} of ${right.length} numbers are off.` } : { right: true, why };
+/** A number as Python's format(x, ".4g") writes it. */
+export function general(x, digits) {
+  if (x === 0) return "0";
+  const [mantissa, exponent] = x.toExponential(digits - 1).split("e");
+  const short = (text) => (text.includes(".") ? text.replace(/\.?0+$/, "") : text);
+  if (Number(exponent) >= -4 && Number(exponent) < digits) return short(x.toFixed(digits - 1 - Number(exponent)));
+  return `${short(mantissa)}e${exponent[0]}${exponent.slice(1).padStart(2, "0")}`;
 }
 
-const CHECKS = {
-  "003.1": (answer) => compared(answer, rowsOf(small(eye(2), [[1, 1], [1, 0]]), { scaled: false }).map((row) => row.output), "the first token mixes both values equally."),
-  "003.2": (answer) => compared(answer, weightsOf(shared)[2], "“cat” and “sat” have the largest scores and get equal weights."),
-  "003.3": (answer) => compared(answer, weightsOf(shared), "each row adds up to 1."),
+/** The numbers of an answer, one after another. @param {number[]} wanted lengths of nested lists */
+function numbersOf(answer, wanted) {
+  if (typeof answer === "boolean") throw new FormError("the answer is True or False; pass numbers.");
+  const sizes = shape(answer);
+  if (sizes === null) throw new FormError(`the answer is no array of numbers of shape ${inWords(wanted)}; it is of type list, or its rows differ in length.`);
+  const given = flat(answer);
+  if (given.some((x) => typeof x !== "number")) throw new FormError(`the answer holds ${given.every((x) => typeof x === "boolean") ? "bool" : "object"}, not numbers.`);
+  if (String(sizes) !== String(wanted)) throw new FormError(`the answer has shape ${inWords(sizes)}; ${inWords(wanted)} is asked for.`);
+  return given;
+}
+
+function compared({ right, mistakes, near }, answer) {
+  const sizes = shape(right[0].numbers);
+  const given = numbersOf(answer, sizes);
+  const distances = (numbers) => flat(numbers).map((x, i) => Math.abs(given[i] - x));
+  const isNear = ({ numbers }) => Math.max(...distances(numbers)) <= near;
+  const found = right.find(isNear);
+  if (found) return { right: true, why: found.why };
+  const mistake = mistakes.find(isNear);
+  if (mistake) return { right: false, why: mistake.why };
+  if (!sizes.length) return { right: false, why: `${general(given[0], 6)} is too ${given[0] < right[0].numbers ? "small" : "large"}.` };
+  const off = distances(right[0].numbers);
+  const worst = off.indexOf(Math.max(...off));
+  const columns = sizes.at(-1);
+  const place = sizes.length === 2 ? `row ${Math.floor(worst / columns)}, column ${worst % columns}` : `index ${worst}`;
+  return { right: false, why: `${off.filter((x) => x > near).length} of ${off.length} numbers are off; the furthest is ${general(given[worst], 4)} at ${place}.` };
+}
+
+/** Exercises with many right answers, or with truth values. */
+const OTHERS = {
   "003.4": (answer) => {
-    if (String(shape(answer)) !== "2,5" || flat(answer).some((x) => !Number.isFinite(x))) return { right: false, why: "two rows of five scores are asked for." };
+    numbersOf(answer, [2, 5]);
     const [high, low] = answer.map((row) => softmax(row).entropy);
-    const right = high >= 0.99 * Math.log(5) && low < 0.01;
-    return { right, why: `the entropies are ${high.toFixed(3)} and ${low.toFixed(3)} nats; the first must be at least 1.593 and the second below 0.01.` };
+    const highest = 0.99 * Math.log(5);
+    const said = `the entropies are ${high.toFixed(3)} and ${low.toFixed(3)} nats`;
+    if (high < highest) return { right: false, why: `${said}; ${low >= highest ? "the rows are in the other order." : "the first must be at least 0.99 log(5) = 1.593: nearly equal scores give it."}` };
+    if (low >= 0.01) return { right: false, why: `${said}; the second must be below 0.01: one far larger score gives it.` };
+    return { right: true, why: `${said}: equal scores spread, one far above the others chooses.` };
   },
   "003.5": (answer) => {
-    if (!Array.isArray(answer) || answer.length !== 2 || answer.some((each) => typeof each !== "boolean")) return { right: false, why: "write two of true and false." };
-    const right = answer[0] && !answer[1];
-    return { right, why: "q_i · q_j is symmetric, and each row of weights is divided by its own sum." };
-  },
-  "003.6": (answer) => compared(answer, weightsOf(shared, { scaled: false }), "without the divisor every row is sharper."),
-  "003.7": (answer) => compared(answer, weightsOf(small(sameRows, sameRows)), "rows of equal length score highest with themselves."),
-  "003.8": (answer) => compared(answer, 2 * Math.log((3 * 0.99) / 0.01), "exp(c / 2) = 0.99 (exp(c / 2) + 3)."),
-  "003.9": (answer) => compared(answer, Math.sqrt(64) * 4, "a dot product has variance d_k σ⁴."),
-  "003.10": (answer) => compared(answer, 4 * 1000 ** 2 * 512, "two products of n² d multiply-adds each.", 0.5),
-  "003.11": (answer) => {
-    const row = rowsOf(shared)[1];
-    return compared(answer, [shared.value[row.scores.indexOf(Math.max(...row.scores))], row.output], "the best key is that of “The”; attention returns a mixture.");
+    if (!Array.isArray(answer) || answer.length !== 2 || answer.some((each) => typeof each !== "boolean")) {
+      throw new FormError("two of yes and no are asked for, for the scores and then for the weights; in Python True and False.");
+    }
+    const [scores, weights] = answer;
+    if (!scores) return { right: false, why: "with W_Q = W_K, q_i . k_j = q_i . q_j = q_j . k_i: symmetric." };
+    if (weights) return { right: false, why: "each row is divided by its own sum, and the sums differ: not symmetric." };
+    return { right: true, why: "q_i . q_j is symmetric; each row of weights is divided by its own sum." };
   },
 };
 
-/** @param {string} name @returns {{right: boolean, why: string}} */
-export function check(name, answer) {
-  const each = CHECKS[name];
-  if (!each) return { right: false, why: "this exercise is checked by Python: run qkv lab." };
-  return each(answer);
+/**
+ * Of what a text may mean, what is right, or has the form that is asked for.
+ * @param {{name: string, numbers: object|null}} exercise @param {string} text
+ * @returns {{right: boolean, why: string}}
+ */
+export function check({ name, numbers }, text) {
+  const formed = [];
+  const others = [];
+  let meanings;
+  try {
+    meanings = readings(text);
+  } catch (error) {
+    return { right: false, why: error.message };
+  }
+  for (const each of meanings) {
+    try {
+      formed.push(numbers ? compared(numbers, each) : OTHERS[name](each));
+    } catch (error) {
+      if (!(error instanceof FormError)) throw error;
+      others.push({ right: false, why: error.message });
+    }
+  }
+  return formed.find(({ right }) => right) ?? [...formed, ...others][0];
 }

@@ -63,7 +63,7 @@ export class LanguageModel {
    */
   run(ids, off = new Set(), see = undefined) {
     const width = this.embedding.columns;
-    const rows = ids.map((id) => normed(this.embedding.values.subarray(id * width, (id + 1) * width)));
+    const rows = ids.map((id) => normed(this.learned(id)));
     const weights = this.layers.map((layer, index) => {
       const read = rows.map(normed);
       const [query, key, value] = ["q", "k", "v"].map((role) => read.map((row) => product(layer[role], row)));
@@ -85,6 +85,12 @@ export class LanguageModel {
       return heads;
     });
     return { logits: rows.map((row) => this.scores(row)), weights };
+  }
+
+  /** The row of a token in the table, as it was learned. @param {number} id */
+  learned(id) {
+    const { columns, values } = this.embedding;
+    return values.subarray(id * columns, (id + 1) * columns);
   }
 
   /** Scores of every token to follow, of a row. @param {Float64Array} row */
@@ -118,10 +124,12 @@ export const losses = (logits, ids) => ids.slice(1).map((id, i) => {
   return Math.log(logits[i].reduce((sum, x) => sum + Math.exp(x - largest), 0)) + largest - logits[i][id];
 });
 
-/** x / sqrt(mean(x^2) + 1e-6). @param {Float64Array} row */
+/** sqrt(mean(x^2) + 1e-6), by which a row is divided before it is read. @param {Float64Array} row */
+export const divisorOf = (row) => Math.sqrt(row.reduce((sum, x) => sum + x * x, 0) / row.length + EPSILON);
+
+/** @param {Float64Array} row */
 function normed(row) {
-  const square = row.reduce((sum, x) => sum + x * x, 0) / row.length;
-  const divisor = Math.sqrt(square + EPSILON);
+  const divisor = divisorOf(row);
   return row.map((x) => x / divisor);
 }
 

@@ -16,6 +16,7 @@ import { Language } from "./panels/language.js";
 import { Code } from "./panels/code.js";
 import { Errata } from "./panels/errata.js";
 import { Exercises } from "./panels/exercises.js";
+import { Absent } from "./panels/absent.js";
 
 /** Name in the address, title, component, and the results without which there is nothing to show. */
 const PANELS = [
@@ -75,7 +76,8 @@ export function Shell({ client, store, root }) {
     const named = client.data.panels ?? [];
     return client.host !== "export" || !named.length || named.includes(name);
   });
-  const panel = shown.find(([name]) => name === view.panel) ?? shown[0];
+  const known = PANELS.find(([name]) => name === view.panel) ?? shown[0];
+  const panel = useMemo(() => (shown.some(([name]) => name === known[0]) ? known : [known[0], known[1], Absent]), [known, client.data]);
   const set = (changes) => store.set(changes);
   const go = (by) => {
     const place = shown.indexOf(panel) + by;

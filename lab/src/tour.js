@@ -1,6 +1,6 @@
 // The tour: all numbers from a sentence to its next token, and where they stand in each step's picture.
 
-import { probabilities } from "./language.js";
+import { divisorOf, probabilities } from "./language.js";
 import { quoted, shown } from "./format.js";
 
 /** Tokens that a picture has room for. */
@@ -37,11 +37,15 @@ export function numbersOf(model, text) {
   const rowMax = Math.max(...seen);
   const exp = seen.map((x) => Math.exp(x - rowMax));
   const states = [...layers.map(({ x }) => x[last]), layers.at(-1).x[last].map((x, d) => x + layers.at(-1).mixed[last][d] + layers.at(-1).transformed[last][d])];
+  const learned = ids.map((id) => model.learned(id));
   const best = (p, count) => [...p.keys()].sort((a, b) => p[b] - p[a]).slice(0, count).map((id) => ({ token: model.pieces[id], p: p[id] }));
   return {
     ids, last, size, query, key, value, raw: raw[last], scaled, rowMax, exp, rowSum: sum(exp),
     tokens: ids.map((id) => model.pieces[id]), vocabulary: model.pieces.length,
-    rows: first.x, weights: first.weights[HEAD][last], allWeights: first.weights,
+    learned, divisors: learned.map(divisorOf), rows: first.x,
+    /** By what the last row is divided before the heads of layer 0, its feed-forward layer, and the end read it. */
+    before: { heads: divisorOf(states[0]), transformed: divisorOf(states[0].map((x, d) => x + first.mixed[last][d])), end: divisorOf(states.at(-1)) },
+    weights: first.weights[HEAD][last], allWeights: first.weights,
     outputs: first.weights.map((_, head) => partOf(first.out[last], head)),
     mixed: first.mixed[last], transformed: first.transformed[last],
     states, guesses: states.map((row) => best(probabilities(model.scores(row)), 1)[0]),
@@ -96,7 +100,11 @@ const SCENES = {
       ...places.map(({ x, y: at, width }, i) => text(`id${i}`, x + width / 2, at + 33, String(ids[i]), { anchor: "middle", class: "faint", delay: 0.6 }))];
   },
   rows: (all) => [...column(all), text("head-x", LEFT, 24, `the first ${DRAWN} of ${all.rows[0].length} numbers`, { class: "faint" }),
-    ...all.rows.map((row, i) => strip(`x${i}`, LEFT, y(i), row, { width: 256, delay: 0.08 * i }))],
+    ...all.learned.map((row, i) => strip(`learned${i}`, LEFT, y(i), row, { width: 256, of: all.learned, delay: 0.08 * i }))],
+  normed: (all) => [...column(all), text("head-x", LEFT, 24, "row of the table", { class: "faint" }), text("head-normed", 346, 24, "normalised", { anchor: "end", class: "faint" }),
+    ...all.learned.map((row, i) => strip(`learned${i}`, LEFT, y(i), row, { of: all.learned })),
+    ...all.divisors.map((x, i) => text(`divisor${i}`, 221, y(i) + 12, `÷ ${x.toPrecision(3)} =`, { anchor: "middle", class: "faint" })),
+    ...all.rows.map((row, i) => strip(`x${i}`, 268, y(i), row, { of: all.rows, from: [LEFT - 268, 0], delay: 0.08 * i }))],
   roles: (all) => [...column(all),
     ...["query", "key", "value"].flatMap((role, place) => [text(`head-${role}`, LEFT + 88 * place, 24, role, { class: role[0] }),
       ...all[role].map((row, i) => strip(`${role}${i}`, LEFT + 88 * place, y(i), row, { class: role[0], from: [-88 * place, 0], of: all[role] }))])],

@@ -1,102 +1,156 @@
 // An answer as a person writes it: numbers, rows of them, sums to be worked out, yes and no.
+// qkv.exercises.written reads the same in Python.
 
-const THOUSANDS = /^[-+]?[1-9]\d{0,2}(?:([,'_])\d{3})(?:\1\d{3})*(?:\.\d+)?$/;
 const FUNCTIONS = { sqrt: Math.sqrt, log: Math.log, ln: Math.log, exp: Math.exp, log2: Math.log2, log10: Math.log10 };
 const CONSTANTS = { pi: Math.PI, e: Math.E };
-const PIECES = /\d+\.?\d*(?:e[-+]?\d+)?|\.\d+(?:e[-+]?\d+)?|log(?:2|10)(?=\()|[a-z]+|\*\*|[-+*/^()[\],;]/gy;
-const WORDS = /^(?:yes|no|true|false|not|symmetric|scores?|weights?|is|are|the|matrix|and|but|they|it|of|n)$/;
+const PIECES = /( *)(\d+\.?\d*(?:e[-+]?\d+)?|\.\d+(?:e[-+]?\d+)?|log(?:2|10)(?=\()|[a-z]+|\*\*|[-+*/^()[\],;\n])/gy;
+const SIGNS = [[/[−–]/g, "-"], [/[×·⋅]/g, "*"], [/÷/g, "/"], [/√/g, "sqrt"], [/π/g, "pi"], [/≈/g, "="], [/[^\S\n]/g, " "]];
+const MODULES = /\b(?:np|numpy|math|torch|jnp)\./g;
+const ARRAYS = /\b(?:array|asarray|tensor)(?= *\()/g;
+const WITH_THOUSANDS = /^[-+]?[1-9]\d{0,2}(?:(?:,\d{3})+|(?:'\d{3})+|(?: \d{3})+)(?:\.\d+)?$|^[-+]?[1-9]\d{0,2}(?:\.\d{3}){2,}$/;
+const DECIMAL_COMMA = /(\d),(?=\d)/g;
+const WORDS = /^(?:yes|no|y|n|true|false|t|f|not|symmetric|scores?|weights?|is|are|the|matrix|and|but|they|it|of)$/;
+const YES = /^(?:yes|y|true|t|symmetric)$/;
+const NO = /^(?:no|n|not|false|f)$/;
 
-/** What was typed, as numbers, booleans or lists of them. @param {string} text */
-export function answerOf(text) {
-  const plain = text.trim().toLowerCase().replace(/[−–]/g, "-").replace(/×|·/g, "*").replace(/√/g, "sqrt");
-  if (!plain) throw new Error("Nothing is written.");
-  if (THOUSANDS.test(plain)) return Number(plain.replace(/[,'_]/g, ""));
-  const said = truths(plain);
-  if (said) return said;
-  const lines = plain.split(/\n+/);
-  const row = (line) => `[${line.trim().split(/[\s,;]+/).join(",")}]`;
-  const squared = plain.replace(/[()]/g, (bracket) => (bracket === "(" ? "[" : "]"));
-  for (const each of [squared, `[${squared}]`, lines.length > 1 ? `[${lines.map(row).join(",")}]` : row(plain)]) {
+/** Brackets, functions and signs inside of one another. */
+const DEEPEST = 40;
+
+const unclear = () => new Error("this is neither a number nor a list of numbers.");
+const endless = () => new Error("not everything in this has a value that is a finite number.");
+
+/**
+ * What a text may mean, the likeliest first: numbers, truth values, or lists of them. A comma may
+ * stand between numbers, before thousands, or before decimals.
+ * @param {string} text @returns {any[]}
+ */
+export function readings(text) {
+  const written = SIGNS.reduce((all, [sign, plain]) => all.replace(sign, plain), text.toLowerCase()).trim();
+  if (!written) throw new Error("nothing is written.");
+  const said = truths(written);
+  if (said) return [said];
+  const plain = written.replace(/(\d)_(?=\d)/g, "$1").replace(MODULES, "").replace(ARRAYS, "").split(/([\n;,])/).map(unnamed).join("").trim();
+  const found = [];
+  if (WITH_THOUSANDS.test(plain)) {
+    const apart = /^[-+]?\d+(?:\.\d{3}){2}/.test(plain) ? /\./g : /[,' ]/g;
+    found.push(Number(plain.replace(apart, "")));
+  }
+  let reason = null;
+  const comma = plain.replace(DECIMAL_COMMA, "$1.");
+  for (const each of comma === plain || /\d\.\d/.test(plain) ? [plain] : [plain, comma]) {
     try {
-      return JSON.parse(each);
-    } catch {
-      // Another way of writing it may fit.
+      found.push(valueOf(each));
+    } catch (error) {
+      reason ??= error;
     }
   }
-  return lines.length > 1 ? lines.map(computed) : computed(plain);
+  if (!found.length) throw reason;
+  return found;
 }
+
+/** A part without what it is called, as in "c = 11.39" or "row 1: 0.5 0.5". */
+const unnamed = (part) => part.slice(1 + Math.max(part.lastIndexOf("="), part.lastIndexOf(":")));
 
 /** The truth values of words such as "yes no", or "weights: no, scores: yes"; null of other texts. */
 function truths(text) {
-  const words = text.match(/[a-z]+/g) ?? [];
-  if (!words.length || /\d/.test(text) || words.some((word) => !WORDS.test(word))) return null;
-  const clauses = text.split(/[,;\n.]|\band\b|\bbut\b/).map((each) => each.match(/[a-z]+/g) ?? []).filter((each) => each.length);
-  const truth = (clause) => (clause.some((word) => /^(?:no|not|false)$/.test(word)) ? false : clause.some((word) => /^(?:yes|true|symmetric)$/.test(word)) ? true : null);
-  const labels = clauses.map((clause) => clause.findIndex((word) => /^(?:score|weight)/.test(word))).map((at, i) => (at < 0 ? "" : clauses[i][at][0]));
+  const plain = text.replace(/n['’]t\b/g, " not");
+  const words = plain.match(/[a-z]+/g) ?? [];
+  if (!words.length || /\d/.test(plain) || words.some((word) => !WORDS.test(word))) return null;
+  const clauses = plain.split(/[,;\n.]|\band\b|\bbut\b/).map((each) => each.match(/[a-z]+/g) ?? []).filter((each) => each.length);
+  const truth = (clause) => (clause.some((word) => NO.test(word)) ? false : clause.some((word) => YES.test(word)) ? true : null);
+  const said = clauses.map(truth);
+  const labels = clauses.map((clause) => clause.find((word) => /^(?:score|weight)/.test(word))?.[0] ?? "");
   if (labels.length === 2 && labels.includes("s") && labels.includes("w")) {
-    return [truth(clauses[labels.indexOf("s")]), truth(clauses[labels.indexOf("w")])];
+    return labels[0] === "s" ? said : [said[1], said[0]];
   }
-  return words.filter((word) => /^(?:yes|no|true|false)$/.test(word)).map((word) => word === "yes" || word === "true");
+  if (clauses.length > 1) return said;
+  return words.filter((word) => word !== "symmetric" && (YES.test(word) || NO.test(word))).map((word) => YES.test(word));
 }
 
-/** The value of a sum such as 2 * log(297), or a list of them. @param {string} text */
-function computed(text) {
-  const unclear = () => new Error("This is neither a number nor a list of numbers.");
-  const pieces = text.replace(/\s+/g, "").match(PIECES) ?? [];
-  if (!pieces.length || pieces.join("") !== text.replace(/\s+/g, "")) throw unclear();
+/** The value of a sum such as 2 * log(297), or of rows of them. @param {string} text */
+function valueOf(text) {
+  const matches = [...text.matchAll(PIECES)];
+  if (!matches.length || matches.map(([whole]) => whole).join("") !== text) throw unclear();
+  const pieces = matches.map(([, spaces, piece]) => ({ piece, apart: spaces !== "" }));
   let at = 0;
-  const next = () => pieces[at++];
-  const takes = (...wanted) => (wanted.includes(pieces[at]) ? next() : undefined);
+  let depth = 0;
+  const here = () => pieces[at]?.piece;
+  const takes = (...wanted) => (wanted.includes(here()) ? pieces[at++].piece : undefined);
+  const isNumber = (piece) => /^[\d.]/.test(piece ?? "");
+  const isName = (piece) => /^[a-z]/.test(piece ?? "");
   const number = (value) => {
     if (typeof value !== "number") throw unclear();
+    if (!Number.isFinite(value)) throw endless();
     return value;
   };
-  const items = (end) => {
-    const found = [sum()];
-    while (takes(",", ";")) found.push(sum());
-    if (next() !== end) throw unclear();
+  const nested = (part, ...given) => {
+    depth += 1;
+    if (depth > DEEPEST) throw unclear();
+    const found = part(...given);
+    depth -= 1;
     return found;
   };
-  const primary = () => {
-    const piece = next();
-    if (piece === "[") return items("]");
-    if (piece === "(") {
-      const found = items(")");
-      return found.length > 1 ? found : found[0];
-    }
-    if (Object.hasOwn(FUNCTIONS, piece ?? "")) {
-      if (takes("(")) {
-        const [inside, ...more] = items(")");
-        if (more.length) throw unclear();
-        return FUNCTIONS[piece](number(inside));
+  /** "1 -2" are two numbers, "1 - 2" and "1-2" are one. */
+  const isSigned = () => pieces[at].apart && !pieces[at + 1]?.apart && here() !== undefined;
+  const begins = () => isNumber(here()) ? pieces[at].apart : isName(here()) || ["(", "["].includes(here()) || (["-", "+"].includes(here()) && isSigned());
+
+  /** Rows of items up to a bracket or the end: numbers and lists, of which single ones stand alone. */
+  const rows = (end) => {
+    const lines = [[[]]];
+    for (;;) {
+      if (takes(",")) continue;
+      if (takes(";")) lines.at(-1).push([]);
+      else if (takes("\n")) {
+        if (end === undefined) lines.push([[]]);
+      } else if (here() === end) break;
+      else {
+        const row = lines.at(-1).at(-1);
+        // Between two items stands something, a blank at least.
+        if (row.length && ![",", "\n"].includes(pieces[at - 1].piece) && !begins()) throw unclear();
+        row.push(sum());
       }
-      return FUNCTIONS[piece](number(primary()));
     }
+    at += 1;
+    const full = lines.map((line) => line.filter((row) => row.length)).filter((line) => line.length);
+    const all = full.length > 1 ? full.map((line) => line.flat()) : full.flat();
+    if (!all.length) throw unclear();
+    return all.length > 1 && all.some((row) => row.length > 1) ? all : all.flat();
+  };
+  const primary = () => {
+    const { piece } = pieces[at] ?? {};
+    at += 1;
+    if (piece === "(" || piece === "[") {
+      const found = nested(rows, piece === "(" ? ")" : "]");
+      return piece === "(" && found.length === 1 ? found[0] : found;
+    }
+    if (Object.hasOwn(FUNCTIONS, piece ?? "")) return number(FUNCTIONS[piece](number(nested(primary))));
     if (Object.hasOwn(CONSTANTS, piece ?? "")) return CONSTANTS[piece];
-    if (!/^[\d.]/.test(piece ?? "")) throw unclear();
-    return Number(piece);
+    if (!isNumber(piece)) throw unclear();
+    return number(Number(piece));
   };
   const power = () => {
     const base = primary();
-    return takes("^", "**") ? number(base) ** number(signed()) : base;
+    return takes("^", "**") ? number(number(base) ** number(nested(signed))) : base;
   };
-  const signed = () => (takes("-") ? -number(signed()) : takes("+") ? number(signed()) : power());
+  const signed = () => (takes("-") ? -number(nested(signed)) : takes("+") ? number(nested(signed)) : power());
   const product = () => {
     let value = signed();
-    for (let sign = takes("*", "/"); sign; sign = takes("*", "/")) {
-      value = sign === "*" ? number(value) * number(signed()) : number(value) / number(signed());
+    for (;;) {
+      const sign = takes("*", "/");
+      if (sign) value = number(sign === "*" ? number(value) * number(signed()) : number(value) / number(signed()));
+      else if (typeof value === "number" && (isName(here()) || here() === "(")) value = number(value * number(power()));
+      else return value;
     }
-    return value;
   };
   const sum = () => {
     let value = product();
-    for (let sign = takes("+", "-"); sign; sign = takes("+", "-")) {
-      value = sign === "+" ? number(value) + number(product()) : number(value) - number(product());
+    while (["-", "+"].includes(here()) && !isSigned()) {
+      value = takes("+") ? number(value) + number(product()) : (at += 1, number(value) - number(product()));
+      value = number(value);
     }
     return value;
   };
-  const found = [sum()];
-  while (takes(",", ";")) found.push(sum());
-  if (at !== pieces.length) throw unclear();
+  const found = rows(undefined);
+  if (at !== pieces.length + 1) throw unclear();
   return found.length > 1 ? found : found[0];
 }

@@ -30,6 +30,32 @@ test("the numbers of the steps come from one another", () => {
   assert.equal(numbersOf(model, ""), null);
 });
 
+const times = ({ rows, columns, values }, row) => Array.from({ length: rows }, (_, i) => row.reduce((sum, x, j) => sum + values[i * columns + j] * x, 0));
+const meanSquare = (row) => row.reduce((sum, x) => sum + x * x, 0) / row.length;
+
+test("with the divisors that are said, the rows are those that are read", () => {
+  for (const sentence of SENTENCES) {
+    const all = numbersOf(model, sentence);
+    const { last, size } = all;
+    const [layer] = model.layers;
+    all.learned.forEach((row, i) => {
+      close(all.divisors[i] ** 2, meanSquare(row) + 1e-6);
+      row.forEach((x, d) => {
+        close(x, model.embedding.values[all.ids[i] * row.length + d]);
+        close(all.rows[i][d], x / all.divisors[i]);
+      });
+    });
+    // Values are not turned by their position.
+    const read = all.states[0].map((x) => x / all.before.heads);
+    times(layer.v, read).slice(HEAD * size, (HEAD + 1) * size).forEach((x, d) => close(all.value[last][d], x));
+    const wide = times(layer.up, all.states[0].map((x, d) => (x + all.mixed[d]) / all.before.transformed)).map((x) => Math.max(x, 0) ** 2);
+    times(layer.down, wide).forEach((x, d) => close(all.transformed[d], x));
+    const logits = times(model.embedding, all.states.at(-1).map((x) => x / all.before.end));
+    const exp = logits.map((x) => Math.exp(x - Math.max(...logits)));
+    close(all.next[0].p, 1 / exp.reduce((sum, x) => sum + x, 0));
+  }
+});
+
 /** The corners of a thing of a picture, as wide as letters of 7.3 make it. */
 function box({ kind, x, y, width, height, words, anchor, path }) {
   if (kind === "text") {
@@ -45,7 +71,7 @@ function box({ kind, x, y, width, height, words, anchor, path }) {
 }
 
 test("everything is inside of its picture, once", () => {
-  assert.equal(STEPS.length, 12);
+  assert.equal(STEPS.length, 13);
   for (const sentence of SENTENCES) {
     const all = numbersOf(model, sentence);
     for (const step of STEPS) {

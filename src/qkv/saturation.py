@@ -1,4 +1,4 @@
-"""Why scores are divided by sqrt(d_k): softmax of scores whose variance grows with d_k."""
+"""Why scores are divided by sqrt(d_k): softmax of dot products, whose variance grows with d_k."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ScalingCurve:
     Attributes
     ----------
     draws, seed : int
-        Rows of logits, and their seed.
+        Rows of scores, and their seed.
     points : tuple of ScalingPoint
         For each d_k, first without the divisor, then with it.
 
@@ -146,8 +146,11 @@ def scaling_curve(
 ) -> ScalingCurve:
     """Softmax statistics of random scores for each d_k, with and without the divisor.
 
-    Dot products of rows of d_k independent unit-normal numbers have variance d_k. A row of scores
-    is drawn as five unit-normal numbers times sqrt(d_k), and the same five numbers serve every d_k.
+    A row of scores is `q . k_j` for one query and five keys of d_k independent unit-normal numbers.
+    Given q, these are five independent normal numbers with standard deviation |q|, and |q|^2 is
+    chi-squared with d_k degrees of freedom, so they are drawn as that: five unit-normal numbers,
+    the same for every d_k, times |q|. With few numbers |q| varies much, and divided scores are
+    small more often than large: their largest weight grows from 0.40 at d_k = 1 to 0.46.
 
     Parameters
     ----------
@@ -182,17 +185,21 @@ def scaling_curve(
         raise ArgumentError(
             f"draws={shown(draws)} is more than {_MOST_DRAWS}.", action="Pass fewer draws."
         )
-    logits = np.random.default_rng(seed).normal(size=(draws, _KEYS))
-    # The divisor cancels the factor sqrt(d_k), so the scaled rows are equal for every d_k.
-    scaled = _means(logits)
+    normal = np.random.default_rng(seed).normal(size=(draws, _KEYS))
     points = []
     for length in d_k:
         variance = float(_dot_products(length, min(draws, _PAIRS), seed).var())
+        scores = normal * _query_lengths(length, draws, seed)[:, None]
         points += [
-            ScalingPoint(length, False, variance, *_means(logits * np.sqrt(length))),
-            ScalingPoint(length, True, variance / length, *scaled),
+            ScalingPoint(length, False, variance, *_means(scores)),
+            ScalingPoint(length, True, variance / length, *_means(scores / np.sqrt(length))),
         ]
     return ScalingCurve(draws, seed, tuple(points))
+
+
+def _query_lengths(d_k: int, draws: int, seed: int) -> NDArray[np.float64]:
+    """Lengths of rows of d_k unit-normal numbers, without the rows."""
+    return np.sqrt(np.random.default_rng([seed, d_k, 1]).chisquare(d_k, draws))
 
 
 def _dot_products(d_k: int, pairs: int, seed: int) -> NDArray[np.float64]:

@@ -146,6 +146,9 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 BAD = {
     "unknown command": (["bogus"], "qkv has no command 'bogus'"),
     "mistyped command": (["inspct"], "Did you mean inspect? See qkv --help"),
+    "command of another name": (["trace"], "Did you mean explain? See qkv --help"),
+    "command that counts": (["count"], "Did you mean cost? See qkv --help"),
+    "command that is a panel": (["exercises"], "Exercises are a panel of qkv lab"),
     "mistyped value": (["plan", "--layout", "blhdd"], "Did you mean blhd? See qkv plan --help"),
     "mistyped mechanism": (["compare", "multi-haed"], "Did you mean multi-head?"),
     "mistyped model": (["cost", "--model", "lama-3-8b"], "Did you mean llama-3-8b?"),

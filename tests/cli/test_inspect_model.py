@@ -77,7 +77,7 @@ def test_the_map_has_a_letter_for_each_head(capsys: pytest.CaptureFixture[str]) 
     code, out, err = run(capsys, record=made(MADE))
     assert (code, err) == (0, "")
     assert "layer 0  I D P O S ·\nlayer 1  S · · I O P\n" in out
-    assert "head     0       4\n" in out
+    assert "head     0 1 2 3 4 5\n" in out
     assert re.search(
         r"I +induction +what followed this token +2 +layer \d head \d +\d\.\d+ +8\n +before", out
     )
@@ -88,6 +88,24 @@ def test_the_map_has_a_letter_for_each_head(capsys: pytest.CaptureFixture[str]) 
 def test_a_wide_model_closes_up(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, record=made([["own"] * 60]))
     assert f"layer 0  {'O' * 60}\n" in out
+    numbers = "".join(f"{head:<4}" for head in range(0, 60, 4)).rstrip()
+    assert f"head     {numbers}\n" in out
+
+
+def test_a_head_of_three_kinds_counts_in_the_row_of_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    record = made([["previous", "none"]])
+    scores = record[0].scores
+    for kind, weight in (("induction", 0.9), ("duplicate", 0.8), ("previous", 0.7), ("own", 0.399)):
+        scores.rows[kind][:, 0] = weight
+    _, out, _ = run(capsys, record=record)
+    assert "layer 0  I ·\n" in out
+    found = dict(re.findall(r"^[IDPOS] +(\w+) .* (\d+) +layer 0 head \d +\d", out, re.MULTILINE))
+    assert found == {"induction": "1", "duplicate": "1", "previous": "1", "own": "0", "sink": "0"}
+    # 0.40 would say that it is of the kind.
+    assert re.search(r"own .* 0.399 +12\n", out)
+    assert "counts in the row of each" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("colour", [True, False])
@@ -207,7 +225,32 @@ def test_a_page_of_a_model_opens_at_an_induction_head(
     assert main(["inspect", "--model", "tiny", "--html", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
     data = json.loads(text.partition('id="qkv-data">')[2].partition("</script>")[0])
-    assert data["view"] == {"panel": "inspect", "layer": 1, "head": 0, "query": 48, "kkey": 17}
+    assert data["view"] == {"panel": "inspect"}
+    place = data["results"]["model"]["notable"]
+    assert place == {"layer": 1, "head": 0, "query": 48, "kkey": 17}
+
+
+def test_a_page_of_a_sentence_or_a_layer_opens_where_the_page_finds_something(
+    tmp_path: Path,
+) -> None:
+    page = tmp_path / "page.html"
+
+    def opened(*words: str) -> tuple[dict[str, int], dict[str, int]]:
+        assert main(["inspect", *words, "--html", str(page)]) == 0
+        text = page.read_text(encoding="utf-8")
+        data = json.loads(text.partition('id="qkv-data">')[2].partition("</script>")[0])
+        names = ("layer", "head", "query", "kkey")
+        view = {name: data["view"][name] for name in names if name in data["view"]}
+        return view, data["results"]["model"]["notable"]
+
+    assert opened("She was present at the present moment")[0] == {}
+    # Layer 0 has a head that reads the token before, and one that reads its own.
+    view, notable = opened("--model", "tiny", "--layer", "0")
+    assert notable["layer"] == 1
+    assert view["layer"] == 0
+    kind = tiny_model().inspect(tiny_model().repeated_sequence())[0].heads()[view["head"]]["kind"]
+    assert view["kkey"] == view["query"] - {"own": 0, "previous": 1}[str(kind)]
+    assert opened("--model", "tiny", "--layer", "0", "--head", "1")[0] == {"layer": 0, "head": 1}
 
 
 def test_every_head_opens(

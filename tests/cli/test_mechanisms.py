@@ -43,6 +43,25 @@ def test_compare_as_json_has_every_matrix(capsys: pytest.CaptureFixture[str]) ->
     assert heads["difference_from_full_attention"] == pytest.approx(expected, abs=1e-14)
 
 
+def test_compare_says_which_mechanisms_differ_by_their_mask(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["compare", "flash", "kv-cache-decoding", "causal", "rwkv6"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no token reads a later one" in said
+    assert "so they differ: kv-cache-decoding, causal, rwkv6." in said
+    assert main(["compare", "--json"]) == 0
+    for each in json.loads(capsys.readouterr().out)["mechanisms"]:
+        mixing = np.array(each["token_mixing"])
+        square = mixing.shape[-1] == mixing.shape[-2]
+        later = [
+            row[j] for head in mixing for i, row in enumerate(head) for j in range(i + 1, len(row))
+        ]
+        assert each["causal"] == (square and not any(later)), each["mechanism"]
+    assert main(["compare", "flash"]) == 0
+    assert "later one" not in capsys.readouterr().out
+
+
 def test_compare_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "causel"]) == 2
     assert "there is no mechanism 'causel'" in capsys.readouterr().err

@@ -43,4 +43,5 @@ def test_there_is_one_for_each_reader_with_figures(name: str) -> None:
     notebook = nbformat.read(path, as_version=4)
     figures = [each for cell in notebook.cells for each in shapes(cell) if "image/png" in each]
     assert len(figures) >= 2
+    assert 'matplotlib: `pip install -e ".[plot]"`' in notebook.cells[0]["source"]
     assert len(notebook.cells) <= 16

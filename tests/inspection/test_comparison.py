@@ -73,6 +73,18 @@ def test_the_text_has_both_texts_and_the_largest_difference(records) -> None:
     assert line.endswith(f"{best['difference']:.3f}")
 
 
+def test_the_text_leaves_out_scores_that_do_not_differ(records) -> None:
+    written = str(records[0].compare(records[1]))
+    assert "learned_sink" not in written  # The model has no sinks: 0 in every head of both.
+    differences = [line.split()[-1] for line in written.partition("most:\n")[2].splitlines()[1:]]
+    assert len(differences) >= 5
+    assert "0.000" not in differences
+    assert "-0.000" not in differences
+    same = str(records[0].compare(records[0]))
+    assert "Heads of another kind in the second: 0 of 8." in same
+    assert same.endswith("No mean score differs by 0.0005 or more.")
+
+
 def test_records_of_other_shapes_are_refused(records) -> None:
     other = qkv.ModelRecord("one layer")
     other.add(np.eye(4)[None], np.eye(4)[None], name="layer 0")

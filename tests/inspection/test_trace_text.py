@@ -96,6 +96,15 @@ def test_classical_printout(capsys: pytest.CaptureFixture[str]) -> None:
     assert "=== Attention trace for 'mat' (row 4) ===" in capsys.readouterr().out
 
 
+def test_a_window_is_one_mask() -> None:
+    x = EXAMPLE
+    trace = qkv.explain(x.q, x.k, x.v, qkv.SlidingWindow(1, 1), q_index=2, tokens=x.tokens)
+    (mask,) = trace.heads[0].rows[0].masks
+    assert mask.allowed.tolist() == [False, True, True, True, False]
+    assert "Mask: SlidingWindow(1, 1)\n" in trace.text()
+    assert "   The  masked by SlidingWindow(1, 1)\n" in trace.text()
+
+
 def test_masks_stages_sink_and_dropout_are_in_the_text() -> None:
     text = qkv.explain(
         EXAMPLE.q, EXAMPLE.k, EXAMPLE.v, qkv.Causal(), qkv.ALiBi(0.5), qkv.RoPE(), qkv.Sinks(0.0),

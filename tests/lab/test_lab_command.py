@@ -39,6 +39,16 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     assert data_of(page)["results"]["example"]["examples"][0]["name"] == "file"
 
 
+def test_a_page_without_heads_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    assert main(["lab", "--export", str(page)]) == 0
+    written, *said = capsys.readouterr().out.splitlines()
+    assert written == f"Written: {page}"
+    assert "no panel Inspect" in "".join(said)
+    assert "--model language" in "".join(said)
+    assert "inspect" not in data_of(page)["panels"]
+
+
 SENTENCE = "The party was \N{HOT BEVERAGE} late"
 """The language model does not know the cup."""
 

@@ -75,6 +75,58 @@ def test_the_language_model_is_opened_reads_and_is_changed() -> None:
         assert [each["token"] for each in answer[side]["prediction"]] == own.tokens(best.tolist())
 
 
+def test_heads_of_arrays_that_read_the_next_token_have_a_kind() -> None:
+    place = 9 * np.eye(12)
+    ahead = np.stack([np.roll(place, 1, axis=1), place])
+    key = np.stack([np.eye(12)] * 2)
+    model = ask(Session(source_of(qkv.inspect(ahead, key, key))), "model")
+    heads = model["layers"][0]["heads"]
+    assert [head["kind"] for head in heads] == ["next", "own"]
+    # From the definition: the last query has no next token.
+    scores = np.roll(place, 1, axis=1) / np.sqrt(12)
+    weights = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+    assert heads[0]["next"] == pytest.approx(np.diagonal(weights, 1).mean(), abs=1e-6)
+    assert model["layers"][0]["counted"]["next"] == 11
+    assert model["meanings"]["next"] == "the token after"
+    causal = ask(Session(source_of(qkv.inspect(ahead, key, key, qkv.Causal()))), "model")
+    assert "next" not in causal["scores"]
+
+
+SENTENCES = (
+    "Elizabeth could not help smiling at her",
+    "She was present at the present moment, and the moment was pleasant",
+    "A man and a woman, a man and a dog, a man and a horse went over the hill to the sea",
+    "yes yes yes no",
+    "The present moment is pleasant, and so was the present of a friend",
+    "He went",
+)
+
+
+@pytest.mark.parametrize("name", ["language", "tiny"])
+@pytest.mark.parametrize("text", SENTENCES)
+def test_a_sentence_opens_where_its_picture_shows_what_the_badge_says(text: str, name: str) -> None:
+    session = Session()
+    ask(session, "open", what=name)
+    ask(session, "open", text=text)
+    model = ask(session, "model")
+    place = model["notable"]
+    layer, head, query, key = (place[each] for each in ("layer", "head", "query", "kkey"))
+    kind = model["layers"][layer]["heads"][head]["kind"]
+    tile = session.answer("tile", {"layer": layer, "head": head}).arrays[0]
+    if kind is None:  # There is no badge; the head reads what is further away.
+        assert query - key >= 4
+        assert tile[query, key] >= 0.2
+        return
+    ids = (language_model() if name == "language" else tiny_model()).encode(text)
+    same = [j for j in range(query) if ids[j] == ids[query]]
+    keys = {
+        "induction": [j + 1 for j in same], "duplicate": same, "previous": [query - 1],
+        "own": [query], "sink": [0],
+    }[kind]  # fmt: skip
+    assert key in keys
+    assert tile[query, keys].sum() >= 0.4
+
+
 def test_a_text_of_the_reader_changes_everything() -> None:
     session = Session()
     session.answer("open", {"what": "tiny"})

@@ -250,7 +250,6 @@ def test_lengths_are_capped_with_422(client: Client, method: str, params: dict[s
         ("trace", {"query": [[1, 2]], "key": [[1]], "value": [[1]]}, 400),
         ("count", {"n": True, "d": 1}, 400),
         ("count", {"n": 10**9, "d": 1}, 400),
-        ("check", {"id": "x"}, 400),
         ("code", {"mechanism": "../x"}, 400),
     ],
 )
@@ -380,7 +379,7 @@ def test_a_thousand_requests_by_fifty_clients(start: Callable[..., Client]) -> N
     client.enter()
     asked: list[tuple[str, dict[str, Any]]] = [
         ("errata", {}), ("count", {"n": 5, "d": 4}), ("example", {}), ("trace", {"name": "three"}),
-        ("check", {"id": "003.10", "answer": 1}),
+        ("exercises", {}),
     ]  # fmt: skip
     asked = [*(4 * asked), ("mechanisms", {})]
     expected = [client.call(method, **params)[1]["result"] for method, params in asked]

@@ -13,10 +13,12 @@ import pytest
 
 import qkv
 from qkv.exercises import EXERCISES, check
+from qkv.exercises.written import readings
 
 GOLDENS = json.loads(
     Path(__file__).parents[1].joinpath("golden", "goldens.json").read_text(encoding="utf-8")
 )["cases"]
+WRITTEN = json.loads(Path(__file__).with_name("written_answers.json").read_text(encoding="utf-8"))
 SHARED = GOLDENS["shared_example"]["exact"]
 UNSCALED = GOLDENS["shared_example_unscaled"]["exact"]
 HAND = GOLDENS["exercise_hand_compute"]["exact"]
@@ -141,9 +143,68 @@ def test_what_is_no_answer_is_wrong_and_says_why(name: str, trap: str) -> None:
 def test_reasons_of_traps() -> None:
     assert "nan at row 0, column 0" in check("003.1", [[np.nan, 0], [0, 0]]).why
     assert "is 0.2 at index 1." in check("003.2", [0.2] * 5).why
-    assert "the answer is text" in check("003.1", "[[1, 0.5], [1, 0.73]]").why
+    assert "it is of type bytes" in check("003.9", b"32").why
     assert "(3, 2); (2, 2) is asked for" in check("003.1", np.ones((3, 2))).why
     assert "pass numbers" in check("003.9", True).why
+
+
+@pytest.mark.parametrize(("text", "wanted"), WRITTEN["read"])
+def test_a_text_is_read_as_it_is_meant(text: str, wanted: list[Any]) -> None:
+    found = readings(text)
+    assert len(found) == len(wanted)
+    for given, meant in zip(found, wanted, strict=True):
+        assert np.shape(given) == np.shape(meant)
+        assert np.asarray(given).dtype == (bool if np.asarray(meant).dtype == bool else float)
+        np.testing.assert_allclose(given, meant, rtol=1e-12)
+
+
+@pytest.mark.parametrize("text", WRITTEN["unclear"] + WRITTEN["endless"] + ["", " \n"])
+def test_a_text_that_means_nothing_is_wrong_and_says_why(text: str) -> None:
+    words = "a finite number" if text in WRITTEN["endless"] else "neither a number nor a list"
+    verdict = check("003.9", text)
+    assert not verdict
+    assert words in verdict.why or (not text.strip() and verdict.why == "nothing is written.")
+
+
+@pytest.mark.parametrize("text", ["(" * 10_000 + "1", "-" * 100_000 + "1", "=" * 100_000])
+def test_a_text_of_any_depth_is_read_at_once(text: str) -> None:
+    assert "neither a number" in check("003.9", text).why
+
+
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.name)
+def test_the_solutions_are_right_as_they_are_typed(exercise: Any) -> None:
+    assert check(exercise.name, exercise.solved)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("003.1", "1 0.5; 1 0.73"),
+        ("003.1", "1 0,5; 1 0,73"),
+        ("003.2", "0,15 0,25 0,25 0,15 0,20"),
+        ("003.4", "1 1 1 1 1\n12 0 0 0 0"),
+        ("003.5", "y, n"),
+        ("003.5", "symmetric, but not the weights"),
+        ("003.8", "2log(297)"),
+        ("003.8", "c = 11.39"),
+        ("003.8", "2 * np.log(297)"),
+        ("003.8", "11,388"),
+        ("003.10", "2.048.000.000"),
+    ],
+)
+def test_answers_of_people_are_right(name: str, text: str) -> None:
+    verdict = check(name, text)
+    assert verdict, verdict
+
+
+def test_no_question_gives_its_answer_away() -> None:
+    for exercise in EXERCISES:
+        words = exercise.title + exercise.question + exercise.answer
+        assert exercise.solved not in words
+        assert str(check(exercise.name, "half")).count(exercise.solved) == 0
+    why = check("003.5", "1, 0").why
+    assert "(True, False)" not in why
+    assert "yes, no" not in why
 
 
 def test_arrays_of_other_libraries_and_pictures_are_answers() -> None:

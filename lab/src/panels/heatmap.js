@@ -1,6 +1,6 @@
 // The whole matrix at one stage, and all arithmetic of one of its cells.
 
-import { html, useLab } from "../parts/lab.js";
+import { html, useLab, useRef } from "../parts/lab.js";
 import { ExampleBar, useRow } from "../parts/example.js";
 import { Block, Choice, Num, Token, Vector } from "../parts/basics.js";
 import { Grid, scoreShare, weightShare } from "../parts/grid.js";
@@ -48,6 +48,11 @@ export function Heatmap() {
   const { rows, row, index, key, trace, example, keyNames, name } = useRow();
   const stage = STAGES.some(([each]) => each === view.stage) ? view.stage : "weights";
   const values = stageOf(rows, stage);
+  const sums = useRef(null);
+  const bring = () => {
+    // On a phone the arithmetic stands under the matrix, out of sight.
+    if (sums.current.getBoundingClientRect().top > 0.8 * innerHeight) sums.current.scrollIntoView({ block: "nearest" });
+  };
   const names = rows.map(({ q_index: i }) => shown(example.tokens[i] ?? String(i)));
   const select = (i, j) => {
     if (i === index && j === key) return;
@@ -57,14 +62,13 @@ export function Heatmap() {
   return html`<p class="lead">Queries go down and keys across; each row is one query's choice. Point at a cell, or walk there with the arrow keys, for all of its arithmetic.</p>
     <${ExampleBar} withToken=${false} />
     <${Choice} label="Stage" value=${stage} onChange=${(to) => set({ stage: to })} options=${STAGES} />
-    <div class="two"><div>
+    <div class="two sums-beside"><div onClick=${(event) => event.target.closest("td") && bring()}>
       <${Grid} title=${`${stage} matrix`} kind="heat" values=${values} rows=${names} columns=${keyNames} axes="query ↓ key →"
         share=${stage === "weights" ? weightShare : scoreShare(values)} selected=${[index, key]} onSelect=${select} />
-      <${Legend} stage=${stage} />
-      <${Grid} title="Output" kind="output" values=${rows.map((each) => each.output)} rows=${names} selected=${[index, null]} onSelect=${(i) => set({ token: i })} />
-      <${RowTable} rows=${rows} names=${names} />
-    </div>
-    <${Arithmetic} row=${row} trace=${trace} index=${index} j=${key} name=${name} keyName=${keyNames[key]} /></div>`;
+      <${Legend} stage=${stage} /></div>
+    <div class="beside" ref=${sums}><${Arithmetic} row=${row} trace=${trace} index=${index} j=${key} name=${name} keyName=${keyNames[key]} /></div>
+    <div><${Grid} title="Output" kind="output" values=${rows.map((each) => each.output)} rows=${names} selected=${[index, null]} onSelect=${(i) => set({ token: i })} />
+      <${RowTable} rows=${rows} names=${names} /></div></div>`;
 }
 
 const Legend = ({ stage }) => html`<p class="legend faint"><span class=${`ramp ${stage === "weights" ? "weights" : "scores"}`} aria-hidden="true"></span>
@@ -73,5 +77,6 @@ const Legend = ({ stage }) => html`<p class="legend faint"><span class=${`ramp $
 function RowTable({ rows, names }) {
   return html`<${Block} title="Rows in numbers" rows=${() => [["query", "largest weight", "entropy, nats", "lse"], ...rows.map(({ softmax }, i) => [names[i], Math.max(...softmax.weights), softmax.entropy, softmax.lse])]}>
     <div class="wide" tabindex="0" role="group" aria-label="Rows in numbers"><table class="data"><thead><tr><th scope="col">query</th><th scope="col" class="right">largest</th><th scope="col" class="right">entropy</th><th scope="col" class="right">lse</th></tr></thead>
-    <tbody>${rows.map(({ softmax }, i) => html`<tr key=${i}><th scope="row"><${Token} text=${names[i]} /></th><td class="right"><${Num} x=${Math.max(...softmax.weights)} /></td><td class="right" data-name="entropy"><${Num} x=${softmax.entropy} /></td><td class="right" data-name="lse"><${Num} x=${softmax.lse} /></td></tr>`)}</tbody></table></div></${Block}>`;
+    <tbody>${rows.map(({ softmax }, i) => html`<tr key=${i}><th scope="row"><${Token} text=${names[i]} /></th><td class="right"><${Num} x=${Math.max(...softmax.weights)} /></td><td class="right" data-name="entropy"><${Num} x=${softmax.entropy} /></td><td class="right" data-name="lse"><${Num} x=${softmax.lse} /></td></tr>`)}</tbody></table></div>
+    <p class="faint">Entropy is −Σ w log w of the weights of a row, in nats, units of the natural logarithm: 0 where one key has all. lse is log Σ e^score, “log-sum-exp”, the number of a row by which e^(score − lse) is its weight.</p></${Block}>`;
 }

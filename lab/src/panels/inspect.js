@@ -16,6 +16,8 @@ const PAGE = 512;
 /** The name of the model that the page computes itself. */
 const SHIPPED = "language";
 const worded = (name) => name.replaceAll("_", " ");
+/** A head; of a single layer, whose number says nothing beside the name of what is shown, without it. */
+const nameOf = (layers, layer, head) => (layers.length > 1 ? `layer ${layer}, head ${head}` : `head ${head}`);
 
 /** Over how many queries the mean of a score goes, in words. */
 function meanOf(score, { counted, q_len: length }) {
@@ -35,7 +37,7 @@ function HeadGrid({ layers, score, layer, head, onOpen }) {
   const select = (i, j) => {
     if (!layers[i].heads[j] || (layers[i].index === layer && j === head)) return;
     set({ layer: layers[i].index, head: j, kkey: UNCHOSEN });
-    announce(`layer ${layers[i].index}, head ${j}: ${score} ${layers[i].heads[j][score]?.toFixed?.(3) ?? "none"}${layers[i].heads[j].kind ? `, ${layers[i].heads[j].kind}` : ""}`);
+    announce(`${nameOf(layers, layers[i].index, j)}: ${score} ${layers[i].heads[j][score]?.toFixed?.(3) ?? "none"}${layers[i].heads[j].kind ? `, ${layers[i].heads[j].kind}` : ""}`);
   };
   const grouped = layers.some((each) => group(each) > 1);
   const isOne = layers.length === 1;
@@ -51,7 +53,7 @@ function Glance({ layers, layer, head, onOpen }) {
   const { pictures, queries, error } = usePictures(layers);
   const { q_len: qLen, has_weights: hasWeights } = layers[0];
   const shownLayers = layers.map(({ index, heads }, i) => ({
-    name: `layer ${index}`,
+    name: layers.length > 1 ? `layer ${index}` : "",
     heads: heads.map(({ kind }, j) => ({ name: layers.length > 1 ? `${index}.${j}` : String(j), note: kind, picture: pictures[i]?.[j] })),
   }));
   return html`<${Block} title="Every head as a picture" class="glance">
@@ -71,7 +73,7 @@ function HowToRead() {
     <p>A square of the grid is one head, coloured by the score that is chosen above it. Choose one to open that head.</p>
     <p>In the map, each row is a query and each column a key; the colour is the weight that this query gives to this key. A row adds to one, or to less where a sink takes the rest. A column of strong colour is a key that many queries read, a line along the diagonal a head that reads at a fixed distance.</p>
     <p>Colours follow the fourth root of the weight, so that small weights are seen too; “linear” shows them as they are.</p>
-    <p>Choose a point of the map, or a word of the text, and the keys of that query are listed. Entropy, in nats, says how widely it reads: 0 where one key has all.</p>
+    <p>Choose a point of the map, or a word of the text, and the keys of that query are listed. Entropy, −Σ w log w of its weights, says how widely it reads: 0 where one key has all. It is in nats, units of the natural logarithm.</p>
     ${panels.includes("pipeline") && html`<p><a href="#pipeline" onClick=${open}>Where a weight comes from, step by step</a></p>`}</details>`;
 }
 
@@ -159,8 +161,8 @@ function NoWhatIf({ model }) {
   };
   const panel = html`the panel <a href="#language" onClick=${open}>Language model</a>`;
   const has = panels.includes("language");
-  return html`<p class="faint" data-name="no-what-if">${has && model === SHIPPED ? html`Heads of this model can be switched off in ${panel}.`
-    : html`Switching off heads of this model needs Python, <code>qkv lab --model NAME</code>${has && html`; those of ${panel} can be switched off here`}.`}</p>`;
+  return html`<p class="faint" data-name="no-what-if">${has && model === SHIPPED ? html`Heads of this model can be switched off in ${panel}, which also reads a text of yours.`
+    : html`Switching off heads of this model, and another text for it, need Python, <code>qkv lab --model NAME</code>${has && html`; those of ${panel} can be switched off here, and it reads a text of yours`}.`}</p>`;
 }
 
 export function Inspect() {
@@ -197,9 +199,9 @@ export function Inspect() {
     <h3 class="part">${layers.length > 1 ? `Layer ${layer}, head ${head}` : `Head ${head}`}${kind ? html` <span class="kind">${kind}</span>` : ""}</h3>
     <div class="row">${layers.length > 1 && html`<${Select} label="Layer" value=${layer} onChange=${(to) => set({ layer: Number(to), kkey: UNCHOSEN })} options=${layers.map(({ index, name }) => [index, name ? `${index}: ${name}` : String(index)])} />`}
       <${Select} label="Head" value=${head} onChange=${(to) => set({ head: Number(to), kkey: UNCHOSEN })} options=${current.heads.map((each, i) => [i, each.kind ? `${i}: ${each.kind}` : String(i)])} /></div>
-    ${kind && html`<p class="faint">It puts ${model.threshold} or more of its weight on ${model.meanings[kind]}, which is what the word says and no more.</p>`}
+    ${kind && html`<p class="faint">On average over the queries that have such a key, it puts ${model.threshold} or more of its weight on ${model.meanings[kind]}, which is what the word says and no more.</p>`}
     <div class="two">
-      ${hasMap ? html`<${WeightMap} key=${client.opening} layer=${layer} head=${head} query=${query} chosenKey=${key} qLen=${qLen} kvLen=${kvLen} levels=${current.levels} tokens=${tokens} onOpen=${read} />` : html`<p class="faint">The map of weights is not in this page; it needs Python: <code>qkv lab</code>.</p>`}
+      ${hasMap ? html`<${WeightMap} key=${client.opening} name=${nameOf(layers, layer, head)} layer=${layer} head=${head} query=${query} chosenKey=${key} qLen=${qLen} kvLen=${kvLen} levels=${current.levels} tokens=${tokens} onOpen=${read} />` : html`<p class="faint">The map of weights is not in this page; it needs Python: <code>qkv lab</code>.</p>`}
       <div ref=${text}><${TopKeys} best=${best} query=${query} tokens=${tokens} qLen=${qLen} kvLen=${kvLen} />
         <${BestLines} best=${best} query=${query} tokens=${tokens} qLen=${qLen} kvLen=${kvLen} /></div></div>
     <${DataTable} title="All heads in numbers" sortable=${true} columns=${["head", "kind", ...scores.map(worded)]} under=${["", "", ...scores.map((name) => (name === "max_logit" ? "largest" : `of ${current.counted[name]}`))]}

@@ -1,12 +1,12 @@
 // A small language model that runs in the page: type, see what comes next, and switch heads off.
 
 import { html, inside, useAsk, useLab, useMemo } from "../parts/lab.js";
-import { Block, DataTable, Failure, Num, Token, Unknown, Waiting } from "../parts/basics.js";
+import { Block, DataTable, Failure, Num, Quoted, Token, Unknown, Waiting } from "../parts/basics.js";
 import { Bars } from "../parts/chart.js";
 import { HeadPictures, pictureOf } from "../parts/heads.js";
 import { Lines } from "../parts/lines.js";
 import { Words } from "../parts/words.js";
-import { size } from "../format.js";
+import { quoted, size } from "../format.js";
 import { kindOf, scoresOf } from "../kinds.js";
 import { fromBase64, losses, probabilities } from "../language.js";
 import { UNCHOSEN } from "../view.js";
@@ -50,7 +50,7 @@ function Reader({ model, meanings, threshold }) {
   const query = view.lquery === UNCHOSEN ? tokens.length - 1 : inside(view.lquery, tokens.length);
   const append = (id) => {
     set({ text: text + model.pieces[id], lquery: UNCHOSEN });
-    announce(`${model.pieces[id]} added`);
+    announce(`${quoted(model.pieces[id])} added`);
   };
   return html`<${About} model=${model} took=${plain.took} count=${ids.length} />
     <label class="field own-text"><span>A sentence, for the model to read</span><textarea rows="3" maxlength="4096" spellcheck=${false} value=${text} onInput=${(event) => set({ text: event.currentTarget.value, lquery: UNCHOSEN })}></textarea></label>
@@ -66,7 +66,7 @@ function Reader({ model, meanings, threshold }) {
 function About({ model, took, count }) {
   const { measured } = model;
   return html`<p class="lead">A language model of ${measured.weights.toLocaleString("en-US")} weights in 8 bits (${size(model.bytes)}), which runs in this page. It was trained on the six novels of Jane Austen and knows nothing else: it continues a sentence as they might, with grammar and names, and without sense beyond a few words.</p>
-    <p class="faint" data-name="how-good">On text of the novels that it has not seen it loses <${Num} x=${measured.loss} /> nats for each token; a trigram model with Kneser-Ney smoothing, counted on the same text, <${Num} x=${measured["trigram loss"]} />. ${count > 0 && html`This text took ${(took / count).toFixed(1)} ms for each token here.`}</p>`;
+    <p class="faint" data-name="how-good">On text of the novels that it has not seen it loses <${Num} x=${measured.loss} /> nats for each token: that is −log p, in natural logarithms, of the token that comes. A trigram model, which counts how often a token follows the two before it, loses <${Num} x=${measured["trigram loss"]} />; it is counted on the same text, with Kneser-Ney smoothing, which gives tokens that never followed there a share too. ${count > 0 && html`This text took ${(took / count).toFixed(1)} ms for each token here.`}</p>`;
 }
 
 /** The most probable tokens to come next, and those with all heads beside them. */
@@ -84,7 +84,7 @@ function Next({ model, logits, before, temperature, onTake }) {
   return html`<${Block} title="What comes next" rows=${rows}>
     <div class="slider" data-keys><label for="temperature">Temperature</label><input id="temperature" type="range" min="0.1" max=${HOTTEST} step="0.1" value=${temperature} aria-valuetext=${temperature.toFixed(1)} onInput=${(event) => set({ temperature: Number(event.currentTarget.value) })} /><span>${temperature.toFixed(1)}</span></div>
     <div data-name="next"><${Bars} label="Probabilities of the next token" bars=${best.map((id) => ({ name: html`<${Token} text=${model.pieces[id]} />`, value: p[id], note: html`<${Num} x=${p[id]} />` }))} /></div>
-    ${old && html`<p class="faint">With all heads: ${best.slice(0, 3).map((id, i) => html`${i ? ", " : ""}<${Token} text=${model.pieces[id]} /> <${Num} x=${old[id]} />`)}.</p>`}
+    ${old && html`<p class="faint">With all heads: ${best.slice(0, 3).map((id, i) => html`${i ? ", " : ""}<${Quoted} text=${model.pieces[id]} /> <${Num} x=${old[id]} />`)}.</p>`}
     <div class="row"><button type="button" onClick=${() => onTake(best[0])}>Add the most probable</button><button type="button" onClick=${draw}>Draw one and add it</button></div></${Block}>`;
 }
 
@@ -120,10 +120,10 @@ function Head({ head: { weights, kind }, meanings, threshold, tokens, query, tit
   const row = weights[query];
   const best = [...row.keys()].sort((a, b) => row[b] - row[a]).slice(0, 6);
   return html`<${Block} title=${title} rows=${() => [["query", "key", "weight"], ...weights.flatMap((keys, i) => [...keys].map((weight, j) => [tokens[i], tokens[j], weight]))]}>
-    ${kind && html`<p class="faint">Its kind is ${kind}: it puts ${threshold} or more of its weight on ${meanings[kind]}, which is what the word says and no more.</p>`}
+    ${kind && html`<p class="faint">Its kind is ${kind}: on average over the tokens that have such a key, it puts ${threshold} or more of its weight on ${meanings[kind]}, which is what the word says and no more.</p>`}
     ${more !== undefined && html`<p class="faint">Without this head alone, the model loses <${Num} x=${more} /> nats more for each token of the text that was held out.</p>`}
     <div class="two wide-left"><div><${Words} tokens=${tokens} query=${query} strength=${new Map(row.entries())} onChoose=${(to) => set({ lquery: to })} />
-      <p>${html`<${Token} text=${tokens[query]} />`} reads:</p>
+      <p><${Quoted} text=${tokens[query]} /> reads:</p>
       <div data-name="reads"><${Bars} label="Where the chosen token looks" bars=${best.map((key) => ({ name: html`<span class="faint">${key}</span> <${Token} text=${tokens[key]} />`, value: row[key], note: html`<${Num} x=${row[key]} />` }))} /></div></div>
       <${Lines} read=${(each) => [...weights[each].entries()]} first=${0} stop=${tokens.length} kvLen=${tokens.length} query=${query} queryTokens=${tokens} keyTokens=${tokens} onChoose=${(to) => set({ lquery: to })} /></div></${Block}>`;
 }

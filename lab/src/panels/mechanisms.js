@@ -6,8 +6,8 @@ import { Grid } from "../parts/grid.js";
 import { paint } from "../colours.js";
 import formulas from "../formulas.json";
 
-/** Some mechanisms mix with signs and beyond 1; all small pictures share one scale up to 1. */
-const share = (x) => (x === null ? null : Math.max(-1, Math.min(1, x)));
+/** Some mechanisms mix with signs and beyond 1; all pictures share one scale up to 1, of roots, so that small shares are seen. */
+const share = (x) => (x === null ? null : Math.sign(x) * Math.sqrt(Math.min(1, Math.abs(x))));
 
 function Small({ matrix, theme }) {
   const [height, width] = [matrix.length, matrix[0].length];
@@ -29,6 +29,19 @@ function Paper({ name, text }) {
 /** A sentence of a docstring, with its code. */
 const Sentences = ({ of }) => of.map((text, i) => html`<p key=${i}>${text.split("`").map((part, j) => j % 2 ? html`<code>${part}</code>` : part)}</p>`);
 
+/** What the colours say; a mechanism may mix with signs. */
+const Legend = ({ has }) => html`<p class="legend faint"><span class=${`ramp ${has ? "scores" : "weights"}`} aria-hidden="true"></span>
+  ${has ? "−1 to 1: orange is negative, blue positive" : "0 to 1"}; colours follow the root, so that small shares are seen</p>`;
+
+/** How far a mechanism is from full attention, and whether its causal mask is all that differs. */
+function differenceOf(each, all) {
+  if (each.difference_from_full_attention < 1e-12) return "the same as full attention";
+  const { output } = all.find(({ mechanism }) => mechanism === "causal");
+  const isCausal = each.mechanism !== "causal" && output.every((row, i) => row.every((x, j) => Math.abs(x - each.output[i][j]) < 1e-12));
+  if (isCausal) return html`the same as causal attention, which differs by <${Num} x=${each.difference_from_full_attention} digits=${3} />`;
+  return html`${each.causal ? "causal: " : ""}differs by <${Num} x=${each.difference_from_full_attention} digits=${3} />`;
+}
+
 /** One mechanism at large. */
 function Detail({ chosen, tokens }) {
   const { view, set } = useLab();
@@ -39,10 +52,11 @@ function Detail({ chosen, tokens }) {
   return html`<${Block} title=${chosen.mechanism} level=${3} class="chosen-mechanism">
     <${Formula} name=${chosen.mechanism} text=${chosen.formula} />
     <div class="sentences"><${Sentences} of=${chosen.about} /></div>
-    <p class="faint"><${Paper} name=${chosen.mechanism} text=${chosen.paper} />. Largest difference of an output from full attention: <${Num} x=${chosen.difference_from_full_attention} />.</p>
+    <p class="faint"><${Paper} name=${chosen.mechanism} text=${chosen.paper} />. Largest difference of an output from full attention: <${Num} x=${chosen.difference_from_full_attention} />.${chosen.causal && " Here no token reads a later one, and in full attention all do."}</p>
     ${heads > 1 && html`<${Choice} label="Head" value=${head} onChange=${(to) => set({ mhead: to })} options=${chosen.token_mixing.map((_, i) => [i, i])} />`}
     <div class="pair"><${Grid} title=${heads > 1 ? `Token mixing, head ${head}` : "Token mixing"} kind="heat" values=${matrix} rows=${tokens} columns=${columns} share=${share} />
-      <${Grid} title="Output" kind="output" values=${chosen.output} rows=${tokens} /></div></${Block}>`;
+      <${Grid} title="Output" kind="output" values=${chosen.output} rows=${tokens} /></div>
+    <${Legend} has=${matrix.flat().some((x) => x < 0)} /></${Block}>`;
 }
 
 export function Mechanisms() {
@@ -65,7 +79,7 @@ export function Mechanisms() {
     const card = (each) => html`<li key=${each.mechanism}><button type="button" aria-pressed=${each === chosen} onClick=${() => set({ mech: each.mechanism, mhead: 0 })}>
       <${Small} matrix=${each.token_mixing[0]} theme=${theme} />
       <b>${each.mechanism}</b>
-      <span class="faint">${each.difference_from_full_attention < 1e-12 ? "the same as full attention" : html`differs by <${Num} x=${each.difference_from_full_attention} digits=${3} />`}</span></button></li>
+      <span class="faint">${differenceOf(each, all)}</span></button></li>
       ${each === chosen && html`<li class="detail" key="detail"><${Detail} chosen=${chosen} tokens=${result.tokens} /></li>`}`;
     return Object.entries(result?.families ?? {}).map(([family, about]) => html`<section key=${family} class="family">
       <h3>${family[0].toUpperCase() + family.slice(1)}</h3><p class="faint">${about}</p>

@@ -59,7 +59,7 @@ function sentence(name, { row, trace, name: token, keyNames, example }) {
     case "weights":
       return softmax.row_sum === 0
         ? html`A row that may see nothing has weights 0 and output 0, not NaN.`
-        : html`Divided by the sum they are shares that add up to 1. The most, <${Num} x=${softmax.weights[best]} />, goes to <${Quoted} text=${keyNames[best]} />; the entropy is <${Num} x=${softmax.entropy} /> nats of at most <${Num} x=${Math.log(n)} />.`;
+        : html`Divided by the sum they are shares that add up to 1. The most, <${Num} x=${softmax.weights[best]} />, goes to <${Quoted} text=${keyNames[best]} />; the entropy, −Σ w log w, is <${Num} x=${softmax.entropy} /> nats (natural logarithms) of at most <${Num} x=${Math.log(n)} />.`;
     default:
       return html`Each value is multiplied by its weight, and all are added: <${Vector} of=${row.output} kind="o" />. ${example.tokens.length <= LONGEST ? "This row is what the next layer reads." : ""}`;
   }

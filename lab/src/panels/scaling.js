@@ -21,7 +21,7 @@ function claims({ plain, scaled }) {
   const at = (name, d) => between(plain.map((point) => [point.d_k, point[name]]), d);
   const forty = softmax([40, 0, 0, 0, 0]).weights;
   const ten = softmax([10, 0]).weights[1];
-  const flat = scaled.map((point) => point.max_weight);
+  const largest = scaled.map((point) => point.max_weight);
   const deviations = [64, 128, 512].map(Math.sqrt);
   const measured = [64, 128, 512].map((d) => Math.sqrt(at("score_variance", d)));
   return [
@@ -37,7 +37,8 @@ function claims({ plain, scaled }) {
     ["Without the divisor, five keys at d_k = 64 leave 90 % of the weight to one of them.",
       near(at("max_weight", 64), 0.9, 2), `mean largest weight ${at("max_weight", 64).toFixed(4)}`],
     ["With the divisor, the softmax is as sharp at every d_k.",
-      Math.max(...flat) - Math.min(...flat) < 0.003, `largest weight ${Math.min(...flat).toFixed(4)} to ${Math.max(...flat).toFixed(4)}`],
+      Math.max(...largest) - Math.min(...largest) < 0.003,
+      `mean largest weight ${[1, 4, 64, 1024].map((d) => `${between(scaled.map((point) => [point.d_k, point.max_weight]), d).toFixed(3)} at ${d}`).join(", ")}: from some 64 on it hardly changes, and below that queries of few numbers are often short`],
     ["The largest score is subtracted because exp(500) overflows.",
       !Number.isFinite(Math.exp(500)), `exp(500) = ${Math.exp(500).toExponential(1)} in float64, which overflows above exp(709.78); float32 does above exp(88.72), float16 above exp(11.09)`],
   ];
@@ -56,12 +57,13 @@ export function Scaling() {
   if (error) return html`<${Failure} error=${error} />`;
   if (!result) return html`<${Waiting} what="the curve" />`;
   const curve = result.curve ?? result;
-  const logits = result.draw?.logits ?? result.draw;
+  const { query, keys } = result.draw;
   const [plain, scaled] = [false, true].map((is) => curve.points.filter((point) => point.scaled === is));
   const d = Math.min(LARGEST, Math.max(1, Math.round(view.dk)));
   const choose = (value) => set({ dk: Math.min(LARGEST, Math.max(1, Math.round(value) || 1)) });
-  const grown = logits?.map((x) => x * Math.sqrt(d));
-  const [sharp, even] = logits ? [softmax(grown), softmax(logits)] : [];
+  const products = keys.map((key) => key.slice(0, d).reduce((sum, k, i) => sum + query[i] * k, 0));
+  const divided = products.map((x) => x / Math.sqrt(d));
+  const [sharp, even] = [softmax(products), softmax(divided)];
   const trace = (weights) => weights.reduce((sum, p) => sum + p * (1 - p), 0);
   const value = (points, name) => between(points.map((point) => [point.d_k, point[name]]), d);
   const isPoint = plain.some((point) => point.d_k === d);
@@ -78,13 +80,14 @@ export function Scaling() {
         onInput=${(event) => choose(2 ** Number(event.currentTarget.value))} />
       <${WholeField} value=${d} least=${1} most=${LARGEST} aria-label="d_k as a number" onChange=${choose} />
       <span class="faint">scores have standard deviation √${d} = <${Num} x=${Math.sqrt(d)} /></span></div>
-    ${logits && html`<div class="pair">
-      <${DrawBars} title="q · k, not divided" kind="plain" weights=${sharp.weights} scores=${grown} />
-      <${DrawBars} title="q · k ÷ √d_k" kind="even" weights=${even.weights} scores=${logits} /></div>
+    <p class="faint">One query and five keys of normal numbers, drawn once: of each row the first d_k numbers are taken.</p>
+    <div class="pair">
+      <${DrawBars} title="q · k, not divided" kind="plain" weights=${sharp.weights} scores=${products} />
+      <${DrawBars} title="q · k ÷ √d_k" kind="even" weights=${even.weights} scores=${divided} /></div>
     <${DataTable} title="This draw" columns=${["", "not divided", "÷ √d_k"]} rows=${[
       { cells: ["largest weight", { x: Math.max(...sharp.weights) }, { x: Math.max(...even.weights) }] },
       { cells: ["entropy, nats", { x: sharp.entropy }, { x: even.entropy }] },
-      { cells: ["Σ p (1 − p)", { x: trace(sharp.weights) }, { x: trace(even.weights) }] }]} />`}
+      { cells: ["Σ p (1 − p)", { x: trace(sharp.weights) }, { x: trace(even.weights) }] }]} note="Entropy is in nats, units of the natural logarithm: 0 where one key has all the weight, log 5 = 1.609 where five have as much." />
     <h3 class="part">Means of ${curve.draws.toLocaleString("en-US")} such draws</h3>
     <p class="key"><span class="swatch plain"></span> not divided <span class="swatch even"></span> divided by √d_k</p>
     <div class="charts">${MEASURES.map(([name, title, [min, max], ticks]) => html`<${Figure} key=${name} title=${title}>

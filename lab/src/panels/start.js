@@ -86,7 +86,8 @@ export function Start() {
 
   return html`<p class="lead">Attention lets every token look at the others and take from each what it needs. Here is one small case of it, with every number; change any of them, and all panels follow.</p>
     <p class="headline" aria-label="output = softmax of Q K transposed over root d, times V">output = softmax(<i class="q">Q</i> <i class="k">K</i><sup>T</sup> ÷ √d) <i class="v">V</i></p>
-    ${panels.includes("tour") && html`<p><button type="button" class="main" onClick=${() => set({ panel: "tour", tour: 0 })}>Take the tour</button> <span class="faint">twelve steps from a sentence to its next token</span></p>`}
+    ${panels.includes("tour") && html`<p><button type="button" class="main" onClick=${() => set({ panel: "tour", tour: 0 })}>Take the tour</button> <span class="faint">thirteen steps from a sentence to its next token</span></p>`}
+    ${!panels.includes("inspect") && html`<p class="faint" data-name="absent">Not in this page: the panel <a href="#inspect">Inspect</a>, every head of a model on a text of yours, since no model was named when the page was written.</p>`}
     <${Figures} />
     <h3 class="part">The example</h3>
     <${ExampleBar} />

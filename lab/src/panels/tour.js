@@ -1,4 +1,4 @@
-// The tour: one sentence, from its tokens to the next token, in twelve steps that play by themselves.
+// The tour: one sentence, from its tokens to the next token, in thirteen steps that play by themselves.
 
 import { html, inside, useAsk, useEffect, useKeys, useLab, useLayoutEffect, useMemo, useRef, useState } from "../parts/lab.js";
 import { DataTable, Failure, Stepper, Unknown, Waiting } from "../parts/basics.js";

@@ -24,11 +24,12 @@ export function Grid({
   title, values, rows, columns, share, selected, onSelect, onOpen, onEdit, onPaste, mark, kind = "",
   axes, plain = false,
 }) {
-  const { theme } = useLab();
+  const { theme, announce } = useLab();
   const height = values.length;
   const width = values[0].length;
   const [at, setAt] = useState([selected?.[0] ?? 0, selected?.[1] ?? 0]);
   const [editing, setEditing] = useState(null);
+  const [refused, setRefused] = useState("");
   const table = useRef(null);
   const takeFocus = useRef(false);
   const isOpen = useRef(false);
@@ -53,18 +54,30 @@ export function Grid({
   const open = (i, j, text, typed = false) => {
     takeFocus.current = true;
     isOpen.current = true;
+    setRefused("");
     setAt([i, j]);
     setEditing({ i, j, text, typed });
   };
+  const take = (i, j, given) => {
+    const x = Number(given.replace("−", "-").replace(",", "."));
+    if (given !== "" && Number.isFinite(x)) {
+      if (x !== values[i][j]) onEdit(i, j, x);
+      return;
+    }
+    const what = given === "" ? "An empty cell is no number" : `“${given.slice(0, 40)}” is no number${Number.isNaN(x) ? "" : " that a cell can hold"}`;
+    const reason = `${what}: ${rows[i]}, column ${names[j]} stays ${values[i][j]}. Write one such as 0.5.`;
+    setRefused(reason);
+    announce(reason);
+  };
+  /** Takes what was typed; null leaves the cell as it was. */
   const close = (text, move) => {
     // An input that goes away loses the focus, which is no second answer.
     if (!isOpen.current) return;
     isOpen.current = false;
     const { i, j } = editing;
-    const x = Number(text.trim().replace("−", "-").replace(",", "."));
     takeFocus.current = move !== null;
     setEditing(null);
-    if (text.trim() !== "" && Number.isFinite(x) && x !== values[i][j]) onEdit(i, j, x);
+    if (text !== null) take(i, j, text.trim());
     if (move) setAt([inside(i + move[0], height), inside(j + move[1], width)]);
   };
   const onKeyDown = (event) => {
@@ -106,7 +119,7 @@ export function Grid({
         onKeyDown=${(event) => {
           event.stopPropagation();
           if (event.key === "Enter") close(event.currentTarget.value, [1, 0]);
-          else if (event.key === "Escape") close("", [0, 0]);
+          else if (event.key === "Escape") close(null, [0, 0]);
         }}
         onBlur=${(event) => close(event.currentTarget.value, null)} /></td>`;
     }
@@ -124,7 +137,7 @@ export function Grid({
       <thead><tr role="row"><td class="corner">${axes ? html`<span>${axes}</span>` : ""}</td>${names.map((name) =>
         html`<th scope="col" role="columnheader">${shown(name)}</th>`)}</tr></thead>
       <tbody>${values.map((row, i) => html`<tr role="row" key=${i}><th scope="row" role="rowheader">${shown(rows[i])}</th>${row.map((x, j) => cell(x, i, j))}</tr>`)}</tbody>
-    </table></div>`;
+    </table></div>${refused && html`<p class="failure">${refused}</p>`}`;
   if (plain) return body;
   return html`<${Block} title=${title} class="gridblock" svg=${share && (() => matrixSvg({ title, values, rows, columns: names, share, theme }))} rows=${() => [["", ...names], ...values.map((row, i) => [rows[i], ...row])]}>${body}</${Block}>`;
 }

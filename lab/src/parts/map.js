@@ -37,7 +37,7 @@ function Axes({ sight: { x, y, scale, width, height }, qLen, kvLen, queryNames, 
       ${down.map((at) => html`<text key=${at} x=${SPACE - 5} y=${(at + 0.5 - y) * scale} dy="0.35em" text-anchor="end">${label(queryNames, at, 6)}</text>`)}</svg>`;
 }
 
-export function WeightMap({ layer, head, query, chosenKey: key, qLen, kvLen, levels, tokens, onOpen }) {
+export function WeightMap({ name: headName, layer, head, query, chosenKey: key, qLen, kvLen, levels, tokens, onOpen }) {
   const { view, set, client, theme, announce } = useLab();
   const canvas = useRef(null);
   const [size, setSize] = useState([640, 480]);
@@ -206,10 +206,10 @@ export function WeightMap({ layer, head, query, chosenKey: key, qLen, kvLen, lev
       <span class="presets" role="group" aria-label="Zoom"><button type="button" class="small" onClick=${() => zoomAt(2, width / 2, height / 2)} aria-label="Zoom in">+</button>
       <button type="button" class="small" onClick=${() => zoomAt(0.5, width / 2, height / 2)} aria-label="Zoom out">−</button>
       <button type="button" class="small" onClick=${() => set({ zoom: -99, x: 0, y: 0 })}>All</button></span>
-      <${Save} title=${`Weights of layer ${layer}, head ${head}`} svg=${() => canvasSvg({ title: `Weights of layer ${layer}, head ${head}`, canvas: canvas.current, theme, across: `keys, ${kvLen}`, down: `queries, ${qLen}` })} /></div>
+      <${Save} title=${`Weights of ${headName}`} svg=${() => canvasSvg({ title: `Weights of ${headName}`, canvas: canvas.current, theme, across: `keys, ${kvLen}`, down: `queries, ${qLen}` })} /></div>
     <div class="mapholder"><${Axes} sight=${{ x, y, scale, width, height }} qLen=${qLen} kvLen=${kvLen} queryNames=${scale >= 14 && qLen === kvLen ? tokens : null} keyNames=${scale >= 40 ? tokens : null} />
       <canvas ref=${canvas} tabindex="0" data-keys style=${{ width: `${width}px`, height: `${height}px`, touchAction: scale > fit * 1.001 ? "none" : "pan-x pan-y" }}
-      role="application" aria-roledescription="map of weights" aria-label=${`Weights of layer ${layer}, head ${head}: ${qLen} queries down, ${kvLen} keys across. Arrow keys move, plus and minus zoom, 0 shows all, Enter goes to the text.`}
+      role="application" aria-roledescription="map of weights" aria-label=${`Weights of ${headName}: ${qLen} queries down, ${kvLen} keys across. Arrow keys move, plus and minus zoom, 0 shows all, Enter goes to the text.`}
       onPointerDown=${onPointerDown} onPointerMove=${onPointerMove} onPointerLeave=${() => setOver(null)} onPointerUp=${letGo} onPointerCancel=${letGo} onKeyDown=${onKeyDown}></canvas></div>
     ${tiles.error && html`<p class="failure" role="alert">${tiles.error.message} ${tiles.error.action ?? ""}</p>`}
     <p class="faint">Click to choose a point, drag to move, Ctrl and the wheel or + and − to zoom.</p>

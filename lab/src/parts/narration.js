@@ -17,15 +17,21 @@ const WORDS = {
     columns: ["token", "number"],
     rows: ids.map((id, i) => [quoted(tokens[i]), id]),
   }),
-  rows: ({ tokens, rows }) => ({
+  rows: ({ tokens, learned }) => ({
     title: "A row of numbers for each token",
-    said: html`A table has a row of ${rows[0].length} numbers for each token, which was learned. The model looks up the rows of the sentence; from here on it knows nothing else of a token. Blue numbers are positive, orange ones negative.`,
+    said: html`A table has a row of ${learned[0].length} numbers for each token, which was learned. The model looks up the rows of the sentence; from here on it knows nothing else of a token. Blue numbers are positive, orange ones negative.`,
     columns: ["token", ...places],
-    rows: rows.map((row, i) => [quoted(tokens[i]), ...begin(row)]),
+    rows: learned.map((row, i) => [quoted(tokens[i]), ...begin(row)]),
   }),
-  roles: ({ tokens, last, rows, size, ...all }) => ({
+  normed: ({ tokens, divisors, rows }) => ({
+    title: "Rows are normalised",
+    said: html`Each row is divided by the root of the mean of its squares (and of 0.000001, so that nothing is divided by 0). This is RMS normalisation, a layer normalisation without a mean. To these rows the layers will add; whatever reads them normalises them so once more: heads, feed-forward layers, and the end.`,
+    columns: ["token", "divided by", ...places],
+    rows: rows.map((row, i) => [quoted(tokens[i]), { x: divisors[i] }, ...begin(row)]),
+  }),
+  roles: ({ tokens, last, rows, size, before, ...all }) => ({
     title: "Query, key and value",
-    said: html`A head makes three shorter rows of each row, with three matrices of ${rows[0].length} × ${size} that were learned. A <b class="q">query</b> says what a token looks for, a <b class="k">key</b> by what it can be found, a <b class="v">value</b> what it gives. Query and key are turned by angles that grow with the position, so that their product depends on the distance. This is head ${HEAD} of layer 0.`,
+    said: html`A head makes three shorter rows of each row (normalised once more: that of <${Quoted} text=${tokens[last]} /> is divided by <${Num} x=${before.heads} digits=${8} />), with three matrices of ${rows[0].length} × ${size} that were learned. A <b class="q">query</b> says what a token looks for, a <b class="k">key</b> by what it can be found, a <b class="v">value</b> what it gives. Query and key are turned by angles that grow with the position, so that their product depends on the distance. This is head ${HEAD} of layer 0.`,
     columns: [`of ${quoted(tokens[last])}`, ...places],
     rows: ["query", "key", "value"].map((role) => [role, ...begin(all[role][last])]),
   }),
@@ -65,9 +71,9 @@ const WORDS = {
     columns: [`weights of ${quoted(tokens[last])}`, ...tokens.map(quoted)],
     rows: allWeights.map((rows, head) => [`head ${head}`, ...[...rows[last]].map((x) => ({ x }))]),
   }),
-  added: ({ tokens, last, states, mixed, transformed }) => ({
+  added: ({ tokens, last, states, mixed, transformed, before }) => ({
     title: "What is found is added to the row",
-    said: html`The row of <${Quoted} text=${tokens[last]} /> stays, and what the heads write is added to it. Then the feed-forward layer makes something of this row alone, with a matrix, max(x, 0)² of each number, and a matrix back. That is added too${lengthOf(transformed) > lengthOf(mixed) ? ", and here it is the larger part" : ""}.`,
+    said: html`The row of <${Quoted} text=${tokens[last]} /> stays, and what the heads write is added to it. Then the feed-forward layer makes something of this row alone: it divides it by <${Num} x=${before.transformed} />, the root of the mean of its squares, and goes on with a matrix, max(x, 0)² of each number, and a matrix back. That is added too${lengthOf(transformed) > lengthOf(mixed) ? ", and here it is the larger part" : ""}.`,
     columns: ["row", "length", ...places],
     rows: [["before", states[0]], ["of the heads", mixed], ["of the feed-forward layer", transformed], ["after layer 0", states[1]]].map(([name, row]) => [name, { x: lengthOf(row) }, ...begin(row)]),
   }),
@@ -77,9 +83,9 @@ const WORDS = {
     columns: ["after", "would come next", "probability"],
     rows: guesses.map(({ token, p }, i) => [i ? `layer ${i - 1}` : "the table", quoted(token), { x: p }]),
   }),
-  next: ({ next, vocabulary }) => ({
+  next: ({ next, vocabulary, before }) => ({
     title: "The next token",
-    said: html`The last row is multiplied with the rows of all ${vocabulary.toLocaleString("en-US")} tokens, and softmax makes probabilities of these scores. <${Quoted} text=${next[0].token} /> gets <${Num} x=${next[0].p} /> and is put at the end. Then all of it is done again with one token more: that is how a model writes.`,
+    said: html`The last row is normalised, divided by <${Num} x=${before.end} />, and multiplied with the rows of all ${vocabulary.toLocaleString("en-US")} tokens in the table, and softmax makes probabilities of these scores. <${Quoted} text=${next[0].token} /> gets <${Num} x=${next[0].p} /> and is put at the end. Then all of it is done again with one token more: that is how a model writes.`,
     columns: ["next token", "probability"],
     rows: next.map(({ token, p }) => [quoted(token), { x: p }]),
   }),

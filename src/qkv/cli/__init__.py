@@ -9,7 +9,7 @@ output could not be written or memory ran out, 2 for bad input, 130 for Ctrl-C.
     inputs                 arrays of a file or sample that a command is given
     model_loading          models; given_text has what they read, model_layer one layer as arrays
     variants               variants as options
-    enter_key              what Enter does while a command runs
+    enter_key              what Enter does while a command runs; meant: which one a word may mean
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from qkv._version import __version__
+from qkv.cli.meant import command_meant
 from qkv.cli.variants import add_variants, words
 from qkv.errors import ArgumentError, QkvError
 from qkv.inspection.tokens import printable
@@ -154,10 +155,11 @@ class Parser(argparse.ArgumentParser):
             argument, given, choices = wrong.groups()
             names = choices.replace("'", "").split(", ")
             what = "command" if argument == "COMMAND" else argument
+            meant = command_meant if argument == "COMMAND" else did_you_mean
             raise ArgumentError(
                 f"{self.prog} has no {what} {given!r:.80}.",
                 [("there are", ", ".join(names))],
-                f"{did_you_mean(given, names)}See {self.prog} --help.",
+                f"{meant(given, names)}See {self.prog} --help.",
             )
         for kind, name in (("int", "integer"), ("float", "number")):
             message = re.sub(rf"invalid {kind} value: ('.*')", rf"\1 is no {name}", message)
@@ -231,11 +233,11 @@ def _make_parser() -> Parser:
         "inspect",
         _run_inspect,
         "where each head of an attention layer looks",
-        "Entropy in nats, the share of weight on the first, previous, own and next token, and the "
-        "strongest pairs (query -> key) of each head, averaged over all queries. Pairs with the "
-        "first key, which many heads use as a resting place, are in the JSON only. Without FILE: "
-        "a layer of all-MiniLM-L6-v2 that reads a paragraph. With --model: every head of a model; "
-        "a sentence in place of FILE is what it reads, a small language model if none is named.",
+        "Entropy (-sum w log w, in nats: natural logarithms), the share of weight on the first, "
+        "previous, own and next token, and the strongest pairs (query -> key) of each head: means "
+        "over queries. Pairs with the first key, where many heads rest, are in the JSON only. "
+        "Without FILE: a layer of all-MiniLM-L6-v2. With --model: every head of a model; a "
+        "sentence in place of FILE is what it reads, a small language model if none is named.",
     )
     _add_problem(inspect)
     inspect.add_argument(

@@ -34,6 +34,14 @@ def _text(found: Comparison) -> str:
         f"Tokens: {' '.join(found.tokens)}. Q, K and V are those of qkv explain.",
         "Weights are averaged over heads; where there are none, an effective token-mixing matrix.",
         "Difference: the largest of any token, from softmax(Q K^T / sqrt(d)) V.",
+        *_of_causal_ones(found),
         f"Step by step: qkv explain --mechanism {found.rows[0].name}",
     ]
     return page.render(table, Text(), *map(Text, lines))
+
+
+def _of_causal_ones(found: Comparison) -> list[str]:
+    """Why causal mechanisms differ, which says nothing of how else they compute."""
+    names = ", ".join(row.name for row in found.rows if row.causal)
+    said = "In these no token reads a later one, and in full attention all do, so they differ: "
+    return [f"{said}{names}."] if names else []

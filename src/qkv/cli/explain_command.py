@@ -11,6 +11,7 @@ from qkv.cli.inputs import CommandInput, InputArrays, checked_index
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.files.contents import shown
 from qkv.inspection.head_scores import KINDS, MEANINGS, THRESHOLD
+from qkv.inspection.summaries.model import beside_threshold
 from qkv.inspection.summaries.terminal import Page
 
 __all__ = ["run"]
@@ -98,7 +99,7 @@ def _choose_head(options: argparse.Namespace) -> str:
 
     weight, kind, row = max(found, key=order)
     options.layer, options.head = row["layer"], row["head"]
-    return f"which puts {weight:.2f} of its weight on {MEANINGS[kind]}"
+    return f"which puts {beside_threshold(weight)} of its weight on {MEANINGS[kind]}"
 
 
 def _of_file(options: argparse.Namespace) -> InputArrays:

@@ -101,8 +101,15 @@ def _session(options: argparse.Namespace) -> Session:
 
 def _export(options: argparse.Namespace) -> str:
     require_place(options.export)
-    write_page(options.export, _session(options))
-    return f"Written: {options.export}\n"
+    session = _session(options)
+    write_page(options.export, session)
+    written = f"Written: {options.export}\n"
+    if "inspect" in session.panels("export"):
+        return written
+    return (
+        f"{written}It has no panel Inspect, since there are no heads to show. With --model "
+        "language, a sentence or FILE it has one.\n"
+    )
 
 
 def require_place(path: str) -> None:

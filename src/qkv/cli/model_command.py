@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from qkv.cli.model_layer import model_layer, saved_layer
 from qkv.cli.model_loading import about, inspect_model
 from qkv.cli.variants import command_line_of
 from qkv.errors import ArgumentError
-from qkv.inspection.head_scores import KINDS, THRESHOLD
 from qkv.inspection.model_record import ModelRecord, load
 from qkv.inspection.progress_bar import Bar
 from qkv.inspection.summaries.terminal import Page
@@ -88,10 +88,13 @@ def _output(record: ModelRecord, options: argparse.Namespace, about: str) -> str
     view = _view(record, options)
     if options.html:
         from qkv.lab.heads import heads_of_model
+        from qkv.lab.notable import notable_place
         from qkv.lab.session import Session
         from qkv.lab.sources import Source
 
         heads = heads_of_model(record, about)
+        if list(view) == ["layer"]:
+            view = notable_place(replace(heads, layers=[heads.layers[view["layer"]]]))
         write_page(options.html, Session(Source(record.model, heads=heads)), view)
     if options.save:
         record.save(options.save)
@@ -103,15 +106,9 @@ def _output(record: ModelRecord, options: argparse.Namespace, about: str) -> str
 
 
 def _view(record: ModelRecord, options: argparse.Namespace) -> dict[str, int]:
-    """Where a page opens: what was asked for, or a head that has a kind and a query in the text."""
+    """Where a page opens: at what was asked for, or where the page itself finds something."""
     if options.layer is None:
-        best = [row for kind in KINDS if (row := record.best(kind)) and row[kind] >= THRESHOLD]
-        if not best:
-            return {}
-        number, head = best[0]["layer"], best[0]["head"]
-        keys = record[number].top[0][0, head]
-        query = 3 * len(keys) // 4
-        return {"layer": number, "head": head, "query": query, "kkey": max(0, int(keys[query, 0]))}
+        return {}
     layer = record[checked_index(options.layer, len(record), "layer")]
     counts = {"head": layer.num_heads, "query": layer.rows["entropy"].shape[-1]}
     asked = {name: getattr(options, name) for name in counts}

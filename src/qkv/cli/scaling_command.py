@@ -50,7 +50,8 @@ def run(options: argparse.Namespace) -> str:
             f"{point.runner_up_gradient:.4f}",
         )
     about = (
-        f"Means over {curve.draws:,} rows of five scores, seed {curve.seed}. Without the divisor "
+        f"Means over {curve.draws:,} queries with five keys each, of d_k unit-normal numbers, seed "
+        f"{curve.seed}; entropy in nats, units of the natural logarithm. Without the divisor "
         "scores have variance d_k: one weight takes everything and no gradient passes."
     )
     return page.render(Text(about), table)

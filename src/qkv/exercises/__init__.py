@@ -12,7 +12,7 @@ from typing import Any
 
 from qkv.declarations import checked
 from qkv.errors import ArgumentError
-from qkv.exercises.answers import CHECKS, Verdict
+from qkv.exercises.answers import NAMES, Verdict, verdict_on
 
 __all__ = ["EXERCISES", "Exercise", "Verdict", "check"]
 
@@ -67,8 +67,9 @@ def check(name: str, answer: Any) -> Verdict:
     name : str
         The exercise, such as "003.2".
     answer : object
-        What the exercise asks for: numbers, nested lists, or arrays of any library. Two correct
-        decimals are enough where numbers are computed by hand.
+        What the exercise asks for: numbers, nested lists, or arrays of any library; or a text as it
+        is typed into the page of the lab, such as "c = 3 sqrt(2)", "1 0.5; 0 1" or "no, no". Two
+        correct decimals are enough where numbers are computed by hand.
 
     Returns
     -------
@@ -85,13 +86,13 @@ def check(name: str, answer: Any) -> Verdict:
     >>> import qkv
     >>> print(qkv.exercises.check("003.10", 1_000_000))
     wrong: this is n^2, the number of scores; each takes 4 d operations.
-    >>> bool(qkv.exercises.check("003.10", 2_048_000_000))
+    >>> bool(qkv.exercises.check("003.10", qkv.exercises.EXERCISES[9].solved))
     True
     """
-    if name not in CHECKS:
+    if name not in NAMES:
         raise ArgumentError(
             f"there is no exercise {name!r:.40}.",
-            [("exercises", ", ".join(CHECKS))],
+            [("exercises", ", ".join(NAMES))],
             "Name one of these.",
         )
-    return CHECKS[name](answer)
+    return verdict_on(name, answer)

@@ -20,6 +20,8 @@ from qkv.inspection.tokens import joined, printable
 __all__ = ["HeadComparison"]
 
 _LONGEST_TEXT = 70
+_LEAST = 0.0005
+"""A smaller difference is printed as 0.000."""
 
 
 class ComparedHeads(NamedTuple):
@@ -167,10 +169,15 @@ class HeadComparison:
             for name, heads in (("first", self.first), ("second", self.second))
         ]
         lines += ["", f"Heads of another kind in the second: {changed} of {len(pairs)}.", ""]
-        best = [(score, row) for score in SCORES for row in self.largest(score, 1)]
-        lines += ["The head in which each mean score differs most:"]
-        lines += [repr(HeadTable({"score": score, **row} for score, row in best))]
-        return "\n".join(lines)
+        best = HeadTable(
+            {"score": score, **row}
+            for score in SCORES
+            for row in self.largest(score, 1)
+            if abs(row["difference"]) >= _LEAST
+        )
+        if not best:
+            return "\n".join([*lines, f"No mean score differs by {_LEAST} or more."])
+        return "\n".join([*lines, "The head in which each mean score differs most:", repr(best)])
 
     def plot(
         self,

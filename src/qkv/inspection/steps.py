@@ -127,6 +127,11 @@ def steps(scores: Scores, batch: int, head: int, q_index: Array) -> Steps:
     for stage in spec.scores:
         score = at_pairs(stage.node, score, dtype)
         stages.append((stage.label, score))
+    # A mask may be several conditions: a window has two sides.
+    masks: dict[str, Array] = {}
+    for condition in spec.masks:
+        allows = at_pairs(condition.node, scaled, bool)
+        masks[condition.label] = masks.get(condition.label, allows) & allows
     final = scores.finish(scaled, batch, head, rows, columns)
     return Steps(
         batch=batch,
@@ -138,7 +143,7 @@ def steps(scores: Scores, batch: int, head: int, q_index: Array) -> Steps:
         raw=raw,
         scaled=scaled,
         stages=tuple(stages),
-        masks=tuple((stage.label, at_pairs(stage.node, scaled, bool)) for stage in spec.masks),
+        masks=tuple(masks.items()),
         scores=final,
         softmax=softmax(final, None if operands.sinks is None else float(operands.sinks[head])),
         factors=scores.factors(batch, head, rows, columns),

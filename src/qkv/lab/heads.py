@@ -11,16 +11,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
-from qkv.inspection.head_scores import KINDS, LETTERS, MEANINGS, SCORES, THRESHOLD, also, kind_of
+from qkv.inspection.head_scores import KINDS, LETTERS, MEANINGS, SCORES, THRESHOLD, kinds_of
 from qkv.inspection.head_table import mean_of_known
 from qkv.inspection.model_record import LayerRecord, ModelRecord
 from qkv.inspection.record import Record
 from qkv.inspection.replay import Replay
 from qkv.inspection.tokens import printable
+from qkv.variants.causal import Causal
 
-__all__ = ["EXACT_KEYS", "NOTE", "HeadLayer", "Heads", "heads_of_model", "heads_of_record", "shown"]
+__all__ = [
+    "ALL_KINDS", "EXACT_KEYS", "NOTE", "HeadLayer", "Heads", "heads_of_model", "heads_of_record",
+    "shown",
+]  # fmt: skip
 
 Array = NDArray[Any]
+
+NEXT = "next"
+"""A kind beside those of model records: of arrays whose queries see later keys."""
+
+ALL_KINDS = (*KINDS, NEXT)
 
 NOTE = (
     "Attention is not explanation: weights show where a head reads, not why "
@@ -48,6 +57,8 @@ class HeadLayer:
         One row for each head: head, kind and each score.
     counted : callable () -> dict of str to int
         For each score, the queries that its mean is over.
+    by_query : callable (score) -> array (num_heads, q_len)
+        A score of each query, NaN where its mean leaves the query out.
     entropy : callable () -> array (num_heads, q_len)
     top : callable (head, first, stop) -> (indices, weights)
         The best keys of some queries, each `(stop - first, k)`.
@@ -66,6 +77,7 @@ class HeadLayer:
     kv_len: int
     rows: Callable[[], list[dict[str, Any]]]
     counted: Callable[[], dict[str, int]]
+    by_query: Callable[[str], Array]
     entropy: Callable[[], Array]
     top: Callable[[int, int, int], tuple[Array, Array]]
     received: Callable[[], Array] | None
@@ -126,9 +138,9 @@ class Heads:
             "kv_len": max((layer.kv_len for layer in self.layers), default=0),
             "batch_size": self.batch_size,
             "scores": list(self.scores),
-            "kinds": list(KINDS),
-            "letters": LETTERS,
-            "meanings": MEANINGS,
+            "kinds": list(ALL_KINDS),
+            "letters": {**LETTERS, NEXT: "N"},
+            "meanings": {**MEANINGS, NEXT: "the token after"},
             "threshold": THRESHOLD,
             "layers": [
                 {
@@ -194,6 +206,9 @@ def _layer_of_model(layer: LayerRecord, texts: Sequence[str] | None) -> HeadLaye
         keys, weights = layer.top
         return keys[0, head, first:stop], weights[0, head, first:stop]
 
+    def by_query(score: str) -> Array:
+        return np.where(layer.scores.counted[score][0], layer.rows[score][0], np.nan)
+
     return HeadLayer(
         layer.index,
         layer.name,
@@ -203,6 +218,7 @@ def _layer_of_model(layer: LayerRecord, texts: Sequence[str] | None) -> HeadLaye
         int(layer.received.shape[-1]),
         rows,
         lambda: {name: int(each.sum()) for name, each in layer.scores.counted.items()},
+        by_query,
         lambda: layer.rows["entropy"][0],
         top,
         lambda: layer.received[0],
@@ -219,7 +235,9 @@ def heads_of_record(
     spec = replay.problem.spec
     shape = (spec.batch_size, spec.num_heads, spec.q_len)
     entropy = np.asarray(record.entropy).reshape(shape)[0]
-    scores = ("entropy", "max_weight", "sink", "previous", "own")
+    scores: tuple[str, ...] = ("entropy", "max_weight", "sink", "previous", "own")
+    if not any(isinstance(variant, Causal) for variant in record.variants):
+        scores += (NEXT,)
 
     @cache
     def by_query() -> dict[str, Array]:
@@ -237,14 +255,9 @@ def heads_of_record(
             {name: mean_of_known(found[name][head]) for name in scores}
             for head in range(spec.num_heads)
         ]
-        unknown = dict.fromkeys(KINDS, np.nan)
+        kinds = [(*_kinds(row), None, None) for row in means]
         return [
-            {
-                "head": head,
-                "kind": kind_of({**unknown, **row}),
-                "also": also({**unknown, **row}),
-                **row,
-            }
+            {"head": head, "kind": kinds[head][0], "also": kinds[head][1], **row}
             for head, row in enumerate(means)
         ]
 
@@ -257,12 +270,21 @@ def heads_of_record(
         spec.kv_len,
         rows,
         counted,
+        lambda score: by_query()[score],
         lambda: entropy,
         lambda head, first, stop: best_keys(replay, head, first, stop),
         None,
         replay,
     )
     return Heads(title, "arrays", record.backend, scores, tokens, [layer], spec.batch_size, about)
+
+
+def _kinds(row: dict[str, float]) -> tuple[str, ...]:
+    """The kinds of a head of arrays, the main one first."""
+    found = kinds_of({**dict.fromkeys(KINDS, np.nan), **row})
+    if row.get(NEXT, 0) >= THRESHOLD:
+        found = tuple(sorted((*found, NEXT), key=lambda name: (name == "sink", -row[name])))
+    return found
 
 
 def best_keys(replay: Replay, head: int, first: int, stop: int) -> tuple[Array, Array]:

@@ -81,7 +81,6 @@ class Session:
             "code": small.code,
             "errata": small.errata,
             "exercises": small.exercises,
-            "check": small.check,
             "model": self._model,
             "head": self._head,
             "thumbnails": self._thumbnails,
@@ -107,9 +106,9 @@ class Session:
         Parameters
         ----------
         method : str
-            example, trace, tiles, count, scaling, mechanisms, language, code, errata, exercises,
-            check; of the model or arrays that are shown: model, head, thumbnails, tile, weight,
-            intervene; open shows others.
+            example, trace, tiles, count, scaling, mechanisms, language, code, errata, exercises; of
+            the model or arrays that are shown: model, head, thumbnails, tile, weight, intervene;
+            open shows others.
         params : mapping, optional
             As JSON gives them.
 

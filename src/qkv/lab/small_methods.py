@@ -14,7 +14,8 @@ import numpy as np
 
 import qkv
 from qkv.errata import ERRATA
-from qkv.exercises import EXERCISES, check
+from qkv.exercises import EXERCISES
+from qkv.exercises.answers import numbers_of
 from qkv.inspection.head_scores import MEANINGS, THRESHOLD
 from qkv.inspection.trace import Trace
 from qkv.inspection.trace_fields import TracedMechanism
@@ -72,7 +73,7 @@ class SmallMethods:
         return {"tokens": list(example.tokens), **size, "steps": walkthrough(trace), **found}
 
     def scaling(self, given: Parameters) -> dict[str, Any]:
-        """The curve of `qkv.scaling_curve`, and one row of logits to look at."""
+        """The curve of `qkv.scaling_curve`, and one query with five keys to look at."""
         return _scaling()
 
     def mechanisms(self, given: Parameters) -> dict[str, Any]:
@@ -94,13 +95,14 @@ class SmallMethods:
         return {"errata": [asdict(entry) for entry in ERRATA]}
 
     def exercises(self, given: Parameters) -> dict[str, Any]:
-        """The exercises of the classical texts."""
-        return {"exercises": [asdict(entry) for entry in EXERCISES]}
-
-    def check(self, given: Parameters) -> dict[str, Any]:
-        """Whether an answer to an exercise is right."""
-        verdict = check(given.text("id", 40) or "", given.value("answer"))
-        return {"right": verdict.right, "reason": verdict.why}
+        """The exercises of the classical texts, with the numbers by which a page checks answers."""
+        return {
+            "exercises": [
+                {**asdict(entry), "numbers": numbers.to_dict() if numbers else None}
+                for entry in EXERCISES
+                for numbers in (numbers_of(entry.name),)
+            ]
+        }
 
     def _example(self, given: Parameters, parameter: str, default: str) -> Example:
         name = given.text(parameter, 100) or default
@@ -188,8 +190,11 @@ def _closed_forms(n: int, d: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _scaling() -> dict[str, Any]:
-    logits = np.random.default_rng(0).normal(size=5)
-    return {"curve": scaling_curve().to_dict(), "draw": {"logits": logits.tolist()}}
+    curve = scaling_curve()
+    # The page takes the first d_k numbers of each row.
+    longest = max(point.d_k for point in curve.points)
+    query, *keys = np.random.default_rng(0).normal(size=(6, longest)).round(3).tolist()
+    return {"curve": curve.to_dict(), "draw": {"query": query, "keys": keys}}
 
 
 @lru_cache(maxsize=1)

@@ -50,6 +50,12 @@ class ComparisonRow:
     output: NDArray[Any]
     difference: float
 
+    @property
+    def causal(self) -> bool:
+        """Whether no token takes anything of a later one."""
+        *_, rows, columns = self.mixing.shape
+        return rows == columns and not np.triu(self.mixing, 1).any()
+
 
 @checked
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +89,7 @@ class Comparison:
                 "token_mixing": row.mixing.tolist(),
                 "output": row.output.tolist(),
                 "difference_from_full_attention": row.difference,
+                "causal": row.causal,
             }
             for row in self.rows
         ]

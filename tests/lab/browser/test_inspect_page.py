@@ -65,6 +65,9 @@ def test_every_head_of_the_sample_opens(opened: Any, sample_page: Path) -> None:
         shown = [float(bar.get_attribute("value") or "nan") for bar in bars]
         np.testing.assert_allclose(shown, -np.sort(-w[75])[:4], atol=1e-6)
         page.wait_for_selector('canvas[data-missing="0"]')
+    # The title has the number of the layer in its model, and the page counts no other.
+    assert "layer 1 of 0..5" in page.inner_text("main .lead")
+    assert "layer 0" not in page.inner_html("main").lower()
     assert lab.errors == []
 
 
@@ -139,8 +142,9 @@ def test_a_file_says_where_heads_can_be_switched_off(
     page = plainly(opened(tiny_page))
     assert page.query_selector(".whatif") is None
     assert page.inner_text('[data-name="no-what-if"]') == (
-        "Switching off heads of this model needs Python, qkv lab --model NAME; "
-        "those of the panel Language model can be switched off here."
+        "Switching off heads of this model, and another text for it, need Python, "
+        "qkv lab --model NAME; "
+        "those of the panel Language model can be switched off here, and it reads a text of yours."
     )
     page.click('[data-name="no-what-if"] a')
     page.wait_for_selector('main[data-panel="language"] input[aria-label="Head 0.0 is on"]')

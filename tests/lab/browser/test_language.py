@@ -178,7 +178,10 @@ def test_panels_begin_with_the_sentence_of_the_command(opened: Any, tmp_path: Pa
     subprocess.run(command, check=True, capture_output=True)
     lab = opened(path)
     lab.page.goto(lab.address)
-    said = "Heads of this model can be switched off in the panel Language model."
+    said = (
+        "Heads of this model can be switched off in the panel Language model, which also reads a "
+        "text of yours."
+    )
     assert lab.page.inner_text('[data-name="no-what-if"]') == said
     begins_with_the_sentence(lab.page)
     assert lab.errors == []
@@ -203,3 +206,20 @@ def test_the_server_gives_the_sentence_to_its_panels(chromium: Any, sentence_add
 
 def test_a_page_with_the_model_is_small(file_page: Path) -> None:
     assert file_page.stat().st_size < 4e6
+
+
+def test_words_of_the_field_are_explained_where_they_are_first_seen(lab: Any) -> None:
+    page = lab.open("language")
+    assert "−log p, in natural logarithms" in page.inner_text('[data-name="how-good"]')
+    assert "Kneser-Ney smoothing, which gives" in page.inner_text('[data-name="how-good"]')
+    page = lab.open("heatmap")
+    assert "lse is log Σ e^score" in page.inner_text("main")
+    for panel, what in (("heatmap", "Entropy is −Σ w log w"), ("scaling", "Entropy is in nats")):
+        assert what in lab.open(panel).inner_text("main")
+        assert "natural logarithm" in page.inner_text("main")
+
+
+def test_tokens_beside_the_numbers_of_all_heads_are_quoted(lab: Any) -> None:
+    page = lab.open("language", text="It was, as usual", off="0.0 0.1 1.1")
+    said = page.inner_text('main p:has-text("With all heads:")')
+    assert said.count("“") == said.count("”") == 3

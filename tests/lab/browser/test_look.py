@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from .conftest import AXE, PANELS
+from .test_places import is_seen
 
 pytestmark = pytest.mark.browser
 
@@ -36,6 +37,11 @@ def background(page: Any) -> int:
     """How light the page is, from 0 to 255."""
     text = page.evaluate("getComputedStyle(document.querySelector('.qkv-lab')).backgroundColor")
     return int(text[text.index("(") + 1 :].split(",")[0])
+
+
+def luminance(rgb: list[float]) -> float:
+    shares = (0.2126, 0.7152, 0.0722)
+    return sum(share * (c / 255) ** 2.2 for share, c in zip(shares, rgb, strict=True))
 
 
 def test_both_themes_and_the_switch(opened: Any) -> None:
@@ -107,6 +113,62 @@ def test_code_formulas_and_the_board_fit_a_phone(opened: Any) -> None:
     rows = page.eval_on_selector_all(".board > *", tops)
     assert len(rows) == 9
     assert all(a == b for a, b in zip(rows[:8:2], rows[1:8:2], strict=True))
+
+
+def test_the_arithmetic_of_a_cell_is_in_sight_on_a_phone(opened: Any) -> None:
+    page = opened(width=390, height=844).open("heatmap")
+    page.click('table[aria-label="weights matrix"] td[data-row="2"][data-column="1"]')
+    page.wait_for_selector('.arithmetic h3:text-is("“sat” reads “cat”")')
+    assert is_seen(page, ".arithmetic h3")
+
+
+def test_numbers_of_the_board_keep_off_their_borders(opened: Any) -> None:
+    page = opened(width=390, height=844).open("count", count=29)
+    gaps = page.eval_on_selector_all(
+        ".board tbody td[data-row]",
+        """all => all.map((cell) => {
+            const outer = cell.getBoundingClientRect();
+            const inner = cell.firstChild.getBoundingClientRect();
+            return Math.min(inner.left - outer.left, outer.right - inner.right);
+        })""",
+    )
+    assert len(gaps) == 81
+    assert min(gaps) >= 3
+
+
+def test_the_steps_of_the_tour_stay_under_the_panels_on_a_phone(opened: Any) -> None:
+    page = opened(width=390, height=844).open("tour")
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+        page.wait_for_timeout(50)
+        assert is_seen(page, ".tourbar button")
+        assert page.evaluate(
+            """() => document.querySelector("nav").getBoundingClientRect().bottom
+                <= document.querySelector(".tourbar button").getBoundingClientRect().top"""
+        )
+
+
+def test_small_negative_weights_are_seen_in_the_dark(opened: Any) -> None:
+    page = opened(color_scheme="dark").open("mechanisms", mech="differential")
+    cells = page.eval_on_selector_all(
+        'table[aria-label="Token mixing"] td[data-row]',
+        """all => all.map((each) => [Number(each.querySelector("data").value),
+            getComputedStyle(each).backgroundColor.match(/[0-9.]+/g).map(Number)])""",
+    )
+    paper = luminance([background(page)] * 3)
+    negative = [rgb for weight, rgb in cells if weight < -0.04]
+    assert negative
+    for rgb in negative:
+        assert (luminance(rgb) + 0.05) / (paper + 0.05) > 1.4
+        assert rgb[0] > 2 * rgb[2]  # orange
+
+
+def test_tables_of_the_tour_fit_a_desk(opened: Any) -> None:
+    lab = opened(width=1440, height=900)
+    for step in range(13):
+        page = lab.open("tour", tour=step)
+        wide = page.locator('[aria-label="In numbers"]')
+        assert wide.evaluate("each => each.scrollWidth <= each.clientWidth"), step
 
 
 def test_motion_is_left_out_where_it_is_not_wanted(opened: Any) -> None:

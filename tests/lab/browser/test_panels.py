@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import qkv.lab
 from qkv.errata import ERRATA
 from qkv.mechanisms import MECHANISMS
 
@@ -43,6 +45,28 @@ def test_cells_are_edited_and_everything_follows(lab: Any) -> None:
     assert (np.triu(lab.grid("Weights"), 1) == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("typed", "why"),
+    [
+        ("abc", "“abc” is no number: The, column 0 stays 1."),
+        ("1e400", "“1e400” is no number that a cell can hold: The, column 0 stays 1."),
+        ("", "An empty cell is no number: The, column 0 stays 1."),
+    ],
+)
+def test_a_cell_says_why_it_stays_as_it_is(lab: Any, typed: str, why: str) -> None:
+    page = lab.open("start")
+    cell = 'table[aria-label="Q"] td[data-row="0"][data-column="0"]'
+    for leave in ("Enter", "Tab"):
+        page.click(cell)
+        page.fill('table[aria-label="Q"] input', typed)
+        page.keyboard.press(leave)
+        assert page.inner_text(".matrices .failure").startswith(why)
+        assert lab.grid("Q")[0, 0] == 1
+    page.click(cell)
+    page.keyboard.press("Escape")
+    assert page.query_selector(".matrices .failure") is None
+
+
 def test_numbers_are_pasted(lab: Any) -> None:
     page = lab.open("start")
     page.click("text=Paste Q, K and V")
@@ -76,6 +100,22 @@ def test_tiles_rescale(lab: Any) -> None:
     page.click("text=Next")
     assert "The running max grows from 0 to 1" in page.inner_text(".explained")
     assert np.isclose(lab.numbers(".explained"), np.exp(-1), rtol=1e-12, atol=0).any()
+
+
+def test_mechanisms_say_how_they_differ_from_full_attention(lab: Any) -> None:
+    page = lab.open("mechanisms")
+    card = '.multiples button:has(b:text-is("{}")) .faint'
+    assert page.inner_text(card.format("kv-cache-decoding")).startswith(
+        "the same as causal attention, which differs by 0.77"
+    )
+    assert page.inner_text(card.format("sliding-window")).startswith("causal: differs by")
+    assert page.inner_text(card.format("flash")) == "the same as full attention"
+    page.click('.multiples button:has(b:text-is("kv-cache-decoding"))')
+    page.wait_for_selector('.chosen-mechanism h3:text-is("kv-cache-decoding")')
+    assert "no token reads a later one" in page.inner_text(".chosen-mechanism")
+    page.click('.multiples button:has(b:text-is("differential"))')
+    page.wait_for_selector('.chosen-mechanism h3:text-is("differential")')
+    assert "orange is negative" in page.inner_text(".chosen-mechanism .legend")
 
 
 def test_all_mechanisms_are_there(lab: Any) -> None:
@@ -175,7 +215,11 @@ def test_no_erratum_is_displayed_as_right(lab: Any) -> None:
         assert "✗ printed" in page.inner_text(f"{place} .wrong")
         assert erratum.printed not in page.inner_text(f"{place} .right").splitlines()
     page = lab.open("scaling")
-    assert "exp(500) overflows" in page.inner_text(".claims .wrong s")
+    wrong = page.locator(".claims .wrong s").all_inner_texts()
+    assert wrong == [
+        "With the divisor, the softmax is as sharp at every d_k.",
+        "The largest score is subtracted because exp(500) overflows.",
+    ]
     assert "overflows" not in "".join(page.locator(".claims li.right > p").all_inner_texts())
 
 
@@ -194,6 +238,21 @@ def test_answers_are_checked(host: str, request: pytest.FixtureRequest) -> None:
         page.click(f"{place} button")
         said = page.locator(f"{place} .answer").inner_text()
         assert said.startswith("✓ right" if right else "✗ wrong")
+
+
+def test_a_page_without_heads_says_how_to_get_them(opened: Any, tmp_path: Path) -> None:
+    path = tmp_path / "small.html"
+    path.write_text(qkv.lab.to_html(), encoding="utf-8")
+    lab = opened(path)
+    page = lab.open("start")
+    assert "Not in this page: the panel Inspect" in page.inner_text('[data-name="absent"]')
+    assert page.query_selector('nav a[href="#inspect"]') is None
+    page.click('[data-name="absent"] a')
+    page.wait_for_selector('main[data-panel="inspect"]')
+    assert page.inner_text("#panel-title") == "Inspect"
+    assert "qkv lab --model language --export" in page.inner_text("main")
+    assert "#inspect" in page.url
+    assert lab.errors == []
 
 
 @pytest.mark.parametrize("host", ["lab", "served"])

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.browser
 
 TEXT = "He was a very pleasant young"
 STEPS = (
-    "tokens", "rows", "roles", "scores", "scaled", "mask", "weights", "values", "heads", "added",
-    "layers", "next",
+    "tokens", "rows", "normed", "roles", "scores", "scaled", "mask", "weights", "values", "heads",
+    "added", "layers", "next",
 )  # fmt: skip
 HEAD, SIZE = 3, 32
 TOLERANCE = 1e-10
@@ -79,12 +79,15 @@ def test_the_numbers_are_those_of_python(lab: Any) -> None:
         for name, array in weights.items()
         if f"{name}.scale" in weights
     }
-    norm = lambda x: x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)  # noqa: E731
-    rows = norm(table["embedding.weight"][ids])
-    require(lab, "rows", rows[:, :4])
+    divisor = lambda x: np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)  # noqa: E731
+    learned = table["embedding.weight"][ids]
+    rows = learned / divisor(learned)
+    require(lab, "rows", learned[:, :4])
+    require(lab, "normed", np.concatenate([divisor(learned), rows[:, :4]], axis=1))
     query, key, value, variants = next(model.attention_inputs(ids))
     q, k, v = turned(query[HEAD]), turned(key[HEAD]), value[HEAD]
     require(lab, "roles", np.stack([q[-1], k[-1], v[-1]])[:, :4])
+    require_said(lab, divisor(rows[-1]))
     raw = q @ k.T
     require(lab, "scores", raw[-1])
     scaled = raw / np.sqrt(SIZE)
@@ -101,10 +104,11 @@ def test_the_numbers_are_those_of_python(lab: Any) -> None:
     out = np.asarray(qkv.attention(query, key, value, *variants))
     mixed = table["layers.0.out_proj.weight"] @ out[:, -1].reshape(-1)
     x = rows[-1] + mixed
-    wide = np.maximum(table["layers.0.up_proj.weight"] @ norm(x), 0) ** 2
+    wide = np.maximum(table["layers.0.up_proj.weight"] @ (x / divisor(x)), 0) ** 2
     written = table["layers.0.down_proj.weight"] @ wide
     added = [rows[-1], mixed, written, x + written]
     require(lab, "added", [[np.linalg.norm(row), *row[:4]] for row in added])
+    require_said(lab, divisor(x))
     guesses = [first_layers(count).next_probabilities(ids) for count in range(5)]
     require(lab, "layers", [p.max() for p in guesses])
     tokens = [row[1] for row in lab.table("In numbers")]
@@ -112,6 +116,11 @@ def test_the_numbers_are_those_of_python(lab: Any) -> None:
     best = np.argsort(-guesses[-1])[:5]
     require(lab, "next", guesses[-1][best])
     assert [row[0] for row in lab.table("In numbers")] == quoted(model.tokens(best.tolist()))
+
+
+def require_said(lab: Any, divisor: Any) -> None:
+    """By what the row is divided that is read in this step."""
+    assert np.abs(np.array(lab.numbers(".explained")) - divisor).min() < TOLERANCE
 
 
 def require_heads(lab: Any, weights: Any) -> None:
@@ -187,7 +196,7 @@ def test_it_plays_pauses_and_ends(opened: Any) -> None:
     assert step_of(page) == "tokens"
     press(page, "p")
     assert page.inner_text(".tourbar button").startswith("Pause")
-    for before, after in pairwise(STEPS[:5]):
+    for before, after in pairwise(STEPS[:6]):
         wait(before)
         assert step_of(page) == after
     press(page, "p")
@@ -241,7 +250,7 @@ def test_picture_and_words_are_in_one_sight(opened: Any, width: int, height: int
 
 
 def test_a_picture_is_saved_as_it_is_seen(lab: Any, tmp_path: Path) -> None:
-    page = lab.open("tour", tour=3)
+    page = lab.open("tour", tour=4)
     root = ElementTree.parse(saved(page, "The query meets the keys", "svg", tmp_path)).getroot()
     groups = [each.get("transform", "") for each in root.iter(f"{SVG}g")]
     places = {each for each in groups if each.startswith("matrix")}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from qkv.inspection.head_table import HeadTable
     from qkv.inspection.layer_record import LayerRecord
 
-__all__ = ["summary_of_model"]
+__all__ = ["beside_threshold", "summary_of_model"]
 
 _STYLES = {
     "induction": "bold black on magenta",
@@ -60,8 +60,12 @@ def summary_of_model(
     parts.append(Text())
     parts += _map(page, number, table)
     parts += [Text(), _legend(page, layers, table), Text()]
-    meaning = f"A letter stands for a mean weight of {THRESHOLD} or more over those queries that"
-    parts.append(Text(f"{meaning} have such a key; the last column counts them.", style="dim"))
+    meaning = (
+        f"A head is of a kind if its mean weight is {THRESHOLD} or more over those queries that "
+        "have such a key; the last column counts them. A head of several kinds counts in the row "
+        f"of each, and has the letter of the largest, {LETTERS['sink']} only if it has no other."
+    )
+    parts.append(Text(meaning, style="dim"))
     if written:
         parts.append(Text(written, no_wrap=True))
     parts.append(Text(CAUTION, style="dim"))
@@ -73,15 +77,26 @@ def _map(page: Page, number: int, table: HeadTable) -> Iterator[Text]:
     widest = 1 + max((row["head"] for row in table), default=-1)
     label = len(f"layer {number - 1}") + 2
     gap = " " if label + 2 * widest <= page.width else ""
-    every = 4 * len(gap + "x")
-    numbers = "".join(str(head).ljust(every) for head in range(0, widest, 4))
-    yield Text("head".ljust(label) + numbers, style="dim", no_wrap=True)
+    column = len(gap + "x")
+    # As many numbers as there is room for, with a space between them.
+    every = next(n for n in (1, 2, 4, 8, 16) if n * column > len(str(widest - 1)))
+    numbers = "".join(str(head).ljust(every * column) for head in range(0, widest, every))
+    yield Text("head".ljust(label) + numbers.rstrip(), style="dim", no_wrap=True)
     for layer in range(number):
         line = Text(f"layer {layer}".ljust(label), no_wrap=True)
         for row in (row for row in table if row["layer"] == layer):
             line.append(*_letter(page, row["kind"]))
             line.append(gap)
         yield line
+
+
+def beside_threshold(weight: float) -> str:
+    """Two digits, and more where they would say that it is, or is not, of a kind."""
+    for digits in range(2, 6):
+        text = f"{weight:.{digits}f}"
+        if (float(text) >= THRESHOLD) == (weight >= THRESHOLD):
+            break
+    return text
 
 
 def _letter(page: Page, kind: str | None) -> tuple[str, str]:
@@ -106,9 +121,9 @@ def _legend(page: Page, layers: Sequence[LayerRecord], heads: HeadTable) -> Tabl
             Text(*_letter(page, kind)),
             kind,
             MEANINGS[kind],
-            str(sum(kind in (row["kind"], row["also"]) for row in heads)),
+            str(sum(row[kind] >= THRESHOLD for row in heads)),
             strongest,
-            f"{best[kind]:.2f}" if best else "-",
+            beside_threshold(best[kind]) if best else "-",
             str(counts[best["layer"]][at[kind]] if best else 0),
         )
     return table

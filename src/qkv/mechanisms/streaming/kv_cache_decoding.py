@@ -20,7 +20,8 @@ class KVCacheDecoding(ProjectedAttention):
         K = [K_cache, k_t],  V = [V_cache, v_t],  out_t = softmax(q_t K^T / sqrt(d)) V
 
     Earlier rows of a causal model do not change when a token is added, so their keys and values
-    need not be computed again: a step costs n instead of n squared, and the result is the same.
+    need not be computed again: a step costs n instead of n squared, and the result is that of
+    `Causal`. It differs from full attention, in which tokens read later ones too.
 
     Parameters
     ----------

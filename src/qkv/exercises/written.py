@@ -1,0 +1,283 @@
+"""An answer as a person writes it: numbers, rows of them, sums to be worked out, yes and no.
+
+The page of the lab reads the same, in `lab/src/written.js`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+__all__ = ["UnreadableError", "readings"]
+
+_FUNCTIONS: dict[str, Callable[[float], float]] = {
+    "sqrt": math.sqrt, "log": math.log, "ln": math.log, "exp": math.exp, "log2": math.log2,
+    "log10": math.log10,
+}  # fmt: skip
+_CONSTANTS = {"pi": math.pi, "e": math.e}
+_PIECES = re.compile(
+    r"( *)([0-9]+\.?[0-9]*(?:e[-+]?[0-9]+)?|\.[0-9]+(?:e[-+]?[0-9]+)?|log(?:2|10)(?=\()|[a-z]+|\*\*"
+    r"|[-+*/^()\[\],;\n])"
+)
+_SIGNS = (
+    ("[−–]", "-"), ("[×·⋅]", "*"), ("÷", "/"), ("√", "sqrt"), ("π", "pi"), ("≈", "="),
+    (r"[^\S\n]", " "),
+)  # fmt: skip
+_MODULES = r"\b(?:np|numpy|math|torch|jnp)\."
+_ARRAYS = r"\b(?:array|asarray|tensor)(?= *\()"
+_WITH_THOUSANDS = (
+    r"[-+]?[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+|(?:'[0-9]{3})+|(?: [0-9]{3})+)(?:\.[0-9]+)?"
+    r"|[-+]?[1-9][0-9]{0,2}(?:\.[0-9]{3}){2,}"
+)
+_DECIMAL_COMMA = r"([0-9]),(?=[0-9])"
+_WORDS = (
+    r"yes|no|y|n|true|false|t|f|not|symmetric|scores?|weights?|is|are|the|matrix|and|but|they|it|of"
+)
+_YES = ("yes", "y", "true", "t", "symmetric")
+_NO = ("no", "n", "not", "false", "f")
+_DEEPEST = 40
+"""Brackets, functions and signs inside of one another."""
+
+
+class UnreadableError(Exception):
+    """A text that is no answer; it says why."""
+
+
+def readings(text: str) -> list[Any]:
+    """What a text may mean, the likeliest first: numbers, truth values, or lists of them.
+
+    A comma may stand between numbers, before thousands, or before decimals.
+
+    Raises
+    ------
+    UnreadableError
+        There is no meaning.
+
+    Examples
+    --------
+    >>> readings("c = 2log(2) + np.exp(0)"), readings("1 0.5; 1 0.75"), readings("y, n")
+    ([2.386294361119891], [[[1.0, 0.5], [1.0, 0.75]]], [[True, False]])
+    >>> readings("1,234")
+    [1234.0, [1.0, 234.0], 1.234]
+    """
+    written = text.lower()
+    for sign, plain in _SIGNS:
+        written = re.sub(sign, plain, written)
+    written = written.strip()
+    if not written:
+        raise UnreadableError("nothing is written.")
+    said = _truths(written)
+    if said is not None:
+        return [said]
+    plain = re.sub("([0-9])_(?=[0-9])", r"\1", written)
+    plain = re.sub(_ARRAYS, "", re.sub(_MODULES, "", plain))
+    plain = "".join(map(_unnamed, re.split("([\n;,])", plain))).strip()
+    found: list[Any] = []
+    if re.fullmatch(_WITH_THOUSANDS, plain):
+        apart = r"\." if re.match(r"[-+]?[0-9]+(?:\.[0-9]{3}){2}", plain) else "[,' ]"
+        found.append(float(re.sub(apart, "", plain)))
+    comma = re.sub(_DECIMAL_COMMA, r"\1.", plain)
+    reason = None
+    for each in [plain] if comma == plain or re.search(r"[0-9]\.[0-9]", plain) else [plain, comma]:
+        try:
+            found.append(_Reader(each).value())
+        except UnreadableError as error:
+            reason = reason or error
+    if not found:
+        assert reason is not None  # one of the texts was read, or it says why not
+        raise reason
+    return found
+
+
+def _unnamed(part: str) -> str:
+    """A part without what it is called, as in "c = 11.39" or "row 1: 0.5 0.5"."""
+    return part[1 + max(part.rfind("="), part.rfind(":")) :]
+
+
+def _truths(text: str) -> list[bool | None] | None:
+    """The truth values of words such as "yes no", or "weights: no, scores: yes"."""
+    plain = re.sub("n['’]t\\b", " not", text)
+    words = re.findall("[a-z]+", plain)
+    if not words or re.search("[0-9]", plain):
+        return None
+    if not all(re.fullmatch(_WORDS, word) for word in words):
+        return None
+    parts = re.split(r"[,;\n.]|\band\b|\bbut\b", plain)
+    clauses = [clause for part in parts if (clause := re.findall("[a-z]+", part))]
+    said = [_truth(clause) for clause in clauses]
+    labels = [
+        next((word[0] for word in clause if re.match("score|weight", word)), "")
+        for clause in clauses
+    ]
+    if sorted(labels) == ["s", "w"]:
+        return said if labels[0] == "s" else said[::-1]
+    if len(clauses) > 1:
+        return said
+    return [word in _YES for word in words if word in (*_YES[:-1], *_NO)]
+
+
+def _truth(clause: list[str]) -> bool | None:
+    if any(word in _NO for word in clause):
+        return False
+    return True if any(word in _YES for word in clause) else None
+
+
+def _unclear() -> UnreadableError:
+    return UnreadableError("this is neither a number nor a list of numbers.")
+
+
+class _Reader:
+    """The value of a sum such as 2 * log(297), or of rows of them."""
+
+    def __init__(self, text: str) -> None:
+        self.pieces: list[str] = []
+        self.apart: list[bool] = []
+        end = 0
+        for match in _PIECES.finditer(text):
+            if match.start() != end:
+                raise _unclear()
+            end = match.end()
+            self.apart.append(bool(match[1]))
+            self.pieces.append(match[2])
+        if not self.pieces or end != len(text):
+            raise _unclear()
+        self.at = self.depth = 0
+
+    def value(self) -> Any:
+        found = self.rows("")
+        if self.at != len(self.pieces) + 1:
+            raise _unclear()
+        return found if len(found) > 1 else found[0]
+
+    @property
+    def here(self) -> str:
+        return self.pieces[self.at] if self.at < len(self.pieces) else ""
+
+    def takes(self, *wanted: str) -> bool:
+        taken = self.here in wanted
+        self.at += taken
+        return taken
+
+    def is_signed(self) -> bool:
+        """Whether a sign begins a number: "1 -2" are two, "1 - 2" and "1-2" are one."""
+        after = self.at + 1
+        return self.apart[self.at] and not (after < len(self.apart) and self.apart[after])
+
+    def begins(self) -> bool:
+        """Whether another item begins here, without a comma before it."""
+        here = self.here
+        if _is_number(here):
+            return self.apart[self.at]
+        if here in ("-", "+"):
+            return self.is_signed()
+        return here in ("(", "[") or _is_name(here)
+
+    def rows(self, end: str) -> list[Any]:
+        """Rows of items up to a bracket or the end: numbers and lists; single ones stand alone."""
+        lines: list[list[list[Any]]] = [[[]]]
+        while True:
+            if self.takes(","):
+                continue
+            if self.takes(";"):
+                lines[-1].append([])
+            elif self.takes("\n"):
+                if not end:
+                    lines.append([[]])
+            elif self.here == end:
+                break
+            else:
+                row = lines[-1][-1]
+                # Between two items stands something, a blank at least.
+                if row and self.pieces[self.at - 1] not in (",", "\n") and not self.begins():
+                    raise _unclear()
+                row.append(self.sum())
+        self.at += 1
+        full = [some for line in lines if (some := [row for row in line if row])]
+        # Of several lines each is a row; of one the parts between semicolons are.
+        found = [list(chain(*line)) for line in full] if len(full) > 1 else list(chain(*full))
+        if not found:
+            raise _unclear()
+        if len(found) > 1 and any(len(row) > 1 for row in found):
+            return found
+        return list(chain(*found))
+
+    def nested(self, part: Callable[..., Any], *given: str) -> Any:
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise _unclear()
+        found = part(*given)
+        self.depth -= 1
+        return found
+
+    def primary(self) -> Any:
+        piece = self.here
+        self.at += 1
+        if piece in ("(", "["):
+            found: list[Any] = self.nested(self.rows, ")" if piece == "(" else "]")
+            return found[0] if piece == "(" and len(found) == 1 else found
+        if piece in _FUNCTIONS:
+            return _computed(_FUNCTIONS[piece], self.nested(self.primary))
+        if piece in _CONSTANTS:
+            return _CONSTANTS[piece]
+        if not _is_number(piece):
+            raise _unclear()
+        return _computed(float, float(piece))
+
+    def power(self) -> Any:
+        base = self.primary()
+        if self.takes("^", "**"):
+            return _computed(math.pow, base, self.nested(self.signed))
+        return base
+
+    def signed(self) -> Any:
+        if self.takes("-"):
+            return _computed(lambda x: -x, self.nested(self.signed))
+        if self.takes("+"):
+            return _computed(float, self.nested(self.signed))
+        return self.power()
+
+    def product(self) -> Any:
+        value = self.signed()
+        while True:
+            if self.takes("*"):
+                value = _computed(lambda x, y: x * y, value, self.signed())
+            elif self.takes("/"):
+                value = _computed(lambda x, y: x / y, value, self.signed())
+            elif isinstance(value, float) and (self.here == "(" or _is_name(self.here)):
+                value = _computed(lambda x, y: x * y, value, self.power())
+            else:
+                return value
+
+    def sum(self) -> Any:
+        value = self.product()
+        while self.here in ("-", "+") and not self.is_signed():
+            if self.takes("+"):
+                value = _computed(lambda x, y: x + y, value, self.product())
+            else:
+                self.at += 1
+                value = _computed(lambda x, y: x - y, value, self.product())
+        return value
+
+
+def _is_number(piece: str) -> bool:
+    return re.match(r"[0-9.]", piece) is not None
+
+
+def _is_name(piece: str) -> bool:
+    return re.match("[a-z]", piece) is not None
+
+
+def _computed(function: Callable[..., float], *given: Any) -> float:
+    """A finite number of finite numbers."""
+    if not all(isinstance(x, float) for x in given):
+        raise _unclear()
+    try:
+        found = function(*given)
+    except (ValueError, OverflowError, ZeroDivisionError):
+        found = math.nan
+    if not math.isfinite(found):
+        raise UnreadableError("not everything in this has a value that is a finite number.")
+    return found

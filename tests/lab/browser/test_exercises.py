@@ -1,0 +1,78 @@
+"""What the page says of answers beside what Python says of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qkv.exercises import EXERCISES, check
+from qkv.lab.session import Session
+
+pytestmark = pytest.mark.browser
+
+TESTS = Path(__file__).parents[2]
+SCRIPT = TESTS.parent / "lab" / "test" / "answers.mjs"
+WRITTEN = json.loads((TESTS / "teaching" / "written_answers.json").read_text("utf-8"))
+
+
+def texts() -> list[str]:
+    """Everything of the table, solutions, usual mistakes, and random pieces of answers."""
+    exercises = Session().answer("exercises").result["exercises"]
+    found = [text for text, _ in WRITTEN["read"]] + WRITTEN["unclear"] + WRITTEN["endless"]
+    found += [exercise.solved for exercise in EXERCISES]
+    for exercise in exercises:
+        numbers = exercise["numbers"] or {"right": [], "mistakes": []}
+        for each in (*numbers["right"], *numbers["mistakes"]):
+            shifted = (np.asarray(each["numbers"]) + 0.0207).tolist()
+            found += [json.dumps(each["numbers"]), json.dumps(shifted)]
+    rng = np.random.default_rng(0)
+    pieces = [*"12e()[],;-+*/^\n", "2.5", "0,5", "log(", "**", "pi", "np.", "c=", "sqrt", "1e3"]
+    pieces += ["yes", "no", "n"]
+    for count in rng.integers(1, 9, 4000):
+        joint = ("", " ")[int(rng.integers(2))]
+        found.append(joint.join(rng.choice(pieces, count)))
+    return found
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_the_page_says_what_python_says() -> None:
+    exercises = Session().answer("exercises").result["exercises"]
+    given = {"exercises": exercises, "texts": texts()}
+    ran = subprocess.run(
+        ["node", str(SCRIPT)], input=json.dumps(given), capture_output=True, text=True, check=True
+    )
+    said = json.loads(ran.stdout)
+    for exercise, verdicts in zip(EXERCISES, said, strict=True):
+        for text, verdict in zip(given["texts"], verdicts, strict=True):
+            wanted = check(exercise.name, text)
+            assert verdict == {"right": wanted.right, "why": wanted.why}, (exercise.name, text)
+
+
+@pytest.mark.parametrize("host", ["lab", "served"])
+def test_a_wrong_answer_is_told_why(host: str, request: pytest.FixtureRequest) -> None:
+    page = request.getfixturevalue(host).open("exercises")
+    cases: list[tuple[str, str, Any]] = [
+        ("003.1", "[[0.5, 0.5], [0.73, 0.27]]", "these are the weights; multiply them by V."),
+        ("003.2", "0,2 0,2 0,2 0,2 0,2", "4 of 5 numbers are off; the furthest is 0.2 at index 1."),
+        ("003.8", "c = ln 297", "this leaves out the divisor; scores are c / sqrt(4)."),
+        ("003.10", "10**6", "this is n^2, the number of scores; each takes 4 d operations."),
+    ]
+    for name, answer, why in cases:
+        place = f'.exercise[data-name="{name}"]'
+        page.fill(f"{place} textarea", answer)
+        page.click(f"{place} button.main")
+        assert page.locator(f"{place} .answer").inner_text() == f"✗ wrong {why}"
+
+
+def test_the_page_does_not_give_answers_away(lab: Any) -> None:
+    page = lab.open("exercises")
+    words = page.locator("main .lead").inner_text()
+    words += " ".join(page.locator(".exercise > p, .exercise .field span").all_inner_texts())
+    for exercise in EXERCISES:
+        assert exercise.solved not in words
