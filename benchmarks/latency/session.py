@@ -101,7 +101,10 @@ def measure(
 
 
 def _front_end(
-    one: FrontEnd, results: Sequence[Result], settings: Settings, beside: Revision | None
+    one: FrontEnd,
+    results: Sequence[Result],
+    settings: Settings,
+    beside: Revision | None = None,
 ) -> None:
     number = _version(one.package)
     environment = {

@@ -323,7 +323,8 @@ def test_wrong_arguments_are_reported_before_anything_runs(
 
 
 def test_a_revision_takes_part_as_another_contender() -> None:
-    pair = compare._pair(_named("short-64"), "abc1234", Path("tree"))
+    there = compare.Revision("abc1234", {"PYTHONPATH": "tree/src"})
+    pair = compare._pair(_named("short-64"), there)
     assert [one.name for one in pair] == ["qkv", "qkv kernel", "qkv at abc1234",
                                           "qkv kernel at abc1234"]  # fmt: skip
     assert pair[2].environment["PYTHONPATH"] == "tree/src"

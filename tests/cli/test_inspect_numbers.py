@@ -39,13 +39,11 @@ def weights_by_definition(
 
 
 def mass_at(weights: Weights, start: int, offset: int) -> float:
-    """Mean over the rows of one head of the weight at position + offset."""
+    """The weight at position + offset, over the rows of one head that have such a key."""
     q_len, kv_len = weights.shape
-    found = [
-        weights[i, start + i + offset] if 0 <= start + i + offset < kv_len else 0.0
-        for i in range(q_len)
-    ]
-    return math.fsum(found) / q_len
+    places = [(i, start + i + offset) for i in range(q_len)]
+    there = [weights[place] for place in places if 0 <= place[1] < kv_len]
+    return math.fsum(there) / len(there)
 
 
 def entropy(weights: Weights) -> float:
@@ -336,7 +334,7 @@ def test_one_token(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", q=x, k=x, v=x)
     head = run_json(capsys, str(tmp_path / "a.npz"))["heads"][0]
     assert head["entropy"] == 0.0
-    assert head["mass"] == {"first": 1.0, "previous": 0.0, "own": 1.0, "next": 0.0}
+    assert head["mass"] == {"first": 1.0, "previous": None, "own": 1.0, "next": None}
     assert head["pairs_beyond_first"] == []
     assert "Head 0 gives 100% of its weight to the first token." in run(
         capsys, str(tmp_path / "a.npz")

@@ -189,7 +189,7 @@ def test_a_rank_that_fails_is_named_and_what_is_done_is_kept(group: Any, tmp_pat
     assert "rank 1 could not finish its texts" in other
     assert "ValueError: this text is bad" in other
     found = group(2)(scored, str(tmp_path), 1)
-    assert [calls for _, calls in found] == [1, 1]
+    assert [calls for _, calls in found] == [2, 1]  # Rank 0 computes one that was done again.
     assert found[0][0] == found[1][0]
 
 

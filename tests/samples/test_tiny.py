@@ -282,5 +282,5 @@ def test_layers_that_are_not_there() -> None:
         with pytest.raises(qkv.ArgumentError, match="layer 9 does not exist") as found:
             use()
         assert found.value.action == "Choose from 0 to 1."
-    with pytest.raises(qkv.ArgumentError, match=r"keep=\[-1\] is not known"):
+    with pytest.raises(qkv.ArgumentError, match=r"keep=\[-1\] counts from the last layer"):
         model.inspect("the cat", keep=[-1])

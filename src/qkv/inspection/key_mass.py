@@ -11,10 +11,16 @@ from numpy.typing import NDArray
 from qkv.errors import ArgumentError
 from qkv.inspection.earlier_tokens import sequence_starts
 from qkv.inspection.replay import PAIRS, Replay
+from qkv.problem.spec import Problem
 
-__all__ = ["has_key_at", "key_rows", "mass_at_offset", "mass_on_rows"]
+__all__ = [
+    "PLACES", "counted_rows", "has_key_at", "key_rows", "mass_at_offset", "mass_on_rows",
+]  # fmt: skip
 
 Array = NDArray[Any]
+
+PLACES = {"previous": -1, "own": 0, "next": 1}
+"""Keys that statistics of heads name, by their distance."""
 
 
 def mass_on_rows(replay: Replay, kv_index: Array) -> Array:
@@ -75,6 +81,26 @@ def has_key_at(q_pos: Array, kv_pos: Array, offset: int, real: Array | None = No
     for b, (q_row, kv_row) in enumerate(zip(queries, keys, strict=True)):
         found[b] = np.isin(q_row + offset, kv_row if real is None else kv_row[real[b]])
     return found
+
+
+def counted_rows(rows: dict[str, Array], best: Array, problem: Problem) -> dict[str, Array]:
+    """Statistics (..., num_heads, q_len), NaN where the query has no key of which they tell.
+
+    Parameters
+    ----------
+    rows : dict of str to array
+        Those of `PLACES` need a key at this distance.
+    best : integer array (..., num_heads, q_len)
+        The best key of each query, -1 where there is none.
+    problem : Problem
+    """
+    spec, positions = problem.spec, problem.operands.positions
+    counted = dict.fromkeys(rows, best >= 0)
+    for name, offset in PLACES.items():
+        has_key = has_key_at(positions.query_positions(), positions.key_positions(), offset)
+        whole = np.broadcast_to(has_key[:, None], (spec.batch_size, spec.num_heads, spec.q_len))
+        counted[name] = counted[name] & whole.reshape(best.shape)
+    return {name: np.where(counted[name], of, np.nan) for name, of in rows.items()}
 
 
 def key_rows(keys: Any, kv_len: int) -> Array:

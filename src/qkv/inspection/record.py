@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays import library_of
@@ -15,9 +14,8 @@ from qkv.backends import Inspectable, Progress
 from qkv.call.checked import CheckedCall
 from qkv.call.inspected import Inspected
 from qkv.declarations import LARGEST, checked, checked_size
-from qkv.inspection import record_file
+from qkv.inspection import key_mass, record_file
 from qkv.inspection.head_table import Table, as_frame, table_of_means
-from qkv.inspection.key_mass import has_key_at, key_rows, mass_at_offset, mass_on_rows
 from qkv.inspection.non_finite import First, NonFinite, non_finite
 from qkv.inspection.pages import page_of
 from qkv.inspection.record_pictures import picture_of_tiles, picture_of_weights
@@ -107,17 +105,18 @@ class Record:
     def _replay(self) -> Replay:
         return Replay(self._call.problem, self._found.row_lse)
 
+    @property
+    def _inspectable(self) -> Inspectable | None:
+        backend = self._call.choice.backend
+        return backend if isinstance(backend, Inspectable) else None
+
     @cached_property
     def weights(self) -> LazyWeights:
         """The weights (..., num_heads, q_len, kv_len), computed where they are sliced."""
         spec = self._call.problem.spec
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.kv_len)
-        backend = self._call.choice.backend
-        return LazyWeights(
-            self._replay,
-            shape[-2:] if self._call.ndim == 2 else shape,
-            backend if isinstance(backend, Inspectable) else None,
-        )
+        shape = shape[-2:] if self._call.ndim == 2 else shape
+        return LazyWeights(self._replay, shape, self._inspectable)
 
     def __repr__(self) -> str:
         return f"Record(weights {self.weights.shape}, {self.weights.dtype}, run by {self.backend})"
@@ -129,9 +128,7 @@ class Record:
         return in_html(self.summary())
 
     def summary(self, tokens: Sequence[str] | None = None, *, batch: int = 0) -> str:
-        """What `qkv inspect` prints: a table of the heads, and where the notable ones look.
-
-        `print(record)` shows it for batch row 0, and a notebook does so.
+        """What `qkv inspect` prints, and `print(record)` of batch row 0: what heads look at.
 
         Parameters
         ----------
@@ -158,18 +155,11 @@ class Record:
 
     def non_finite_of(self, first: First | None = None) -> tuple[Array, tuple[str, ...]]:
         """The same, where heads and rows are counted from others than 0."""
-        library = self._call.library
-        output = library.on_host(self.output, "output", by_value=True)
+        output = self._call.library.on_host(self.output, "output", by_value=True)
         return non_finite(self.problem, self._found.row_lse, output, first)
 
     def rows(self) -> Table:
-        """One row for each batch row and head: the means of `rows_by_query` where it is no NaN.
-
-        Returns
-        -------
-        Table
-            A list of dicts: batch, head, entropy, max_weight, first, previous, own, next.
-        """
+        """A dict for each batch row and head: both, and the means of `rows_by_query` but NaN."""
         return table_of_means(self.rows_by_query(), self.weights.shape[:-1])
 
     def rows_by_query(self) -> dict[str, Array]:
@@ -189,23 +179,16 @@ class Record:
         >>> qkv.inspect(x, x, x, qkv.Causal()).rows_by_query()["previous"].round(2)
         array([ nan, 0.36, 0.26])
         """
-        on_host, positions = self._call.library.on_host, self.problem.operands.positions
-        places = {"previous": -1, "own": 0, "next": 1}
-        weight_on = {name: self.mass_at(offset) for name, offset in places.items()}
-        found = {
-            "entropy": self.entropy, "max_weight": self.max_weight,
-            "first": self.mass(slice(0, 1)), **weight_on,
-        }  # fmt: skip
-        host = {name: on_host(rows, name, by_value=True) for name, rows in found.items()}
-        best, _ = self.top(1)
-        counted = dict.fromkeys(host, on_host(best, "top", by_value=True)[..., 0] >= 0)
-        spec = self.problem.spec
-        flat = spec.batch_size, spec.num_heads, spec.q_len
-        for name, offset in places.items():
-            has_key = has_key_at(positions.query_positions(), positions.key_positions(), offset)
-            whole = np.broadcast_to(has_key[:, None], flat)
-            counted[name] = counted[name] & whole.reshape(host[name].shape)
-        return {name: np.where(counted[name], rows, np.nan) for name, rows in host.items()}
+        on_host, problem = self._call.library.on_host, self.problem
+        rows = {
+            "entropy": self.entropy,
+            "max_weight": self.max_weight,
+            "first": self.mass(slice(1)),
+        }
+        rows |= {name: self.mass_at(offset) for name, offset in key_mass.PLACES.items()}
+        host = {name: on_host(of, name, by_value=True) for name, of in rows.items()}
+        best = on_host(self.top(1)[0], "top", by_value=True)[..., 0]
+        return key_mass.counted_rows(host, best, problem)
 
     def to_pandas(self) -> Any:
         """`rows()` as a pandas.DataFrame.
@@ -231,10 +214,9 @@ class Record:
     def received(self) -> Any:
         """`sum_i w[i, j]`: the weight that each key takes in all, `(..., num_heads, kv_len)`."""
         if self._received is None:
-            backend = self._call.choice.backend
-            if isinstance(backend, Inspectable):
-                problem, lse = self._call.problem, self._replay.lse
-                self._received = backend.received(problem, lse, self._progress)
+            if self._inspectable is not None:
+                compiled = self._inspectable.received
+                self._received = compiled(self.problem, self._replay.lse, self._progress)
             else:
                 self._received = self._weight_statistics.received
         return self._in_caller_shape(self._received)
@@ -274,8 +256,8 @@ class Record:
         ArgumentError
             If a key is outside of the key array.
         """
-        kv_index = key_rows(keys, self._call.problem.spec.kv_len)
-        return self._in_caller_shape(mass_on_rows(self._replay, kv_index))
+        kv_index = key_mass.key_rows(keys, self._call.problem.spec.kv_len)
+        return self._in_caller_shape(key_mass.mass_on_rows(self._replay, kv_index))
 
     def mass_at(self, offset: int) -> Any:
         """The weight of the key at position `q_pos + offset`, `(..., num_heads, q_len)`.
@@ -289,7 +271,7 @@ class Record:
             If the offset is not a whole number.
         """
         offset = checked_size("offset", offset, -LARGEST)
-        return self._in_caller_shape(mass_at_offset(self._replay, offset))
+        return self._in_caller_shape(key_mass.mass_at_offset(self._replay, offset))
 
     def plot(
         self,
@@ -326,16 +308,14 @@ class Record:
         Beyond 1024 queries or keys each pixel is the largest weight of a block of pairs. Where
         that takes long, a terminal shows a bar, unless `progress` of `inspect` is told.
         """
-        drawn = head, batch, tokens, self._progress
-        return picture_of_weights(self._replay, path, ax, *drawn)
+        return picture_of_weights(self._replay, path, ax, head, batch, tokens, self._progress)
 
     def plot_tiles(self, path: str | os.PathLike[str], head: int = 0, batch: int = 0) -> None:
         """Draw which tiles of one head the backend skips, and in which it evaluates a mask.
 
         path, head, batch and errors are those of `plot`.
         """
-        backend = self._call.choice.backend
-        picture_of_tiles(self._replay, path, head, batch, backend, self.backend)
+        picture_of_tiles(self._replay, path, head, batch, self._call.choice.backend, self.backend)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the record to a safetensors file: query, key, value, variants and results.
@@ -406,10 +386,10 @@ class Record:
         return converted.to(like.device) if hasattr(like, "is_meta") else converted
 
     def _top_keys(self, k: int) -> tuple[Array, Array]:
-        backend, found = self._call.choice.backend, None
-        if isinstance(backend, Inspectable):
-            found = backend.top(self._call.problem, self._replay.lse, k, self._progress)
-        return by_weight(*(found or top_keys(self._replay, k, self._progress)))
+        best = None
+        if self._inspectable is not None:
+            best = self._inspectable.top(self.problem, self._replay.lse, k, self._progress)
+        return by_weight(*(best or top_keys(self._replay, k, self._progress)))
 
     @property
     def _weight_statistics(self) -> WeightStatistics:
