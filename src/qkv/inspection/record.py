@@ -180,11 +180,8 @@ class Record:
         array([ nan, 0.36, 0.26])
         """
         on_host, problem = self._call.library.on_host, self.problem
-        rows = {
-            "entropy": self.entropy,
-            "max_weight": self.max_weight,
-            "first": self.mass(slice(1)),
-        }
+        rows = {"entropy": self.entropy, "max_weight": self.max_weight}
+        rows["first"] = self.mass(slice(1))
         rows |= {name: self.mass_at(offset) for name, offset in key_mass.PLACES.items()}
         host = {name: on_host(of, name, by_value=True) for name, of in rows.items()}
         best = on_host(self.top(1)[0], "top", by_value=True)[..., 0]
@@ -284,6 +281,8 @@ class Record:
     ) -> Any:
         """Draw the weights of one head, queries down and keys across.
 
+        Beyond 1024 of either, a pixel is the largest weight of a block, and a terminal shows a bar.
+
         Parameters
         ----------
         path : path, optional
@@ -302,11 +301,6 @@ class Record:
         ------
         UnsupportedError, ArgumentError, FileError
             matplotlib is not installed; no such head or ending; the file cannot be written.
-
-        Notes
-        -----
-        Beyond 1024 queries or keys each pixel is the largest weight of a block of pairs. Where
-        that takes long, a terminal shows a bar, unless `progress` of `inspect` is told.
         """
         return picture_of_weights(self._replay, path, ax, head, batch, tokens, self._progress)
 
