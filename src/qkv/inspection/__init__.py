@@ -3,8 +3,8 @@
 explain         `qkv.explain`, which makes a Trace from steps, streaming and gradient
 trace           the Trace; trace_fields, trace_data (JSON) and trace_text are its parts
 record          the result of `qkv.inspect`: key_mass, record_pictures, record_file
-model_record    every head of a model: keep, layer_record, head_scores, earlier_tokens, kept_inputs;
-                model_file; comparison of two, head_table
+model_record    every head of a model: layer_record, head_scores, earlier_tokens, kept_inputs;
+                keep, which layers; model_file; comparison of two, head_table
 layer_heads     the passes that scores are made of; score_rows, the scores of one layer
 corpus          every head over many texts, with confidence intervals; corpus_folder keeps them
 weights         the lazy array of weights: weight_reductions, weight_blocks, and replay
