@@ -25,7 +25,7 @@ const WORDS = {
   }),
   normed: ({ tokens, divisors, rows }) => ({
     title: "Rows are normalised",
-    said: html`Each row is divided by the root of the mean of its squares (and of 0.000001, so that nothing is divided by 0). This is RMS normalisation, a layer normalisation without a mean. To these rows the layers will add; whatever reads them normalises them so once more: heads, feed-forward layers, and the end.`,
+    said: html`Each row is divided by the root of the mean of its squares plus 0.000001, which is there so that nothing is divided by 0. This is RMS normalisation, a layer normalisation without a mean. To these rows the layers will add; whatever reads them normalises them so once more: heads, feed-forward layers, and the end.`,
     columns: ["token", "divided by", ...places],
     rows: rows.map((row, i) => [quoted(tokens[i]), { x: divisors[i] }, ...begin(row)]),
   }),
