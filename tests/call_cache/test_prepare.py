@@ -211,10 +211,15 @@ def test_another_machine_is_seen(arrays, monkeypatch) -> None:
     np.testing.assert_array_equal(np.asarray(prepared(*given)), before)
 
 
+@pytest.mark.parametrize(
+    "variants", [(), (qkv.RoPE(),), (qkv.RoPE(), qkv.Sinks([0.5, -1.0, 0.0, 1.0]))]
+)
+@pytest.mark.parametrize("free", [(), ("kv_len",)])
 @LIBRARIES
-def test_operands_are_not_kept_alive(arrays) -> None:
-    given = list(map(arrays, operands()))
-    prepared = qkv.prepare(*given)
+def test_operands_are_not_kept_alive(arrays, free, variants) -> None:
+    given = [arrays(array) for array in operands(q_len=1 if free else 20)]
+    options = {"free": free, "q_offset": "end"} if free else {}
+    prepared = qkv.prepare(*given, *variants, **options)
     prepared(*given)
     gone = [weakref.ref(array) for array in given]
     del given

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.passes.scratch import Scratch, take_scratch
+from qkv.backends.cpu.prepared.placeholders import placeholder
 from qkv.backends.cpu.rows.rotation import (
     AngleTable,
     CosSin,
@@ -89,13 +90,13 @@ class RotateGradients:
 class RotateSteps:
     """Rotates query and keys of steps over any number of keys, into scratch memory.
 
-    `arrays` are what is rotated: they have the dtypes and numbers of axes of every step.
+    `arrays` are placeholders with the dtypes and numbers of axes of what each step rotates.
     """
 
     def __init__(self, problem: Problem) -> None:
         operands = problem.operands
         assert operands.angles is not None
-        self.arrays = operands.query, plain(operands.key)
+        self.arrays = placeholder(operands.query), placeholder(operands.key)
         self._rotation = Rotation(problem, self.arrays)
         angles = operands.angles.inv_freq, operands.angles.factor
         self._of_query, self._of_key = AngleTable(*angles), AngleTable(*angles)
