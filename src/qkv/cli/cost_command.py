@@ -95,7 +95,7 @@ def _model(options: argparse.Namespace, machines: list[Machine]) -> str:
     whole, decoding = pair(options.context)
     others = [pair(context) for context in CONTEXTS] if options.context is None else []
     if options.json:
-        found = {
+        costs = {
             "cost": whole.to_dict(),
             "decode": decoding.to_dict() if decoding else None,
             "machines": [_machine_dict(m, whole, decoding) for m in machines],
@@ -108,7 +108,7 @@ def _model(options: argparse.Namespace, machines: list[Machine]) -> str:
                 for all_tokens, one in others
             ],
         }
-        return _json(found)
+        return _json(costs)
     return _shown(options, machines, whole, decoding, others)
 
 
@@ -129,18 +129,18 @@ def _ranks(options: argparse.Namespace) -> str:
             f"--link {options.link:g} is no number of GB/s above 0.", action="Pass one, such as 50."
         )
     model = model_card(options.model) if options.config is None else read_config(options.config)
-    found = ranks_cost(
+    cost = ranks_cost(
         model, options.context, options.ranks,
         batch=options.batch, dtype=options.dtype or "bfloat16",
         machine=options.machine or "h100", link_bandwidth=options.link * 1e9,
         order=options.order,
     )  # fmt: skip
     if options.json:
-        return _json(found.to_dict())
+        return _json(cost.to_dict())
     page = Page()
     table = page.table("strategy", ">received", ">held", ">balance", ">time", ">efficiency")
     refused = []
-    for name, of in found.strategies.items():
+    for name, of in cost.strategies.items():
         if of.refusal:
             refused.append(Text(f"{name}: {of.refusal}"))
             continue
@@ -148,16 +148,16 @@ def _ranks(options: argparse.Namespace) -> str:
             name, _bytes(of.received), _bytes(of.held), f"{of.balance:.3f}",
             _seconds(of.seconds), f"{of.efficiency:.1%}",
         )  # fmt: skip
-    rate = _number(int(found.operations_per_second))
+    rate = _number(int(cost.operations_per_second))
     return page.render(
         Text(
-            f"{page.token(model.name, 200)}: {found.context:,} tokens, batch {found.batch}, "
-            f"{found.dtype}, {found.ranks:,} ranks in {found.order} order",
+            f"{page.token(model.name, 200)}: {cost.context:,} tokens, batch {cost.batch}, "
+            f"{cost.dtype}, {cost.ranks:,} ranks in {cost.order} order",
             style="bold",
         ),
         Text(
             f"Attention of all layers, forward; each rank computes {rate} operations a second "
-            f"({found.machine}) and receives {options.link:g} GB/s"
+            f"({cost.machine}) and receives {options.link:g} GB/s"
         ),
         table,
         *refused,
@@ -285,8 +285,8 @@ def _mechanism(options: argparse.Namespace, machines: list[Machine]) -> str:
     )
     if options.json:
         times = {m.name: cost.roofline(m) for m in machines}
-        found = {name: time._asdict() if time else None for name, time in times.items()}
-        return _json({**cost.to_dict(), "machines": found})
+        by_machine = {name: time._asdict() if time else None for name, time in times.items()}
+        return _json({**cost.to_dict(), "machines": by_machine})
     page, ledger = Page(), cost.ledger
     moved = int(ledger.bytes_moved)
     parts: list[RenderableType] = [
@@ -359,8 +359,8 @@ def _machine_dict(machine: Machine, whole: ModelCost, decoding: ModelCost | None
     }
 
 
-def _json(found: dict[str, Any]) -> str:
-    return json.dumps(found, indent=2, allow_nan=False) + "\n"
+def _json(document: dict[str, Any]) -> str:
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
 
 def _number(value: int) -> str:

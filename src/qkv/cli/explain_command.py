@@ -91,13 +91,13 @@ def _choose_head(options: argparse.Namespace) -> str:
     from qkv.cli.model_loading import inspect_model
 
     record = inspect_model(options, lambda done, of: None)
-    found = [(row[kind], kind, row) for kind in KINDS if (row := record.best(kind)) is not None]
+    entries = [(row[kind], kind, row) for kind in KINDS if (row := record.best(kind)) is not None]
 
     def order(entry: tuple[float, str, dict[str, Any]]) -> tuple[bool, int, float]:
         weight, kind, _ = entry
         return weight >= THRESHOLD, _RANKS.get(kind, 2), weight
 
-    weight, kind, row = max(found, key=order)
+    weight, kind, row = max(entries, key=order)
     options.layer, options.head = row["layer"], row["head"]
     return f"which puts {beside_threshold(weight)} of its weight on {MEANINGS[kind]}"
 

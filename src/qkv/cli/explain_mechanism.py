@@ -32,14 +32,14 @@ def run(options: argparse.Namespace) -> str:
     tokens = example_tokens()
     every = range(len(tokens)) if options.query is None else [options.query]
     others = dict(zip(("key", "value"), arguments[1:], strict=False))
-    found = [
+    explanations = [
         mechanism.explain(
             arguments[0], tokens, checked_index(index, len(tokens), "query"), **others
         )
         for index in every
     ]
     if options.json:
-        data = [one.to_dict() for one in found]
+        data = [one.to_dict() for one in explanations]
         return json.dumps(data if options.query is None else data[0], indent=2) + "\n"
-    text = "\n\n".join(map(str, found))
+    text = "\n\n".join(map(str, explanations))
     return f"{text}\n\n{cls.paper}\n"

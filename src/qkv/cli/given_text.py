@@ -114,12 +114,12 @@ def _read_text(path: str) -> str:
     """A text file, whole."""
     name = shown(path)
     try:
-        found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
             raise FileError(f"{name} is no regular file.", action="Pass a file of text.")
-        if found.st_size > _MAX_BYTES:
+        if status.st_size > _MAX_BYTES:
             raise FileError(
-                f"{name} has {found.st_size} bytes; at most {_MAX_BYTES} are read.",
+                f"{name} has {status.st_size} bytes; at most {_MAX_BYTES} are read.",
                 action="Cut the text.",
             )
         text = Path(path).read_text(encoding="utf-8")

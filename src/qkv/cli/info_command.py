@@ -51,8 +51,8 @@ def run(options: argparse.Namespace) -> str:
 
 def _packages() -> dict[str, str]:
     """The versions of what qkv needs, and of what it works with."""
-    found = {name: _package_version(name) for name in (*_PACKAGES, *_OPTIONAL)}
-    return {n: v for n, v in found.items() if n in _PACKAGES or v != _MISSING}
+    versions = {name: _package_version(name) for name in (*_PACKAGES, *_OPTIONAL)}
+    return {n: v for n, v in versions.items() if n in _PACKAGES or v != _MISSING}
 
 
 def _package_version(name: str) -> str:

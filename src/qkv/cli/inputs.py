@@ -50,9 +50,9 @@ class InputArrays:
         return cls(arrays.query, arrays.key, arrays.value, arrays.tokens, path, path)
 
     @classmethod
-    def of_record(cls, found: Inspected, path: str) -> InputArrays:
+    def of_record(cls, inspected: Inspected, path: str) -> InputArrays:
         """Those of a record of `path`, with heads before rows, whatever the layout was."""
-        call = found.call
+        call = inspected.call
         spec, operands = call.problem.spec, call.problem.operands
         query, key, value = (
             whole_rows(rows, spec.compute_dtype)
@@ -61,7 +61,7 @@ class InputArrays:
         names = ("scale", "q_offset", "kv_offset")
         options = {name: getattr(call.unbound.options, name) for name in names}
         variants = call.unbound.variants
-        return cls(query, key, value, None, path, path, variants, options, found)
+        return cls(query, key, value, None, path, path, variants, options, inspected)
 
     def require_no_options(self, options: argparse.Namespace) -> None:
         """Complain of an option that would change what a saved record is of."""

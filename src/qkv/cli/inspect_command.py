@@ -79,18 +79,18 @@ def _printed(problem: CommandInput, options: argparse.Namespace) -> tuple[str, d
     top = options.top or PAIRS
     with Bar("reading the weights", passes=2) as bar:
         statistics = problem.head_statistics(bar)
-        found = heads(problem.shown, statistics, top)
-    view = _next(problem, found)
+        all_heads = heads(problem.shown, statistics, top)
+    view = _next(problem, all_heads)
     if options.json:
-        heads_data = [head_data(problem, each) for each in found]
+        heads_data = [head_data(problem, each) for each in all_heads]
         return json_of_heads(problem, statistics, heads_data), view
     again = ""
-    if not all(math.isnan(head.entropy) for head in found):
+    if not all(math.isnan(head.entropy) for head in all_heads):
         closer = f"--query {view['query']} --head {view['head']}"
         command = f"Next: {_command(options)} {closer}"
         # A command that was cut would be another one.
         again = command if len(command) <= _LONGEST_COMMAND else ""
-    return summary_of_heads(problem.shown, statistics, found, options.top, again), view
+    return summary_of_heads(problem.shown, statistics, all_heads, options.top, again), view
 
 
 def _given(path: str | None) -> InputArrays:
@@ -169,11 +169,11 @@ def _escaped(character: str, encoding: str) -> str:
 # --- all query rows ------------------------------------------------------------------------------
 
 
-def _next(problem: CommandInput, found: list[Head]) -> dict[str, int]:
+def _next(problem: CommandInput, all_heads: list[Head]) -> dict[str, int]:
     """A head and a query to look at next, and the key that this reads, as a page names them."""
-    far = most_distant_head(found)
+    far = most_distant_head(all_heads)
     if far is None:
-        return {"head": found[0].index, "query": problem.q_index}
+        return {"head": all_heads[0].index, "query": problem.q_index}
     pair = far.far_pairs[0]
     return {"head": far.index, "query": pair.q_index, "kkey": pair.kv_index}
 

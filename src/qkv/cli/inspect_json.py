@@ -19,11 +19,11 @@ SCHEMA, VERSION = "qkv-inspect", 1
 
 
 def json_of_heads(
-    problem: CommandInput, statistics: HeadStatistics, found: list[dict[str, Any]]
+    problem: CommandInput, statistics: HeadStatistics, heads_data: list[dict[str, Any]]
 ) -> str:
-    """The whole document; `found` are its heads."""
+    """The whole document; `heads_data` are its heads."""
     rows = statistics.non_finite.rows
-    for of_head, without in zip(found, rows, strict=True):
+    for of_head, without in zip(heads_data, rows, strict=True):
         of_head["non_finite_rows"] = [problem.q_index + int(row) for row in np.flatnonzero(without)]
     given, head_dim = problem.given, problem.query.shape[2]
     data = {
@@ -42,7 +42,7 @@ def json_of_heads(
         "scale": head_dim**-0.5 if problem.scale is None else problem.scale,
         "tokens": given.tokens,
         "non_finite": statistics.reasons,
-        "heads": found,
+        "heads": heads_data,
     }
     return json.dumps(data, indent=2, allow_nan=False) + "\n"
 

@@ -32,7 +32,7 @@ _LIKE = {"kv_heads": "heads", "kv_len": "q_len"}
 def run(options: argparse.Namespace) -> str:
     """The output of the command."""
     query, key, value = _arrays(options)
-    found = qkv.plan(
+    plan = qkv.plan(
         query,
         key,
         value,
@@ -42,11 +42,11 @@ def run(options: argparse.Namespace) -> str:
         q_offset=options.q_offset,
     )
     if options.json:
-        data = asdict(found)
-        data["refusals"] = {name: list(map(str, why)) for name, why in found.refusals.items()}
+        data = asdict(plan)
+        data["refusals"] = {name: list(map(str, why)) for name, why in plan.refusals.items()}
         return json.dumps({"schema": SCHEMA, "version": VERSION, **data}, indent=2) + "\n"
     page = Page()
-    return "\n".join(page.token(line, 1000) for line in str(found).splitlines()) + "\n"
+    return "\n".join(page.token(line, 1000) for line in str(plan).splitlines()) + "\n"
 
 
 def _arrays(options: argparse.Namespace) -> tuple[Array, Array, Array]:

@@ -155,8 +155,8 @@ class _VariantAction(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         option = _BY_FLAG[str(option_string)]
-        found = VariantArgument(option, values or "", _make_variant(option, values or ""))
-        setattr(namespace, self.dest, (*getattr(namespace, self.dest), found))
+        argument = VariantArgument(option, values or "", _make_variant(option, values or ""))
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest), argument))
 
 
 def _make_variant(option: Option, text: str) -> Any:
@@ -210,23 +210,23 @@ def words(argv: Sequence[str]) -> list[str]:
 
 def variants_of(given: Sequence[VariantArgument]) -> tuple[Any, ...]:
     """The variants, with the masks on both sides of each `--or` joined."""
-    found: list[Any] = []
+    variants: list[Any] = []
     joining = False
     for entry in given:
         if entry.variant is None:
-            if joining or not found or not isinstance(found[-1], qkv.MaskVariant):
+            if joining or not variants or not isinstance(variants[-1], qkv.MaskVariant):
                 raise _or_without_masks()
             joining = True
         elif joining:
             if not isinstance(entry.variant, qkv.MaskVariant):
                 raise _or_without_masks()
-            found[-1] = found[-1] | entry.variant
+            variants[-1] = variants[-1] | entry.variant
             joining = False
         else:
-            found.append(entry.variant)
+            variants.append(entry.variant)
     if joining:
         raise _or_without_masks()
-    return tuple(found)
+    return tuple(variants)
 
 
 def _or_without_masks() -> ArgumentError:
@@ -238,7 +238,7 @@ def _or_without_masks() -> ArgumentError:
 
 def command_line_of(given: Sequence[VariantArgument]) -> list[str]:
     """The command-line words that give these variants."""
-    found = []
+    arguments = []
     for entry in given:
-        found += [entry.option.flag, entry.text] if entry.text else [entry.option.flag]
-    return found
+        arguments += [entry.option.flag, entry.text] if entry.text else [entry.option.flag]
+    return arguments

@@ -113,7 +113,7 @@ def intervene(model: torch.nn.Module, changes: Mapping[tuple[int, int], Change])
 
 
 def _checked(changes: Any) -> dict[tuple[int, int], Change]:
-    found: dict[tuple[int, int], Change] = {}
+    checked: dict[tuple[int, int], Change] = {}
     for place, change in dict(changes).items():
         pair = isinstance(place, tuple) and len(place) == 2
         if not pair or not all(_is_number(index) for index in place):
@@ -131,8 +131,8 @@ def _checked(changes: Any) -> dict[tuple[int, int], Change]:
                 f"{change!r:.60} is nothing that a head can become.",
                 action='Use "off", "uniform", or qkv.hf.CopyFrom(**inputs).',
             )
-        found[int(place[0]), int(place[1])] = change
-    return found
+        checked[int(place[0]), int(place[1])] = change
+    return checked
 
 
 def _is_number(index: Any) -> bool:

@@ -129,10 +129,10 @@ class CallArguments:
         if root is None or root.other_input:
             return Sequence(None, None, _first(real, root and root.masks.get("attention_mask")))
         prefix = "decoder_" if self._in_decoder(name) else ""
-        found = f"{prefix}input_ids"
+        input_name = f"{prefix}input_ids"
         return Sequence(
-            found if found in root.ids else None,
-            root.ids.get(found),
+            input_name if input_name in root.ids else None,
+            root.ids.get(input_name),
             _first(real, root.masks.get(f"{prefix}attention_mask")),
         )
 
@@ -154,10 +154,10 @@ class CallArguments:
     def _input_named(self, ids: Array, name: str) -> str:
         """Which input of the model some ids are; those it made itself are the decoder's."""
         root = self._given.get(self.model)
-        for found, theirs in (root.ids if root is not None else {}).items():
-            other = found == "input_ids" and self._in_decoder(name)
+        for input_name, theirs in (root.ids if root is not None else {}).items():
+            other = input_name == "input_ids" and self._in_decoder(name)
             if not other and np.array_equal(theirs, ids):
-                return found
+                return input_name
         return "decoder_input_ids" if self._in_decoder(name) else "input_ids"
 
 
@@ -168,8 +168,8 @@ def _around(name: str) -> Iterator[str]:
         yield name
 
 
-def _first(*found: Any) -> Any:
-    return next((one for one in found if one is not None), None)
+def _first(*masks: Any) -> Any:
+    return next((one for one in masks if one is not None), None)
 
 
 def _rows(tensors: dict[str, torch.Tensor], ending: str) -> dict[str, Array]:

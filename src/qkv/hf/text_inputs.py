@@ -85,9 +85,9 @@ def _start_token(model: Any) -> int:
     """The token that a decoder begins with, where `generate` of transformers looks for it."""
     for name in ("decoder_start_token_id", "bos_token_id"):
         for config in (getattr(model, "generation_config", None), model.config):
-            found = getattr(config, name, None)
-            if isinstance(found, int):
-                return found
+            token = getattr(config, name, None)
+            if isinstance(token, int):
+                return token
     raise ArgumentError(
         f"{type(model).__name__} has an encoder and a decoder, and its configuration names no "
         "decoder_start_token_id.",

@@ -154,11 +154,11 @@ class CorpusRecord:
         """
         require_score(score)
         at = SCORES.index(score)
-        found = []
+        bounds = []
         for layer in self._layers:
             within = quantile(confidence, int(layer.texts[at]) - 1) * layer.errors[at]
-            found.append(np.stack([layer.means[at] - within, layer.means[at] + within]))
-        return found
+            bounds.append(np.stack([layer.means[at] - within, layer.means[at] + within]))
+        return bounds
 
     def heads(self, confidence: float = 0.95) -> Any:
         """One row for each layer and head.

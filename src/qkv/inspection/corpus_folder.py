@@ -93,12 +93,12 @@ class CorpusFolder:
         if not head.exists():
             replace_file(head, (json.dumps(said, indent=2) + "\n").encode())
             return
-        found = _read_json(head)
+        stored = _read_json(head)
         for name, value in said.items():
-            if found.get(name) != value:
+            if stored.get(name) != value:
                 raise FileError(
                     f"{str(self.path)!r} holds another corpus: {name} differs.",
-                    [("folder", str(found.get(name))[:200]), ("this run", str(value)[:200])],
+                    [("folder", str(stored.get(name))[:200]), ("this run", str(value)[:200])],
                     "Name another folder, or delete this one.",
                 )
 
@@ -181,18 +181,18 @@ class CorpusFolder:
 
     def failures(self) -> dict[int, str]:
         """The errors of ranks, by rank."""
-        found = [_read_json(file) for file in sorted(self.path.glob("failed-*.json"))]
-        return {int(of["rank"]): str(of["error"]) for of in found}
+        failed = [_read_json(file) for file in sorted(self.path.glob("failed-*.json"))]
+        return {int(of["rank"]): str(of["error"]) for of in failed}
 
 
 def _read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
-        found = json.loads(Path(path).read_bytes())
+        content = json.loads(Path(path).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise FileError(
             f"{os.fspath(path)!r} cannot be read ({str(error)[:200]}).",
             action="Delete it, or name another folder.",
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise FileError(f"{os.fspath(path)!r} holds no object.", action="Name another folder.")
-    return found
+    return content

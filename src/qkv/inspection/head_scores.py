@@ -162,8 +162,8 @@ def kinds_of(scores: dict[str, float]) -> tuple[str, ...]:
     >>> kinds_of({"induction": 0.6, "duplicate": 0.1, "previous": 0.2, "own": 0.0, "sink": 0.7})
     ('induction', 'sink')
     """
-    found = [name for name in KINDS if np.nan_to_num(scores[name]) >= THRESHOLD]
-    return tuple(sorted(found, key=lambda name: (name == "sink", -scores[name])))
+    kinds = [name for name in KINDS if np.nan_to_num(scores[name]) >= THRESHOLD]
+    return tuple(sorted(kinds, key=lambda name: (name == "sink", -scores[name])))
 
 
 def kind_of(scores: dict[str, float]) -> str | None:

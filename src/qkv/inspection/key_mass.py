@@ -77,10 +77,10 @@ def has_key_at(q_pos: Array, kv_pos: Array, offset: int, real: Array | None = No
         q_pos = kv_pos = kv_pos + sequence * apart
     rows = np.broadcast_shapes(q_pos.shape[:1], kv_pos.shape[:1])
     queries, keys = (np.broadcast_to(p, (*rows, p.shape[1])) for p in (q_pos, kv_pos))
-    found = np.zeros(queries.shape, bool)
+    has_key = np.zeros(queries.shape, bool)
     for b, (q_row, kv_row) in enumerate(zip(queries, keys, strict=True)):
-        found[b] = np.isin(q_row + offset, kv_row if real is None else kv_row[real[b]])
-    return found
+        has_key[b] = np.isin(q_row + offset, kv_row if real is None else kv_row[real[b]])
+    return has_key
 
 
 def counted_rows(rows: dict[str, Array], best: Array, problem: Problem) -> dict[str, Array]:

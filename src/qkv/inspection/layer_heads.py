@@ -196,8 +196,8 @@ class LayerHeads(ABC):
         shape = self.q_pos.shape
         if given is not None:
             return _per_row("real_queries", given, shape, "query").astype(bool)
-        found = self.real[:, self.first : self.first + shape[1]]
-        return found if one_sequence and found.shape == shape else np.ones(shape, bool)
+        real = self.real[:, self.first : self.first + shape[1]]
+        return real if one_sequence and real.shape == shape else np.ones(shape, bool)
 
 
 def _per_row(name: str, given: Any, shape: tuple[int, ...], rows: str) -> Array:

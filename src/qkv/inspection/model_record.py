@@ -244,10 +244,10 @@ class ModelRecord:
         # rich, which draws the map, is imported when the first text is asked for.
         from qkv.inspection.summaries.model import summary_of_model
 
-        found = summary_of_model(
+        text = summary_of_model(
             self.model, self.tokens, self.sentences(), self.layers, self.rows(), written
         )
-        return found.rstrip("\n")
+        return text.rstrip("\n")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all numbers to a safetensors file with names in its metadata.

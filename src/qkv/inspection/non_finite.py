@@ -118,8 +118,8 @@ def _wrong(array: Any, batch_size: int) -> Array:
     """Whether each entry is NaN or infinite, `(batch, heads, length, dim)`."""
     if isinstance(array, StoredRows):
         return np.zeros((batch_size, 1, 1, 1), bool)
-    found = ~np.isfinite(np.asarray(array, np.float64))
-    return found.reshape(batch_size, *found.shape[-3:])
+    wrong = ~np.isfinite(np.asarray(array, np.float64))
+    return wrong.reshape(batch_size, *wrong.shape[-3:])
 
 
 def _first(name: str, array: Any, wrong: Array, first: tuple[int, int]) -> str:

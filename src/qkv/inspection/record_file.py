@@ -33,9 +33,9 @@ _STATISTICS = tuple(field.name for field in fields(RowStatistics))
 _STORAGE = {cls.__name__: cls for cls in (Paged, Quantized)}
 
 
-def save(found: Inspected, path: str | os.PathLike[str]) -> None:
+def save(inspected: Inspected, path: str | os.PathLike[str]) -> None:
     """Write what was found of a call; see `Record.save`."""
-    call = found.call
+    call = inspected.call
     arrays: dict[str, Array] = {}
     unbound, shape = call.unbound, _shape_of_rows(call)
     try:
@@ -46,7 +46,7 @@ def save(found: Inspected, path: str | os.PathLike[str]) -> None:
             "keep query, key and value with qkv.files.write_arrays and inspect them again."
         ) from None
     about = {
-        "backend": found.backend,
+        "backend": inspected.backend,
         "statistics_backend": call.choice.backend.name,
         "library": call.library.name,
         "operands": {
@@ -57,11 +57,11 @@ def save(found: Inspected, path: str | os.PathLike[str]) -> None:
             name: to_data(getattr(unbound.options, name), arrays, name) for name in _OPTIONS
         },
     }
-    arrays["output"] = call.library.on_host(found.output, "output", by_value=True)
-    arrays["lse"] = found.row_lse.reshape(shape)
-    if found.rows is not None:
+    arrays["output"] = call.library.on_host(inspected.output, "output", by_value=True)
+    arrays["lse"] = inspected.row_lse.reshape(shape)
+    if inspected.rows is not None:
         for name in _STATISTICS:
-            arrays[f"rows.{name}"] = getattr(found.rows, name).reshape(shape)
+            arrays[f"rows.{name}"] = getattr(inspected.rows, name).reshape(shape)
     write_described(path, SCHEMA, VERSION, about, arrays)
 
 

@@ -172,8 +172,8 @@ class Replay:
                 scores.tile(batch, head, rows, kv_rows, kind)
                 for kv_rows, kind in _tiles_of(grid, kinds)
             )
-            found = self._sums_of(head, len(rows), tiles)
-            row_max[rows], row_sum[rows] = found.row_max, found.row_sum
+            sums = self._sums_of(head, len(rows), tiles)
+            row_max[rows], row_sum[rows] = sums.row_max, sums.row_sum
         return RowSums(row_max[q_index], row_sum[q_index])
 
     def tiles(self, progress: Progress | None = None) -> Iterator[ScoreTile]:

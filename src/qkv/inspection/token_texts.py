@@ -24,17 +24,17 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     special = set(getattr(tokenizer, "all_special_ids", ()))
     decoder = repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
     of_bytes = "ByteLevel" in decoder
-    found = []
+    texts = []
     for index, piece in zip(ids, pieces, strict=True):
         if index in special or piece is None:
-            found.append(str(piece))
+            texts.append(str(piece))
         elif of_bytes:
-            found.append(_from_bytes(piece))
+            texts.append(_from_bytes(piece))
         elif piece.startswith("\u2581"):
-            found.append(piece.replace("\u2581", " "))
+            texts.append(piece.replace("\u2581", " "))
         else:
-            found.append(_decoded(tokenizer, index, piece))
-    return found
+            texts.append(_decoded(tokenizer, index, piece))
+    return texts
 
 
 def _decoded(tokenizer: Any, index: int, piece: str) -> str:

@@ -53,8 +53,8 @@ def built(kind: type[T], value: Any) -> T:
     ValueError
         A field is missing, unknown, or of another type; the message names it.
     """
-    found: T = _built(kind, value, kind.__name__)
-    return found
+    instance: T = _built(kind, value, kind.__name__)
+    return instance
 
 
 def _built(kind: Any, value: Any, name: str) -> Any:
@@ -95,14 +95,14 @@ def _types(kind: Any) -> dict[str, Any]:
 def _array(value: Any, name: str) -> Any:
     dtype = _DTYPES.get(name, np.float64)
     try:
-        found = np.asarray(_finite(value) if dtype is np.float64 else value)
+        array = np.asarray(_finite(value) if dtype is np.float64 else value)
     except ValueError:
         raise ValueError(f"the rows of {name} differ in length") from None
     right = {"b": (np.bool_,), "i": (np.int64, np.float64), "f": (np.float64,)}
-    if found.size and dtype not in right.get(found.dtype.kind, ()):
+    if array.size and dtype not in right.get(array.dtype.kind, ()):
         raise ValueError(f"{name} holds something else than {np.dtype(dtype)}")
     # A single number stays one, and no array of no dimensions.
-    return found.astype(dtype)[()]
+    return array.astype(dtype)[()]
 
 
 def _finite(value: Any) -> Any:

@@ -222,9 +222,9 @@ class TracedLedger:
     def of(cls, heads: Sequence[TracedHead], head_dim: int, v_head_dim: int) -> TracedLedger:
         """That of the pairs that the traced rows attend to."""
         pairs = [int(row.allowed.sum()) for head in heads for row in head.rows]
-        found = attention_ledger(sum(pairs), sum(map(bool, pairs)), head_dim, v_head_dim)
-        counts = {name: int(count) for name, count in found.counts.items()}
-        return cls(counts, found.formulas, int(found.total))
+        ledger = attention_ledger(sum(pairs), sum(map(bool, pairs)), head_dim, v_head_dim)
+        counts = {name: int(count) for name, count in ledger.counts.items()}
+        return cls(counts, ledger.formulas, int(ledger.total))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

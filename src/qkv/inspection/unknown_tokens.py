@@ -20,9 +20,9 @@ def unknown_id_of(tokenizer: Any) -> int | None:
     None if it has no such id, or one that also begins or ends texts: a byte-level tokenizer knows
     everything, and GPT-2's names its end of texts there.
     """
-    found = getattr(tokenizer, "unk_token_id", None)
+    unknown_id = getattr(tokenizer, "unk_token_id", None)
     ends = [getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos")]
-    return found if isinstance(found, int) and found not in ends else None
+    return unknown_id if isinstance(unknown_id, int) and unknown_id not in ends else None
 
 
 def without_unknown(tokens: Any, unknown_id: int | None) -> NDArray[Any] | None:

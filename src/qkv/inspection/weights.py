@@ -135,10 +135,10 @@ class LazyWeights(NDArrayOperatorsMixin):
         axes = reduced_axes(axis, self.ndim)
         if axes == {self.ndim - 2} and self.backend is not None:
             received = self.backend.received(self.replay.problem, self.replay.lse, None)
-            found = received.reshape(*self.shape[:-2], self.shape[-1])
+            sums = received.reshape(*self.shape[:-2], self.shape[-1])
         else:
-            found = total(self, axes)
-        return self._reduced(found, axes, dtype, out, keepdims)
+            sums = total(self, axes)
+        return self._reduced(sums, axes, dtype, out, keepdims)
 
     def mean(
         self, axis: Axis = None, dtype: Any = None, out: None = None, keepdims: bool = False
@@ -147,8 +147,8 @@ class LazyWeights(NDArrayOperatorsMixin):
         axes = reduced_axes(axis, self.ndim)
         count = np.float64(np.prod([self.shape[n] for n in axes], dtype=object))
         with np.errstate(invalid="ignore"):
-            found = np.asarray(self.sum(axis, np.float64)) / count
-        return self._reduced(found, axes, dtype, out, keepdims)
+            means = np.asarray(self.sum(axis, np.float64)) / count
+        return self._reduced(means, axes, dtype, out, keepdims)
 
     def max(self, axis: Axis = None, out: None = None, keepdims: bool = False) -> Any:
         """`numpy.max`; 0 of no weights."""
@@ -165,14 +165,14 @@ class LazyWeights(NDArrayOperatorsMixin):
         axes = reduced_axes(axis, self.ndim)
         return self._reduced(place_of_largest(self, axis), axes, np.int64, out, keepdims)
 
-    def _reduced(self, found: Array, axes: set[int], dtype: Any, out: Any, keepdims: bool) -> Any:
+    def _reduced(self, array: Array, axes: set[int], dtype: Any, out: Any, keepdims: bool) -> Any:
         """A result in the type and shape that was asked for."""
         if out is not None:
             raise ArgumentError(
                 "reductions of weights write to a new array.", action="Leave out= away."
             )
         try:
-            result = found.astype(self.dtype if dtype is None else np.dtype(dtype))
+            result = array.astype(self.dtype if dtype is None else np.dtype(dtype))
         except (RuntimeError, TypeError, ValueError) as error:
             raise DTypeError(
                 f"dtype={shown(dtype)} is no type of numbers.", action="Pass one of NumPy's."

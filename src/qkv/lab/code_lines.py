@@ -40,12 +40,12 @@ def listings() -> dict[str, Any]:
     file = resources.files("qkv.lab").joinpath("code.json")
     written: dict[str, list[Line]] = json.loads(file.read_text(encoding="utf-8"))
     example = shared_example()
-    found = {
+    by_name = {
         name: {**_columns(lines), "values": _values(lines, _arguments(name), len(example.tokens))}
         for name, lines in written.items()
     }
     return {
-        "listings": found,
+        "listings": by_name,
         "mechanisms": list(MECHANISMS),
     }
 
@@ -88,7 +88,7 @@ def _made_by(cls: type, call: Callable[..., object], arguments: Made) -> dict[in
             names = tuple(part.id for part in parts if isinstance(part, ast.Name))
             for line in range(node.lineno, (node.end_lineno or 0) + 1):
                 statements[first - 1 + line] = first - 1 + node.lineno, names
-    found: dict[int, list[Made]] = {}
+    by_line: dict[int, list[Made]] = {}
     file = inspect.getfile(cls)
 
     def enter(frame: FrameType, event: str, made: Any) -> Any:
@@ -105,7 +105,7 @@ def _made_by(cls: type, call: Callable[..., object], arguments: Made) -> dict[in
                 line, names = running
                 values = {**frame.f_locals, "return": made}
                 arrays = [values[name] for name in names if isinstance(values.get(name), _NUMBERS)]
-                found.setdefault(line, []).append(tuple(map(np.array, arrays)))
+                by_line.setdefault(line, []).append(tuple(map(np.array, arrays)))
             running = next_one
             return follow
 
@@ -117,7 +117,7 @@ def _made_by(cls: type, call: Callable[..., object], arguments: Made) -> dict[in
         call(*arguments)
     finally:
         sys.settrace(before)
-    return found
+    return by_line
 
 
 def _of_rows(made: list[Made], rows: int) -> list[str] | None:

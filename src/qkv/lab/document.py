@@ -190,8 +190,8 @@ def _head_results(session: Session, heads: Heads) -> dict[str, Any]:
             asked = {"layer": layer.index, "head": head}
             if layer.q_len > _PAGE:
                 asked |= {"first": first, "count": _PAGE}
-            found = session.answer("head", {"first": first, **asked, "count": min(_PAGE, most)})
-            results[key_of("head", asked)] = _rounded(found.result)
+            answer = session.answer("head", {"first": first, **asked, "count": min(_PAGE, most)})
+            results[key_of("head", asked)] = _rounded(answer.result)
     room = _MOST_MAP_BYTES
     for layer, head in places:
         room -= 4 * layer.q_len * layer.kv_len if _is_small(layer) else 0

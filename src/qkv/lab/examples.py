@@ -53,7 +53,7 @@ class Example:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and strings."""
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "name": self.name,
             "title": self.title,
             "tokens": list(self.tokens),
@@ -63,13 +63,13 @@ class Example:
             "scale": self.query.shape[1] ** -0.5,
         }
         if self.projections is not None:
-            found |= {
+            fields |= {
                 name: getattr(self.projections, name).tolist()
                 for name in ("x", "w_q", "w_k", "w_v")
             }
         if self.trace is not None:
-            found["trace"] = self.trace.to_dict()
-        return found
+            fields["trace"] = self.trace.to_dict()
+        return fields
 
 
 def examples() -> tuple[Example, ...]:

@@ -134,15 +134,15 @@ class Guard:
         return True
 
     def _has_cookie(self, scope: Scope) -> bool:
-        found = False
+        matched = False
         for header in _all(scope, b"cookie"):
             try:
                 given = SimpleCookie(header.decode("latin-1")).get(self._name)
             except CookieError:
                 continue
             if given is not None:
-                found |= compare_digest(given.value.encode(), self._cookie.encode())
-        return found
+                matched |= compare_digest(given.value.encode(), self._cookie.encode())
+        return matched
 
     def _redirect(self, *, cookie: bool) -> Response:
         response = Response(status_code=303, headers={"location": "/"})

@@ -241,18 +241,18 @@ def heads_of_record(
 
     @cache
     def by_query() -> dict[str, Array]:
-        found = {name: each.reshape(shape)[0] for name, each in record.rows_by_query().items()}
+        by_name = {name: each.reshape(shape)[0] for name, each in record.rows_by_query().items()}
         sinks = replay.problem.operands.sinks
         learned = 0 if sinks is None else np.exp(sinks[:, None] - replay.lse[0])
-        return {**found, "sink": found["first"] + learned}
+        return {**by_name, "sink": by_name["first"] + learned}
 
     def counted() -> dict[str, int]:
         return {name: int((by_query()[name] >= 0).any(axis=0).sum()) for name in scores}
 
     def rows() -> list[dict[str, Any]]:
-        found = by_query()
+        by_name = by_query()
         means = [
-            {name: mean_of_known(found[name][head]) for name in scores}
+            {name: mean_of_known(by_name[name][head]) for name in scores}
             for head in range(spec.num_heads)
         ]
         kinds = [(*_kinds(row), None, None) for row in means]
@@ -281,10 +281,10 @@ def heads_of_record(
 
 def _kinds(row: dict[str, float]) -> tuple[str, ...]:
     """The kinds of a head of arrays, the main one first."""
-    found = kinds_of({**dict.fromkeys(KINDS, np.nan), **row})
+    kinds = kinds_of({**dict.fromkeys(KINDS, np.nan), **row})
     if row.get(NEXT, 0) >= THRESHOLD:
-        found = tuple(sorted((*found, NEXT), key=lambda name: (name == "sink", -row[name])))
-    return found
+        kinds = tuple(sorted((*kinds, NEXT), key=lambda name: (name == "sink", -row[name])))
+    return kinds
 
 
 def best_keys(replay: Replay, head: int, first: int, stop: int) -> tuple[Array, Array]:
@@ -299,11 +299,11 @@ def best_keys(replay: Replay, head: int, first: int, stop: int) -> tuple[Array, 
         weights_of = replay.exact if kv_len <= EXACT_KEYS else replay.whole_rows
         weights = np.minimum(np.nan_to_num(weights_of(0, head, rows, keys)), 1)
         some = np.argpartition(-weights, count - 1, axis=1)[:, :count]
-        found = np.take_along_axis(weights, some, axis=1)
+        largest = np.take_along_axis(weights, some, axis=1)
         # Falling, and of equal weights the lower key first.
-        order = np.lexsort((some, -found), axis=1)
-        found = np.take_along_axis(found, order, axis=1)
+        order = np.lexsort((some, -largest), axis=1)
+        largest = np.take_along_axis(largest, order, axis=1)
         some = np.take_along_axis(some, order, axis=1)
         here = slice(start - first, start - first + len(rows))
-        indices[here], best[here] = np.where(found > 0, some, -1), found
+        indices[here], best[here] = np.where(largest > 0, some, -1), largest
     return indices, best

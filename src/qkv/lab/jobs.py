@@ -103,8 +103,8 @@ class Jobs:
                 threading.Thread(target=self._serve, name="qkv-lab-short", daemon=True).start()
         loop, result = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
         self._short.put(lambda: _settle(loop, result, work))
-        found: T = await result
-        return found
+        returned: T = await result
+        return returned
 
     def _serve(self) -> None:
         while True:
@@ -146,8 +146,8 @@ class Jobs:
                     job.stop()
             if job.stopped:
                 raise StoppedError
-            found: T = result.result()
-            return found
+            returned: T = result.result()
+            return returned
         except asyncio.CancelledError:  # The server ends.
             job.stop()
             raise
@@ -210,13 +210,13 @@ class Jobs:
 
 def _settle(loop: asyncio.AbstractEventLoop, result: asyncio.Future[Any], work: Any) -> None:
     """Do work, and hand over its result or exception to an event loop."""
-    found, error = None, None
+    returned, error = None, None
     try:
-        found = work()
+        returned = work()
     except BaseException as raised:
         error = raised
     with suppress(RuntimeError):  # The loop has ended, and nobody waits.
-        loop.call_soon_threadsafe(_hand_over, result, found, error)
+        loop.call_soon_threadsafe(_hand_over, result, returned, error)
 
 
 def _settle_quietly(*arguments: Any) -> None:
@@ -224,11 +224,11 @@ def _settle_quietly(*arguments: Any) -> None:
         _settle(*arguments)
 
 
-def _hand_over(result: asyncio.Future[Any], found: Any, error: BaseException | None) -> None:
+def _hand_over(result: asyncio.Future[Any], returned: Any, error: BaseException | None) -> None:
     if result.done():
         return
     if error is None:
-        result.set_result(found)
+        result.set_result(returned)
     else:
         result.set_exception(error)
 

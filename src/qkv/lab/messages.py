@@ -40,8 +40,8 @@ class Answer:
 
     def message(self, request_id: int) -> dict[str, Any]:
         """The answer as a JSON object, without the bytes of its arrays."""
-        found = {"id": request_id, "ok": True, "result": self.result}
-        return {**found, "buffers": self.buffers()} if self.arrays else found
+        message = {"id": request_id, "ok": True, "result": self.result}
+        return {**message, "buffers": self.buffers()} if self.arrays else message
 
     def frame(self, request_id: int) -> bytes:
         """Length of the header (4 bytes, little-endian), the header, the arrays one by one."""

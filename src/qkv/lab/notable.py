@@ -39,11 +39,11 @@ def notable_place(heads: Heads) -> dict[str, int]:
     if not heads.layers:
         return {"layer": 0, "head": 0, "query": 0, "kkey": 0}
     rows = [(layer, row) for layer in heads.layers for row in layer.rows()]
-    found = _of_kind(rows, _FINDING)
-    if found is None:
+    place = _of_kind(rows, _FINDING)
+    if place is None:
         free = {(layer.index, row["head"]) for layer, row in rows if row["kind"] is None}
-        found = _distant(heads, free) or _of_kind(rows, ALL_KINDS) or (heads.layers[0], 0, 0)
-    layer, head, query = found
+        place = _distant(heads, free) or _of_kind(rows, ALL_KINDS) or (heads.layers[0], 0, 0)
+    layer, head, query = place
     if not (layer.q_len and layer.kv_len):
         return {"layer": layer.index, "head": head, "query": 0, "kkey": 0}
     keys, _ = layer.top(head, query, query + 1)
@@ -72,7 +72,7 @@ def _clear_query(weights: Array) -> int:
 
 def _distant(heads: Heads, free: Collection[tuple[int, int]]) -> _Place | None:
     """Of some heads, that whose strongest distant pairs have most weight, and its best query."""
-    found, most = None, 0.0
+    place, most = None, 0.0
     room = _MOST_PAIRS
     for layer in heads.layers:
         room -= layer.num_heads * layer.q_len * layer.kv_len
@@ -88,5 +88,5 @@ def _distant(heads: Heads, free: Collection[tuple[int, int]]) -> _Place | None:
             best = np.sort(shares, axis=None)[-_PAIRS:].sum()
             if best > most:
                 row = int(shares.max(axis=1).argmax())
-                found, most = (layer, head, row), float(best)
-    return found
+                place, most = (layer, head, row), float(best)
+    return place

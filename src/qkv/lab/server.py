@@ -140,21 +140,21 @@ def application(
 
         def answer() -> Response:
             try:
-                found = session.answer(asked.method, asked.params)
-                if found.arrays:
-                    data = found.frame(asked.id)
+                reply = session.answer(asked.method, asked.params)
+                if reply.arrays:
+                    data = reply.frame(asked.id)
                     return Response(data, media_type="application/octet-stream")
-                return _JSON(found.message(asked.id))
+                return _JSON(reply.message(asked.id))
             except Exception as error:
                 return _failed(asked.id, error, _status(error))
 
         if asked.method not in HEAVY:
             return await jobs.soon(answer)
         try:
-            found = await jobs.run(asked.method, lambda job: answer(), request.is_disconnected)
+            response = await jobs.run(asked.method, lambda job: answer(), request.is_disconnected)
         except StoppedError:
             return _stopped(asked.id)
-        return found or _busy(asked.id)
+        return response or _busy(asked.id)
 
     async def saved(request: Request) -> Response:
         """What is shown as a page of its own, which opens at the view that is given."""
@@ -169,10 +169,10 @@ def application(
                 return _failed(0, error, _status(error))
 
         try:
-            found = await jobs.run("the page", write, request.is_disconnected)
+            response = await jobs.run("the page", write, request.is_disconnected)
         except StoppedError:
             return _stopped(0)
-        return found or _busy(0)
+        return response or _busy(0)
 
     async def upload(request: Request) -> Response:
         if _type_of(request) != "application/octet-stream":
@@ -204,14 +204,14 @@ def application(
                 return _failed(0, error, _status(error))
 
         try:
-            found = await jobs.run("the file", read, request.is_disconnected)
+            source = await jobs.run("the file", read, request.is_disconnected)
         except StoppedError:
             return _stopped(0)
-        if not isinstance(found, Source):
-            return found or _busy(0)
+        if not isinstance(source, Source):
+            return source or _busy(0)
 
         def show() -> Response:
-            session.open(found)
+            session.open(source)
             return _JSON({"ok": True, "result": {"data": session.data("server")}})
 
         return await jobs.soon(show)
@@ -295,24 +295,24 @@ def listen(port: int = 0) -> socket.socket:
     ArgumentError
         The port is taken, or may not be used.
     """
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     # On Windows SO_REUSEADDR would let two processes answer at one port, and without any option
     # another process may still take it by asking for that. Elsewhere it only frees a port at once.
     exclusive = getattr(socket, "SO_EXCLUSIVEADDRUSE", None)
     try:
         if exclusive is not None:
-            found.setsockopt(socket.SOL_SOCKET, exclusive, 1)
+            listener.setsockopt(socket.SOL_SOCKET, exclusive, 1)
         elif port:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(("127.0.0.1", port))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
     except (OSError, OverflowError) as error:
-        found.close()
+        listener.close()
         reason = getattr(error, "strerror", None) or error
         raise ArgumentError(
             f"port {port} of 127.0.0.1 cannot be used: {reason}.",
             action="Choose another, or leave --port out for a free one.",
         ) from error
-    return found
+    return listener
 
 
 def serve(

@@ -127,8 +127,8 @@ class Session:
                 [("methods", ", ".join(self._methods))],
                 "Use one of these.",
             )
-        found = self._methods[method](Parameters(params or {}))
-        return found if isinstance(found, Answer) else Answer(found)
+        answer = self._methods[method](Parameters(params or {}))
+        return answer if isinstance(answer, Answer) else Answer(answer)
 
     def results(self, *asked: tuple[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Answers to some questions, under the names by which pages look for them."""
@@ -143,17 +143,17 @@ class Session:
         results : mapping, optional
             Answers that the page need not ask for.
         """
-        found = dict(results or {})
+        answers = dict(results or {})
         for example in self.examples:
             if example.trace is not None:
-                found[key_of("trace", {"name": example.name})] = example.trace.to_dict()
+                answers[key_of("trace", {"name": example.name})] = example.trace.to_dict()
         return {
             "version": VERSION,
             "host": host,
             "title": self.title,
             "panels": self.panels(host),
             "view": self._view(),
-            "results": found,
+            "results": answers,
         }
 
     def panels(self, host: str) -> list[str]:
@@ -241,7 +241,7 @@ class Session:
         count = given.integer("count", 1, _MOST_QUERIES, 512)
         stop = min(first + count, layer.q_len)
         keys, weights = layer.top(head, first, stop)
-        found = {
+        fields = {
             "layer": layer.index,
             "head": head,
             "first": first,
@@ -251,8 +251,8 @@ class Session:
             "top_weights": weights,
         }
         if layer.received is not None and layer.kv_len <= _LONGEST_RECEIVED:
-            found["received"] = layer.received()[head]
-        result: dict[str, Any] = plain(found)
+            fields["received"] = layer.received()[head]
+        result: dict[str, Any] = plain(fields)
         return result
 
     def _thumbnails(self, given: Parameters) -> Answer:
@@ -299,7 +299,7 @@ class Session:
             score = float(scores.tile(0, head, one_query, one_key)[0, 0])
         spec = replay.problem.spec
         lse = replay.lse.reshape(spec.batch_size, spec.num_heads, spec.q_len)
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "weight": float(replay.exact(0, head, one_query, one_key)[0, 0]),
             "raw": raw,
             "scaled": raw * replay.problem.operands.scale,
@@ -310,10 +310,10 @@ class Session:
             "key_row": key,
         }
         if heads.tokens is not None and len(heads.tokens) == layer.kv_len:
-            found["key_token"] = shown(heads.tokens[j])
+            fields["key_token"] = shown(heads.tokens[j])
             if layer.q_len == layer.kv_len:
-                found["query_token"] = shown(heads.tokens[i])
-        result: dict[str, Any] = plain(found)
+                fields["query_token"] = shown(heads.tokens[i])
+        result: dict[str, Any] = plain(fields)
         return result
 
     def _intervene(self, given: Parameters) -> dict[str, Any]:

@@ -68,9 +68,9 @@ class SmallMethods:
             return _closed_forms(given.integer("n", 1, 10**7), given.integer("d", 1, 1 << 16))
         example = self._example(given, "example", "three")
         trace = _trace_of(example, (), None)
-        found = asdict(trace.ledger)
+        operations = asdict(trace.ledger)
         size = {"n": len(example.tokens), "d": example.query.shape[1]}
-        return {"tokens": list(example.tokens), **size, "steps": walkthrough(trace), **found}
+        return {"tokens": list(example.tokens), **size, "steps": walkthrough(trace), **operations}
 
     def scaling(self, given: Parameters) -> dict[str, Any]:
         """The curve of `qkv.scaling_curve`, and one query with five keys to look at."""
@@ -163,7 +163,7 @@ def _trace_of(
 def _closed_forms(n: int, d: int) -> dict[str, Any]:
     """Operations and memory of n tokens, and what tiling changes."""
     tokens, dim = symbols(n=n, d=d)
-    found = ledger(tokens, tokens, dim, dim)
+    operations = ledger(tokens, tokens, dim, dim)
     entries = score_entries(n, n)
     block_q, block_kv = min(BLOCK_Q, n), min(BLOCK_KV, n)
     # One tile of scores; maximum, sum and accumulator of its queries.
@@ -171,10 +171,10 @@ def _closed_forms(n: int, d: int) -> dict[str, Any]:
     return {
         "n": n,
         "d": d,
-        "counts": {name: int(count) for name, count in found.counts.items()},
-        "formulas": found.formulas,
-        "total": int(found.total),
-        "total_formula": found.total.formula,
+        "counts": {name: int(count) for name, count in operations.counts.items()},
+        "formulas": operations.formulas,
+        "total": int(operations.total),
+        "total_formula": operations.total.formula,
         "score_entries": entries,
         "score_bytes": {"float16": 2 * entries, "float32": 4 * entries},
         "score_memory": {"float16": memory(2 * entries), "float32": memory(4 * entries)},

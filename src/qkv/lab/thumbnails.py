@@ -43,9 +43,9 @@ def thumbnails(layer: HeadLayer, num_heads: int) -> NDArray[np.uint8]:
     """
     side = _side(num_heads)
     height, width = (min(side, length) for length in (layer.q_len, layer.kv_len))
-    found = np.zeros((layer.num_heads, height, width))
+    pictures = np.zeros((layer.num_heads, height, width))
     queries = queries_drawn(layer, num_heads)
-    for head, picture in enumerate(found):
+    for head, picture in enumerate(pictures):
         if not picture.size:
             continue
         if layer.replay is None:
@@ -56,7 +56,7 @@ def thumbnails(layer: HeadLayer, num_heads: int) -> NDArray[np.uint8]:
             np.maximum.at(picture, places, np.nan_to_num(weights[there]))
         else:
             _draw(picture, layer.replay, head, queries)
-    steps: NDArray[np.uint8] = np.rint(255 * np.sqrt(np.clip(found, 0, 1))).astype(np.uint8)
+    steps: NDArray[np.uint8] = np.rint(255 * np.sqrt(np.clip(pictures, 0, 1))).astype(np.uint8)
     return steps
 
 

@@ -58,14 +58,14 @@ def walkthrough(trace: Trace) -> list[dict[str, Any]]:
     names = trace.tokens or tuple(f"row {row.q_index}" for row in head.rows)
     keys = trace.kv_tokens or tuple(f"key {j}" for j in range(trace.problem.kv_len))
     sums: dict[str, int] = {}
-    found: list[dict[str, Any]] = []
+    steps: list[dict[str, Any]] = []
     for row in head.rows:
         for step in _row(row, head.key.tolist(), head.value.tolist(), names[row.q_index], keys):
             for name, count in step.operations.items():
                 sums[name] = sums.get(name, 0) + count
-            found.append(
+            steps.append(
                 {
-                    "number": len(found) + 1,
+                    "number": len(steps) + 1,
                     "query": step.query,
                     "key": step.key,
                     "kind": step.kind,
@@ -77,7 +77,7 @@ def walkthrough(trace: Trace) -> list[dict[str, Any]]:
                     "total": sum(sums.values()),
                 }
             )
-    return found
+    return steps
 
 
 def _row(

@@ -93,30 +93,30 @@ class WeightMaps:
         q_stop = min(q_first + TILE * block, spec.q_len)
         kv_stop = min(kv_first + TILE * block, spec.kv_len)
         place = (id(replay), head, level, row, column)
-        found = self._get(place)
-        if found is None:
+        maps = self._get(place)
+        if maps is None:
             if level < _base_level(spec.q_len, spec.kv_len):
-                found = self._reduced(replay, head, (q_first, q_stop), (kv_first, kv_stop), block)
-                self._put(place, found)
+                maps = self._reduced(replay, head, (q_first, q_stop), (kv_first, kv_stop), block)
+                self._put(place, maps)
             else:
                 rows, columns = (slice(i * TILE, (i + 1) * TILE) for i in (row, column))
                 largest, mean = self._level(replay, head, level)
-                found = largest[rows, columns], mean[rows, columns]
-        return MapTile(q_first, kv_first, block, *found)
+                maps = largest[rows, columns], mean[rows, columns]
+        return MapTile(q_first, kv_first, block, *maps)
 
     def _level(self, replay: Replay, head: int, level: int) -> tuple[Array, Array]:
         """A whole level, from the one below it or, at the base, from all weights."""
         spec = replay.problem.spec
         place = (id(replay), head, level)
-        found = self._get(place)
-        if found is None:
+        maps = self._get(place)
+        if maps is None:
             if level == _base_level(spec.q_len, spec.kv_len):
                 whole = (0, spec.q_len), (0, spec.kv_len)
-                found = self._reduced(replay, head, *whole, 1 << level)
+                maps = self._reduced(replay, head, *whole, 1 << level)
             else:
-                found = self._halved(replay, head, level)
-            self._put(place, found)
-        return found
+                maps = self._halved(replay, head, level)
+            self._put(place, maps)
+        return maps
 
     def _halved(self, replay: Replay, head: int, level: int) -> tuple[Array, Array]:
         """A level from the one below it; means are weighted by what their blocks hold."""
@@ -141,11 +141,11 @@ class WeightMaps:
             weights = replay.exact(0, head, rows, columns).astype(np.float32)
             return weights, weights
         blocks = self._blocks_of(replay) if block > 1 else None
-        found = None if blocks is None else blocks(0, head, slice(*q_rows), slice(*kv_rows), block)
-        if found is None:
+        maps = None if blocks is None else blocks(0, head, slice(*q_rows), slice(*kv_rows), block)
+        if maps is None:
             largest, mean = reduced(replay, head, q_rows, kv_rows, block)
         else:
-            largest, sums = found
+            largest, sums = maps
             mean = sums / pairs_of(len(rows), len(columns), block)
         # lse is rounded: a weight of 1 may come out as 1.00001.
         return np.minimum(largest, 1).astype(np.float32), np.minimum(mean, 1).astype(np.float32)
@@ -153,14 +153,14 @@ class WeightMaps:
     def _blocks_of(self, replay: Replay) -> WeightBlocks | None:
         """The reductions of the backend that would run the problem, if it has them."""
         if id(replay) not in self._blocks:
-            found = None
+            blocks = None
             try:
                 backend = choose(replay.problem.spec).backend
             except UnsupportedError:
                 backend = None
             if isinstance(backend, Inspectable):
-                found = backend.weight_blocks(replay.problem, replay.lse)
-            self._blocks[id(replay)] = found
+                blocks = backend.weight_blocks(replay.problem, replay.lse)
+            self._blocks[id(replay)] = blocks
         return self._blocks[id(replay)]
 
     def _get(self, place: Any) -> tuple[Array, Array] | None:
@@ -170,9 +170,9 @@ class WeightMaps:
             self._kept.move_to_end(place)
             return self._kept[place]
 
-    def _put(self, place: Any, found: tuple[Array, Array]) -> None:
+    def _put(self, place: Any, maps: tuple[Array, Array]) -> None:
         with self._lock:
-            self._kept[place] = found
+            self._kept[place] = maps
             while len(self._kept) > 1 and self.nbytes > self._most_bytes:
                 self._kept.popitem(last=False)
 

@@ -140,8 +140,8 @@ def transformer_what_if(model: Any, tokenizer: Any, ids: Sequence[int], most: in
             for place, change in changes.items()
         }
         with torch.no_grad(), intervene(model, said):
-            found: Array = model(**inputs(some)).logits[0].double().numpy()
-        return found
+            rows: Array = model(**inputs(some)).logits[0].double().numpy()
+        return rows
 
     return WhatIf(
         lambda text: tokenizer(text, verbose=False)["input_ids"],

@@ -76,11 +76,11 @@ def reply(session: Session, content: Any) -> tuple[dict[str, Any], list[bytes]]:
     number = content.get("id", 0) if isinstance(content, dict) else 0
     try:
         asked = read_request(content)
-        found: Answer = session.answer(asked.method, asked.params)
+        answer: Answer = session.answer(asked.method, asked.params)
     except Exception as error:
         if not isinstance(error, QkvError):
             _LOG.error("a request failed", exc_info=error)
         whole = isinstance(number, int) and not isinstance(number, bool)
         return failure(number if whole else 0, error), []
-    little = (a.astype(a.dtype.newbyteorder("<")) for a in found.arrays)
-    return found.message(asked.id), [a.tobytes() for a in little]
+    little = (a.astype(a.dtype.newbyteorder("<")) for a in answer.arrays)
+    return answer.message(asked.id), [a.tobytes() for a in little]

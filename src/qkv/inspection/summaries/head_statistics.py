@@ -182,13 +182,16 @@ def strongest(indices: Array, weights: Array, count: int, first_row: int = 0) ->
     )
 
 
-def notable_heads(found: list[Head]) -> list[tuple[str, Head]]:
+def notable_heads(all_heads: list[Head]) -> list[tuple[str, Head]]:
     """For next, previous, own and first key, the head with most weight on it, if over half."""
-    best = ((name, max(found, key=lambda h: np.nan_to_num(h.mass[name]))) for name in found[0].mass)
+    best = (
+        (name, max(all_heads, key=lambda h: np.nan_to_num(h.mass[name])))
+        for name in all_heads[0].mass
+    )
     return [(name, head) for name, head in best if head.mass[name] >= _NOTABLE_MASS]
 
 
-def most_distant_head(found: list[Head]) -> Head | None:
+def most_distant_head(all_heads: list[Head]) -> Head | None:
     """The head with the largest total weight on distant pairs, or None."""
-    head = max(found, key=lambda h: sum(pair.weight for pair in h.far_pairs))
+    head = max(all_heads, key=lambda h: sum(pair.weight for pair in h.far_pairs))
     return head if head.far_pairs else None

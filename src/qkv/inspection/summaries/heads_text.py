@@ -35,7 +35,7 @@ CAUTION = "Attention is not explanation: weights show where a head reads, not wh
 def summary_of_heads(
     shown: ShownHeads,
     statistics: HeadStatistics,
-    found: list[Head],
+    all_heads: list[Head],
     top: int | None = None,
     again: str = "",
 ) -> str:
@@ -43,9 +43,9 @@ def summary_of_heads(
     page = Page()
     reasons = list(statistics.reasons)
     table: list[RenderableType] = []
-    if not all(math.isnan(head.entropy) for head in found):
+    if not all(math.isnan(head.entropy) for head in all_heads):
         count, as_fits = top or PAIRS, top is None
-        table = [*_tables_of_heads(page, shown, found, count, as_fits), Text()]
+        table = [*_tables_of_heads(page, shown, all_heads, count, as_fits), Text()]
         table += [Text(_legend(page, shown), style="dim"), Text()]
         if np.isnan(statistics.entropy).any():
             reasons.append("Means are those of the other rows.")
@@ -54,7 +54,7 @@ def summary_of_heads(
         Text(),
         *table,
         *(Text(reason, style="bold") for reason in reasons),
-        *_sentences(page, shown, found),
+        *_sentences(page, shown, all_heads),
         *([Text(again, no_wrap=True)] if again else []),
         Text(CAUTION, style="dim"),
     )
@@ -86,25 +86,25 @@ def _masses(shown: ShownHeads) -> list[str]:
 
 
 def _tables_of_heads(
-    page: Page, shown: ShownHeads, found: list[Head], top: int, as_fits: bool
+    page: Page, shown: ShownHeads, all_heads: list[Head], top: int, as_fits: bool
 ) -> Iterator[RenderableType]:
     """The numbers of each head, with its pairs beside them, or below where those do not fit."""
     numbers = ["head", "entropy", *_masses(shown)]
-    pairs = [[_pair(page, shown, pair) for pair in h.pairs_beyond_first] for h in found]
+    pairs = [[_pair(page, shown, pair) for pair in h.pairs_beyond_first] for h in all_heads]
     room = page.width - sum(max(len(name), len("0.00")) + 2 for name in numbers)
     widest = max((cell_len(text) for texts in pairs for text in texts[:1]), default=0)
     beside = max(widest, len("strongest")) <= room
     cells = side_by_side(pairs, top, room if beside else page.width - len("head  "), as_fits)
     names, title = [f">{name}" for name in numbers], "strongest pairs beyond key 0"
     table = page.table(*names, title) if beside else page.table(*names, gap=1)
-    for head, cell in zip(found, cells, strict=True):
+    for head, cell in zip(all_heads, cells, strict=True):
         shares = [weight(head.mass[name]) for name in _masses(shown)]
         texts = [Text(cell)] if beside else []
         table.add_row(str(head.index), number(head.entropy), *shares, *texts)
     yield table
     if not beside:
         below = page.table(">head", title)
-        for head, cell in zip(found, cells, strict=True):
+        for head, cell in zip(all_heads, cells, strict=True):
             below.add_row(str(head.index), Text(cell))
         yield from (Text(), below)
 
@@ -123,13 +123,13 @@ def _legend(page: Page, shown: ShownHeads) -> str:
     )
 
 
-def _sentences(page: Page, shown: ShownHeads, found: list[Head]) -> list[Text]:
+def _sentences(page: Page, shown: ShownHeads, all_heads: list[Head]) -> list[Text]:
     """A summary of the notable heads."""
     seen = [
         f"Head {head.index} gives {head.mass[name]:.0%} of its weight to the {_WORDS[name]} token."
-        for name, head in notable_heads(found)
+        for name, head in notable_heads(all_heads)
     ]
-    far = most_distant_head(found)
+    far = most_distant_head(all_heads)
     if far:
         listed = ", ".join(_pair(page, shown, pair) for pair in far.far_pairs)
         seen.append(f"Head {far.index} looks {FAR} or more tokens away: {listed}.")
