@@ -12,7 +12,7 @@ import torch
 from qkv.call.options import DEFAULTS, OptionValues
 from qkv.distributed.agreement import compare, fingerprint, in_words, tell
 from qkv.distributed.dtensors import Placed
-from qkv.distributed.heads import HeadExchange, heads_of, kv_heads_of
+from qkv.distributed.heads import Exchanges, HeadExchange, heads_of, kv_heads_of
 from qkv.distributed.links import Links, group_of
 from qkv.distributed.order import Order
 from qkv.distributed.parts import Parts
@@ -84,7 +84,7 @@ def agreed_call(
     strategy: str,
     order: Order | None,
     kv_order: Order | None,
-) -> tuple[ShardedCall, tuple[HeadExchange | None, ...]]:
+) -> tuple[ShardedCall, Exchanges]:
     """The call that all ranks make, after they have told each other what they were given."""
     query, key, value = shards.tensors
     device = query.device
@@ -110,7 +110,7 @@ def agreed_call(
         _check_rows(orders[-1], held)
     sizes = query.shape[-3], key.shape[-3], orders[0].length, orders[1].length
     backward = torch.is_grad_enabled()
-    built: tuple[ShardedCall, tuple[HeadExchange | None, ...]] | None = None
+    built: tuple[ShardedCall, Exchanges] | None = None
     error: QkvError | None = None
     try:
         heads_first = options._replace(layout="bhld")  # as `placed` has arranged the shards
@@ -166,7 +166,7 @@ def _built(
     orders: Sequence[Order],
     strategy: str,
     backend: str,
-) -> tuple[ShardedCall, tuple[HeadExchange | None, ...]]:
+) -> tuple[ShardedCall, Exchanges]:
     """What this rank computes, and the exchanges of heads before and after it."""
     spec, ranks = whole.problem.spec, where.heads.ranks
     heads = [heads_of(spec.num_heads, ranks, r) for r in range(ranks)]

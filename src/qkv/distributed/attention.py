@@ -113,12 +113,11 @@ def attention(
     where = Place.of(mesh, dim, strategy, timeout)
     shards = placed(query, key, value, values.layout, mesh, dim)
     call, exchanges = agreed_call(where, shards, variants, values, strategy, order, kv_order)
-    q, k, v = (to_heads(exchange, x) for exchange, x in zip(exchanges, shards.tensors, strict=True))
-    out, lse = attend_sharded(call, q, k, v)
-    out = from_heads(exchanges[0], out)
+    out, lse = attend_sharded(call, *to_heads(exchanges, shards.tensors))
     if not return_lse:
-        return shards.restored(out)
-    return shards.restored(out), shards.rows(from_heads(exchanges[0], lse[..., None])[..., 0])
+        return shards.restored(*from_heads(exchanges[:1], [out]))
+    out, lse = from_heads(exchanges[:1] * 2, [out, lse[..., None]])
+    return shards.restored(out), shards.rows(lse[..., 0])
 
 
 @partial(with_options, name="distributed.inspect")

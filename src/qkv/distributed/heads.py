@@ -5,7 +5,7 @@ Source: Jacobs et al., "DeepSpeed Ulysses" (2023).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from qkv.distributed.links import Links
 from qkv.errors import UnsupportedError
 
-__all__ = ["HeadExchange", "heads_of", "kv_heads_of"]
+__all__ = ["Exchanges", "HeadExchange", "from_heads", "heads_of", "kv_heads_of", "to_heads"]
 
 Tensor = torch.Tensor
 
@@ -73,8 +73,11 @@ class HeadExchange:
     heads: tuple[range, ...]
     numbers: tuple[Any, ...]
 
-    def to_heads(self, x: Tensor) -> Tensor:
-        """`(..., all heads, own rows, d)` to `(..., own heads, all rows, d)`, rows rising."""
+    def to_heads(self, x: Tensor) -> Callable[[], Tensor]:
+        """`(..., all heads, own rows, d)` to `(..., own heads, all rows, d)`, rows rising.
+
+        The messages begin at once; the function returned waits for them.
+        """
         own = self.links.rank
         mine = len(self.heads[own])
         parts = {
@@ -85,12 +88,17 @@ class HeadExchange:
             for r, rows in enumerate(self.numbers)
             if r != own
         }
-        self.links.exchange({r: parts[r] for r in buffers}, buffers).wait()
-        buffers[own] = parts[own]
-        together = torch.cat([buffers[r] for r in range(self.links.ranks)], dim=-2)
-        return together.index_select(-2, self._sorted().to(x.device))
+        pending = self.links.exchange({r: parts[r] for r in buffers}, buffers)
 
-    def from_heads(self, x: Tensor) -> Tensor:
+        def finish() -> Tensor:
+            pending.wait()
+            buffers[own] = parts[own]
+            together = torch.cat([buffers[r] for r in range(self.links.ranks)], dim=-2)
+            return together.index_select(-2, self._sorted().to(x.device))
+
+        return finish
+
+    def from_heads(self, x: Tensor) -> Callable[[], Tensor]:
         """The transpose of `to_heads`: where ranks have a head alike, the sum of what they have."""
         own = self.links.rank
         order = self._sorted()
@@ -106,39 +114,61 @@ class HeadExchange:
             for r, heads in enumerate(self.heads)
             if r != own
         }
-        self.links.exchange({r: parts[r] for r in buffers}, buffers).wait()
-        buffers[own] = parts[own]
-        count = max(heads.stop for heads in self.heads)
-        whole = x.new_zeros((*x.shape[:-3], count, rows, x.shape[-1]))
-        for r, heads in enumerate(self.heads):  # In the order of ranks, so that bits repeat.
-            whole[..., heads.start : heads.stop, :, :] += buffers[r]
-        return whole
+        pending = self.links.exchange({r: parts[r] for r in buffers}, buffers)
+
+        def finish() -> Tensor:
+            pending.wait()
+            buffers[own] = parts[own]
+            count = max(heads.stop for heads in self.heads)
+            whole = x.new_zeros((*x.shape[:-3], count, rows, x.shape[-1]))
+            for r, heads in enumerate(self.heads):  # In the order of ranks, so that bits repeat.
+                whole[..., heads.start : heads.stop, :, :] += buffers[r]
+            return whole
+
+        return finish
 
     def _sorted(self) -> Tensor:
         numbers: Sequence[Any] = [np.asarray(rows) for rows in self.numbers]
         return torch.from_numpy(np.argsort(np.concatenate(numbers), kind="stable"))
 
 
+Exchanges = tuple[HeadExchange | None, ...]
+
+
 class _Exchanged(torch.autograd.Function):
-    """An exchange in one direction; the gradient takes the other, which is its transpose."""
+    """Exchanges in one direction, all begun before the first is awaited.
+
+    The gradient takes the other direction, which is the transpose.
+    """
 
     @staticmethod
-    def forward(ctx: Any, exchange: HeadExchange, back: bool, x: Tensor) -> Tensor:
-        ctx.exchange, ctx.back = exchange, back
-        return exchange.from_heads(x) if back else exchange.to_heads(x)
+    def forward(
+        ctx: Any, exchanges: tuple[HeadExchange, ...], back: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.exchanges, ctx.back = exchanges, back
+        begun = [
+            exchange.from_heads(x) if back else exchange.to_heads(x)
+            for exchange, x in zip(exchanges, tensors, strict=True)
+        ]
+        return tuple(finish() for finish in begun)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, None, _Exchanged.apply(ctx.exchange, not ctx.back, gradient)
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, None, *_Exchanged.apply(ctx.exchanges, not ctx.back, *gradients)
 
 
-def to_heads(exchange: HeadExchange | None, x: Tensor) -> Tensor:
-    """`HeadExchange.to_heads`, followed by autograd; the tensor itself without an exchange."""
-    tensor: Tensor = x if exchange is None else _Exchanged.apply(exchange, False, x)
-    return tensor
+def to_heads(exchanges: Exchanges, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`HeadExchange.to_heads`, followed by autograd; the tensors themselves without exchanges."""
+    return _exchanged(exchanges, False, tensors)
 
 
-def from_heads(exchange: HeadExchange | None, x: Tensor) -> Tensor:
-    """`HeadExchange.from_heads`, followed by autograd; the tensor itself without an exchange."""
-    tensor: Tensor = x if exchange is None else _Exchanged.apply(exchange, True, x)
-    return tensor
+def from_heads(exchanges: Exchanges, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`HeadExchange.from_heads`, followed by autograd; the tensors themselves without exchanges."""
+    return _exchanged(exchanges, True, tensors)
+
+
+def _exchanged(exchanges: Exchanges, back: bool, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    if None in exchanges:
+        return tuple(tensors)
+    exchanged: tuple[Tensor, ...] = _Exchanged.apply(exchanges, back, *tensors)
+    return exchanged

@@ -122,11 +122,12 @@ class Links:
     def failed(self, peers: Any, seconds: float, error: Exception) -> DistributedError:
         """The error for a message that did not arrive."""
         names = sorted({peer for peer in peers if peer >= 0})
-        who = f"rank {', '.join(map(str, names))}" if names else "another rank"
+        number = "rank" if len(names) == 1 else "ranks"
+        who = f"{number} {', '.join(map(str, names))}" if names else "another rank"
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         slow = "imed out" in str(error) or "imeout" in str(error)
         fact = f"did not answer rank {self.rank} within {self.timeout:g} s" if slow else (
-            f"closed its link to rank {self.rank}"
+            f"closed {'their links' if len(names) > 1 else 'its link'} to rank {self.rank}"
         )  # fmt: skip
         return DistributedError(
             f"{who} {fact}.",

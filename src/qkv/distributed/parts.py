@@ -24,6 +24,8 @@ __all__ = ["Merged", "Parts", "ShardRows", "is_needed"]
 Array = NDArray[Any]
 _TILES = 64
 """Tiles along one side of a pair of runs whose mask is looked at."""
+_BLOCK = 2**19
+"""Bytes of output that are merged at a time."""
 
 
 @dataclass(slots=True)
@@ -44,18 +46,35 @@ class Merged:
         return cls(np.zeros(shape, dtype), np.full(shape[:-1], -np.inf))
 
     def add(self, rows: slice, part: Partial) -> None:
-        """Merge a part of the rows' keys in."""
-        out, lse = self.out[..., rows, :], self.lse[..., rows]
-        of_part = part.lse.astype(np.float64)
-        if part.lse_rest is not None:
-            of_part += part.lse_rest
+        """Merge a part of the rows' keys in; in blocks, so that what is made stays in cache."""
         unrounded = part.out if part.unrounded is None else part.unrounded
+        count, size = part.lse.shape[-1], max(1, unrounded.nbytes)
+        step = max(1, count * _BLOCK // size)
+        first = rows.indices(self.lse.shape[-1])[0]
+        for start in range(0, count, step):
+            block = slice(start, min(start + step, count))
+            lse = part.lse[..., block].astype(np.float64)
+            if part.lse_rest is not None:
+                lse += part.lse_rest[..., block]
+            at = slice(first + block.start, first + block.stop)
+            self._add(at, unrounded[..., block, :], lse)
+
+    def _add(self, rows: slice, of_part: Array, lse_of_part: Array) -> None:
+        out, lse = self.out[..., rows, :], self.lse[..., rows]
         with np.errstate(all="ignore"):
-            total = np.logaddexp(lse, of_part)
+            total = np.logaddexp(lse, lse_of_part)
             base = np.where(np.isneginf(total), 0.0, total)
-            old, new = (np.exp(of - base).astype(out.dtype)[..., None] for of in (lse, of_part))
-            # A row without keys has no share, and nothing of it may be read: 0 times NaN is NaN.
-            out[...] = np.where(old == 0, 0, out * old) + np.where(new == 0, 0, unrounded * new)
+            old, new = (np.exp(of - base).astype(out.dtype)[..., None] for of in (lse, lse_of_part))
+            if not old.any() and (new == 1).all():  # These rows have seen no key before.
+                out[...] = of_part
+            else:
+                out *= old
+                added = of_part * new
+                # A row without keys has no share, and nothing of it is read: 0 times NaN is NaN.
+                for share, product in ((old, out), (new, added)):
+                    if not share.all():
+                        product[(share == 0)[..., 0]] = 0
+                out += added
         lse[...] = total
 
     def add_statistics(self, rows: slice, part: Partial, of_part: RowStatistics) -> None:
