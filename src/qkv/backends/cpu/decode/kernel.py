@@ -47,7 +47,7 @@ from qkv.backends.cpu.decode.tasks import (
 from qkv.backends.cpu.decode.tile_blocks import TILE_BLOCK_KV, TileBlocks, tile_bytes
 from qkv.backends.cpu.emit import storage, vector_math
 from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT64, POINTER, Value
-from qkv.backends.cpu.emit.expressions import Expressions
+from qkv.backends.cpu.emit.expressions import Expressions, Neighbours
 from qkv.backends.cpu.emit.packing import (
     all_finite_function,
     copy_rows_function,
@@ -295,10 +295,12 @@ class _Decode:
             score = b.fmul(e.load_vector(place), scale)
             if self.is_quantised("key"):
                 score = b.fmul(score, e.load_vector(e.at(key_scales, e.mul(k, e.real_bytes))))
-            inner = places.at_key(self._key_numbers(e.add(kv_start, k), stop), score)
+            first, left = e.add(kv_start, k), e.sub(count, k)
+            beside = Neighbours(first, b.icmp_signed(">=", left, e.index(e.lanes)))
+            inner = places.at_key(self._key_numbers(first, stop), score, beside)
             if not self.plain:
                 score = inner.floats(self.frame.score)
-            is_allowed = first_lanes(e, e.sub(count, k))
+            is_allowed = first_lanes(e, left)
             if masked:
                 is_allowed = b.and_(is_allowed, inner.condition(self.frame.mask))
             score = b.select(is_allowed, score, e.const(-math.inf))

@@ -167,6 +167,21 @@ class Emitter:
             with otherwise:
                 second()
 
+    def either(
+        self, condition: Value, first: Callable[[], Value], second: Callable[[], Value]
+    ) -> Value:
+        """The value of one of the two, which alone is computed."""
+        b = self.builder
+        values = []
+        with b.if_else(condition) as branches:
+            for branch, compute in zip(branches, (first, second), strict=True):
+                with branch:
+                    values.append((compute(), b.block))
+        phi = b.phi(values[0][0].type)
+        for value, block in values:
+            phi.add_incoming(value, block)
+        return phi
+
     # Integers and addresses
 
     def index(self, value: Any) -> Value:

@@ -29,6 +29,7 @@ from qkv.problem.expressions import (
 )
 from qkv.problem.spec import TableSpec
 
+_KEY = Var("kv_index")
 KEY_VARIABLES = frozenset({"kv_index", "score"})
 """Variables that change from key to key."""
 
@@ -49,6 +50,22 @@ class TableView:
     strides: tuple[Value, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """The lanes are keys side by side.
+
+    Attributes
+    ----------
+    first : 64-bit integer
+        The key of the first lane.
+    all_exist : bit
+        Whether there are as many keys as lanes.
+    """
+
+    first: Value
+    all_exist: Value
+
+
 class Expressions:
     """Emits nodes; equal nodes are emitted once. `places` are the values of variables."""
 
@@ -64,6 +81,7 @@ class Expressions:
         self.places = dict(places)
         self.int_bits = int_bits
         self.known: dict[Node, Value] = {}
+        self.neighbours: Neighbours | None = None
 
     def hoist(self, node: Node) -> None:
         """Emit the largest subexpressions that do not change from key to key, before the loop."""
@@ -79,11 +97,14 @@ class Expressions:
             else:
                 self.value(n)
 
-    def at_key(self, kv_index: Value, score: Value) -> Expressions:
-        """These expressions inside the loop over keys, at one key."""
+    def at_key(
+        self, kv_index: Value, score: Value, neighbours: Neighbours | None = None
+    ) -> Expressions:
+        """These expressions inside the loop over keys, at one key or at one in each lane."""
         inner = Expressions(self.e, self.tables, self.places, self.int_bits)
         inner.places.update(kv_index=kv_index, score=score)
         inner.known = dict(self.known)
+        inner.neighbours = neighbours
         return inner
 
     def floats(self, node: Node) -> Value:
@@ -148,9 +169,7 @@ class Expressions:
         uniform: Value = ir.Constant(INT64, 0)
         varying: Value | None = None
         for index, size, stride in zip(load.indices, table.sizes, table.strides, strict=True):
-            value = self.value(index)
-            if any(isinstance(n, Op) and n.name == "floor" for n in walk(index)):
-                value = self._clamp_index(value, size)
+            value = self._index(index, size)
             if not is_vector(value):
                 uniform = b.add(uniform, b.mul(value, stride))
                 continue
@@ -159,18 +178,53 @@ class Expressions:
             varying = offset if varying is None else b.add(varying, offset)
         return uniform, varying
 
+    def _index(self, index: Node, size: Value) -> Value:
+        value = self.value(index)
+        if any(isinstance(n, Op) and n.name == "floor" for n in walk(index)):
+            value = self._clamp_index(value, size)
+        return value
+
     def _emit_load(self, load: Load) -> Value:
         e, table = self.e, self.tables[load.table]
-        uniform, varying = self.entry_offset(load, table)
         raw = raw_type(table.spec.dtype)
+        if self._reads_neighbours(load):
+            return self._widen(self._load_neighbours(load, table, raw), table.spec.dtype)
+        uniform, varying = self.entry_offset(load, table)
         if varying is None:
             return self._widen(e.load(e.at(table.pointer, uniform), raw), table.spec.dtype)
+        return self._widen(self._gather(table, raw, uniform, varying), table.spec.dtype)
+
+    def _gather(self, table: TableView, raw: Any, uniform: Value, varying: Value) -> Value:
+        e = self.e
         row = ir.Constant(ir.VectorType(raw, e.lanes), ir.Undefined)
         for lane in range(e.lanes):
             # The lane's own offset comes first, so that LLVM moves it out of the loop over keys.
             start = e.at(table.pointer, e.extract(varying, lane))
             row = e.insert(row, e.load(e.at(start, uniform), raw), lane)
-        return self._widen(row, table.spec.dtype)
+        return row
+
+    def _reads_neighbours(self, load: Load) -> bool:
+        """Whether the lanes read entries of keys side by side, of one row of the table."""
+        return (
+            self.neighbours is not None
+            and load.indices[-1:] == (_KEY,)
+            and not any(is_vector(self.value(index)) for index in load.indices[:-1])
+        )
+
+    def _load_neighbours(self, load: Load, table: TableView, raw: Any) -> Value:
+        """One load if the entries are neighbours in memory too, else a load for each lane."""
+        e, neighbours = self.e, self.neighbours
+        assert neighbours is not None
+        item = e.index(item_bytes(table.spec.dtype))
+        *others, _ = zip(load.indices, table.sizes, table.strides, strict=True)
+        row = e.add(0, *[e.mul(self._index(index, size), by) for index, size, by in others])
+        start = e.at(table.pointer, e.add(row, e.mul(neighbours.first, item)))
+        side_by_side = e.builder.icmp_signed("==", table.strides[-1], item)
+        return e.either(
+            e.builder.and_(side_by_side, neighbours.all_exist),
+            lambda: e.load(start, ir.VectorType(raw, e.lanes)),
+            lambda: self._gather(table, raw, *self.entry_offset(load, table)),
+        )
 
     def _clamp_index(self, index: Value, size: Value) -> Value:
         """The index, clamped: bounds are proved in float64, `floor` of float32 may exceed them."""
@@ -349,6 +403,13 @@ def raw_type(dtype: str) -> Any:
     if dtype == "float64":
         return DOUBLE
     return ir.IntType(INTEGER_TYPES.get(dtype, (16, False))[0])
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of an element of a table."""
+    return (
+        storage.ITEM_BYTES[dtype] if dtype in storage.ITEM_BYTES else INTEGER_TYPES[dtype][0] // 8
+    )
 
 
 def _soft_cap_parts(op: Op) -> tuple[Node, Node, Node] | None:

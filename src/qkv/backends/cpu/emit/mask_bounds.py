@@ -14,15 +14,15 @@ beyond 2**53.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage
-from qkv.backends.cpu.emit.emitter import BIT, DOUBLE, INT64, Emitter, Value
-from qkv.backends.cpu.emit.expressions import INTEGER_TYPES, TableView, raw_type
+from qkv.backends.cpu.emit.emitter import BIT, DOUBLE, INT64, Emitter, Value, is_vector
+from qkv.backends.cpu.emit.expressions import INTEGER_TYPES, TableView, item_bytes, raw_type
 from qkv.problem.expressions import Const, Load, Node, Op, Var, landings
 from qkv.problem.intervals import EXACT, FLOAT32_MAX, ROUNDING, ROUNDS, TINY, constant_interval
 
@@ -380,11 +380,13 @@ class MaskBounds:
         for first, last in ranges:
             count = b.fmul(count, b.sitofp(e.add(e.sub(last, first), 1), DOUBLE))
         is_read = b.fcmp_ordered("<=", count, self._most_reads)
+        axes = list(zip(ranges, table.strides, strict=True))
+        nothing = [_constant(math.inf), _constant(-math.inf), _bool_constant(False)]
+        seen = [*nothing, *[e.splat(x) for x in nothing]]
+        seen = self._bounds_of_entries(table, table.pointer, axes, is_read, seen)
+        found = self._joined(seen[:3], self._over_lanes(seen[3:]))
         type_bounds = self._bounds_of_type(load, table)
-        start = [_constant(math.inf), _constant(-math.inf), _bool_constant(False)]
-        start = [b.select(is_read, x, y) for x, y in zip(start, type_bounds, strict=True)]
-        place, axes = table.pointer, list(zip(ranges, table.strides, strict=True))
-        bounds = Bounds(*self._bounds_of_entries(table, place, axes, is_read, start))
+        bounds = Bounds(*[b.select(is_read, x, y) for x, y in zip(found, type_bounds, strict=True)])
         if load.kind == "bool":
             zero = _constant(0.0)
             return Truth(*(b.fcmp_ordered(">", x, zero) for x in (bounds.low, bounds.high)))
@@ -414,16 +416,13 @@ class MaskBounds:
     ) -> list[Value]:
         """Smallest and largest element of a box of indices, and whether one is NaN.
 
-        `axes` are the index ranges and strides still to go through, `seen` is the result so far.
+        `axes` are the index ranges and strides still to go through. `seen` is the result so far: of
+        elements that were read one by one, and in each lane of those that were read as vectors.
         """
         e, b = self.e, self.e.builder
         if not axes:
-            x = self._load_element(table, place)
-            nan = e.is_nan(x)
-            # `qkv.problem.bounds` has the same rule: one NaN leaves a table without bounds.
-            low = b.select(nan, _constant(-math.inf), self._least(seen[0], x))
-            high = b.select(nan, _constant(math.inf), self._greatest(seen[1], x))
-            return [low, high, b.or_(seen[2], nan)]
+            entry = self._load_element(table, place, 1)
+            return [*self._with_entries(seen[:3], entry), *seen[3:]]
         ((first, last), stride), *others = axes
         # If too many elements may be read, the loop is empty and none is.
         stop = b.select(is_read, e.add(last, 1), first)
@@ -433,20 +432,61 @@ class MaskBounds:
                 table, e.at(place, e.mul(i, stride)), others, is_read, carried
             )
 
+        def read_neighbours(i: Value, carried: list[Value]) -> list[Value]:
+            here = e.at(place, e.mul(i, stride))
+            return self._with_entries(carried, self._load_element(table, here, e.lanes))
+
+        if not others:
+            side_by_side = b.icmp_signed("==", stride, e.index(item_bytes(table.spec.dtype)))
+            whole = e.add(first, e.round_down(e.sub(stop, first), e.lanes))
+            whole = b.select(side_by_side, whole, first)
+            seen = [*seen[:3], *e.loop(first, whole, e.lanes, seen[3:], read_neighbours)]
+            first = whole
         return e.loop(first, stop, 1, seen, read_along_axis)
 
-    def _load_element(self, table: TableView, place: Value) -> Value:
+    def _with_entries(self, seen: list[Value], entries: Value) -> list[Value]:
+        """What was seen, and these entries."""
+        b = self.e.builder
+        nan = self.e.is_nan(entries)
+        low, high = _constant(-math.inf), _constant(math.inf)
+        if is_vector(entries):
+            low, high = self.e.splat(low), self.e.splat(high)
+        # `qkv.problem.bounds` has the same rule: one NaN leaves a table without bounds.
+        return self._joined(seen, [b.select(nan, low, entries), b.select(nan, high, entries), nan])
+
+    def _joined(self, first: Sequence[Value], second: Sequence[Value]) -> list[Value]:
+        """Smallest and largest, and whether one is NaN, of both."""
+        combine = self._least, self._greatest, self.e.builder.or_
+        return [of(x, y) for of, x, y in zip(combine, first, second, strict=True)]
+
+    def _over_lanes(self, seen: list[Value]) -> list[Value]:
+        """What was seen in any lane."""
+        b, e, width = self.e.builder, self.e, self.e.lanes
+        while width > 1:
+            width //= 2
+            halves = [
+                [b.shuffle_vector(x, x, e.shuffle_mask(range(start, start + width))) for x in seen]
+                for start in (0, width)
+            ]
+            seen = self._joined(*halves)
+        return [e.extract(x, 0) for x in seen]
+
+    def _load_element(self, table: TableView, place: Value, count: int) -> Value:
+        """One element, or a vector of `count` neighbours, in float64."""
         e, b, dtype = self.e, self.e.builder, table.spec.dtype
-        raw = e.load(place, raw_type(dtype))
+        raw_element, double = raw_type(dtype), DOUBLE
+        if count > 1:
+            raw_element, double = (ir.VectorType(of, count) for of in (raw_element, double))
+        raw = e.load(place, raw_element)
         if dtype == "bool":
-            return b.uitofp(b.icmp_unsigned("!=", raw, ir.Constant(raw.type, None)), DOUBLE)
+            return b.uitofp(b.icmp_unsigned("!=", raw, ir.Constant(raw.type, None)), double)
         if dtype in INTEGER_TYPES:
             _, signed = INTEGER_TYPES[dtype]
-            return b.sitofp(raw, DOUBLE) if signed else b.uitofp(raw, DOUBLE)
+            return b.sitofp(raw, double) if signed else b.uitofp(raw, double)
         if dtype == "float64":
             return raw
         wide = storage.widen(e, raw, dtype)
-        return wide if wide.type == DOUBLE else b.fpext(wide, DOUBLE)
+        return wide if wide.type == double else b.fpext(wide, double)
 
     def _bounds_of_type(self, load: Load, table: TableView) -> Bounds:
         """The smallest and largest value that the type of a table holds."""
