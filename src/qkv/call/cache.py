@@ -138,7 +138,9 @@ class CallCache:
         """The entry of a structure, if anything is prepared for it."""
         if self._conditions != conditions():
             self._forget()
-        return self._entries.get(_without_position(structure))
+        if type(structure.options.q_offset) is int:
+            structure = _without_position(structure)
+        return self._entries.get(structure)
 
     def is_new(self, structure: Structure, form: Form) -> bool:
         """Whether a form is seen for the first time; it is not, from then on.

@@ -23,9 +23,10 @@ _MOST_FREE = 4
 class Pool(Generic[Thing]):
     """Things that one call at a time uses, kept for later calls: one for each thread at once."""
 
-    def __init__(self, make: Callable[[], Thing], most: int = 64) -> None:
-        self._make, self._most = make, most
+    def __init__(self, make: Callable[[], Thing]) -> None:
+        self._make = make
         self._free: list[Thing] = []
+        self.give_back: Callable[[Thing], None] = self._free.append
 
     def take(self) -> Thing:
         """One that is free, or made if there is none."""
@@ -33,10 +34,6 @@ class Pool(Generic[Thing]):
             return self._free.pop()
         except IndexError:
             return self._make()
-
-    def give_back(self, thing: Thing) -> None:
-        if len(self._free) < self._most:
-            self._free.append(thing)
 
 
 class Scratch:
@@ -72,8 +69,17 @@ class BriefJob(NamedTuple):
 
 def take_scratch(size: int, reserve: int = 0) -> Scratch:
     """Scratch of at least `size` bytes; `reserve` more if it is made for this call."""
-    scratch = _scratch.take()
-    return scratch if scratch is not None and scratch.size >= size else Scratch(size + reserve)
+    try:
+        scratch = _free.pop()
+    except IndexError:
+        return Scratch(size + reserve)
+    return scratch if scratch.size >= size else Scratch(size + reserve)
+
+
+def return_scratch(scratch: Scratch) -> None:
+    """Keep it for a later call, unless enough is kept."""
+    if len(_free) < _MOST_FREE:
+        _free.append(scratch)
 
 
 def scratch_of_brief_jobs(size: int) -> Scratch:
@@ -86,6 +92,4 @@ def scratch_of_brief_jobs(size: int) -> Scratch:
 
 _of_brief_jobs: Scratch | None = None
 
-
-_scratch: Pool[Scratch | None] = Pool(lambda: None, _MOST_FREE)
-return_scratch = _scratch.give_back
+_free: list[Scratch] = []

@@ -179,12 +179,16 @@ class StepsOfAnyLength:
         between_products: bool = False,
     ) -> bool:
         """See `qkv.backends.PreparedSteps`."""
-        if self._sinks is None and kv_len <= self._told.brief_keys:
+        no_sinks = self._sinks is None
+        if no_sinks and kv_len <= self._told.brief_keys:
             return self._told.brief_step(out, lse, q_shift, *operands)
 
         def run(block: ArgumentBlock) -> bool:
             share = self._pass.share(kv_len, between_products=between_products)
             return self._pass.run(block, share, keep_alive)
+
+        if no_sinks:
+            return self._told.step(kv_len, (out, lse, q_shift, *operands), run)
 
         def attend(keys_out: int, keys_lse: int) -> bool:
             return self._told.step(kv_len, (keys_out, keys_lse, q_shift, *operands), run)
