@@ -114,6 +114,8 @@ class BoundCall(NamedTuple):
     @property
     def roles(self) -> list[str]:
         """What messages call each leaf: an operand, an option, a bare mask, an array of a class."""
+        if len(self.leaves) == len(_OPERANDS) and self.structure.is_plain:
+            return list(_OPERANDS)
         operands, variants, options, *_ = self.structure
         leaves = iter(self.leaves)
         roles: list[str] = []
@@ -190,7 +192,7 @@ def bind(
         if options is DEFAULTS:
             return BoundCall(_PLAIN_CALL, [query, key, value])
         # Not while another library compiles, which would have to read `lru_cache`.
-        if whole is None and _are_simple(*options):
+        if whole is None and type(options.q_offset) is not int and _are_simple(*options):
             return BoundCall(_plain_structure(*options), [query, key, value])
     leaves = Leaves.none()
     operands, arrays = _PLAIN, leaves.arrays
@@ -202,10 +204,12 @@ def bind(
     trees = tuple([flatten(variant, leaves, "in_place", whole) for variant in variants])
     option_trees = _DEFAULT_OPTIONS
     if options is not DEFAULTS:
-        if whole is None and _are_simple(*options):
-            option_trees = _simple_options(*options)
-        else:
+        if whole is not None or not _are_simple(*options):
             option_trees = OptionValues(*[flatten(o, leaves, "value", whole) for o in options])
+        elif type(options.q_offset) is int:
+            option_trees = _with_position(*options)
+        else:
+            option_trees = _simple_options(*options)
     read = map(tuple, leaves[1:]) if leaves.by_value else ()
     return BoundCall(Structure(operands, trees, option_trees, *read), arrays)
 
@@ -216,10 +220,18 @@ def _are_simple(
     """Whether options hold no arrays; 0.0 is left out, because it equals -0.0."""
     return (
         (scale is None or (type(scale) is float and scale != 0))
-        and (q_offset is None or type(q_offset) is str)
+        and (q_offset is None or type(q_offset) is str or type(q_offset) is int)
         and type(kv_offset) is int
         and type(layout) is type(backend) is str
     )
+
+
+def _with_position(
+    scale: object, layout: object, q_offset: int, kv_offset: object, backend: object
+) -> OptionValues:
+    """The trees of options of which a number changes from step to step, and is not remembered."""
+    of_scale = _simple_options(scale, layout, None, kv_offset, backend).scale
+    return OptionValues(of_scale, layout, q_offset, kv_offset, backend)
 
 
 @lru_cache(maxsize=256)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from qkv._forks import RenewedLock
@@ -221,8 +222,14 @@ def _without_position(structure: Structure) -> Structure:
     if type(options.q_offset) is not int:
         return structure
     scale, layout, _, kv_offset, backend = options
-    elsewhere = OptionValues(scale, layout, int, kv_offset, backend)
-    return Structure(structure[0], structure[1], elsewhere, *structure[3:])
+    operands, variants, _, by_value, lengths, per_step = structure
+    elsewhere = _at_any_position(scale, layout, kv_offset, backend)
+    return Structure(operands, variants, elsewhere, by_value, lengths, per_step)
+
+
+@lru_cache(maxsize=256)
+def _at_any_position(scale: Any, layout: Any, kv_offset: Any, backend: Any) -> OptionValues:
+    return OptionValues(scale, layout, int, kv_offset, backend)
 
 
 CALLS = CallCache()

@@ -204,4 +204,7 @@ def views_of(bound: BoundCall) -> tuple[ArrayLibrary, tuple[Array, ...]]:
     library = library_of(bound.leaves[0], "query")
     if all(type(leaf) is np.ndarray for leaf in bound.leaves):  # They are views of themselves.
         return library, tuple(bound.leaves)
-    return library, tuple(map(partial(view_beside, library), bound.leaves, bound.roles))
+    try:
+        return library, tuple([view_beside(library, leaf, "an array") for leaf in bound.leaves])
+    except QkvError:  # Again, with the names of the arrays, which take longer than all else.
+        return library, tuple(map(partial(view_beside, library), bound.leaves, bound.roles))
