@@ -276,6 +276,9 @@ def test_what_is_no_text_is_said(tmp_path: Path) -> None:
         qkv.hf.inspect_corpus(model(), [0.5], tmp_path / "b")
     with pytest.raises(qkv.ArgumentError, match="there is no text"):
         qkv.hf.inspect_corpus(model(), [], tmp_path / "c")
+    with pytest.raises(qkv.ArgumentError, match="texts is one str of 5 characters"):
+        qkv.hf.inspect_corpus(model(), "words", tmp_path / "str")
+    assert not (tmp_path / "str").exists()
     for n, empty in enumerate(([], torch.zeros((1, 0), dtype=torch.long))):
         with pytest.raises(qkv.ArgumentError, match="text 1 has no tokens"):
             qkv.hf.inspect_corpus(model(), [[1, 2], empty], tmp_path / f"empty {n}")

@@ -61,10 +61,22 @@ def test_texts_that_are_none() -> None:
     for text, fact in (("", "has no tokens"), ([], "0 texts"), (3, "text=3 is no"), ([3], "is no")):
         with pytest.raises(qkv.ArgumentError, match=fact):
             qkv.hf.inspect(model, text, words)
+    padded = tokenizer(pad_token="<pad>")
+    with pytest.raises(qkv.ArgumentError, match="text 1 of 2 has no tokens"):
+        qkv.hf.inspect(model, ["the cat", ""], padded)
     with pytest.raises(qkv.ArgumentError, match="no decoder beside an encoder"):
         qkv.hf.inspect(model, "the cat", words, decoder_text="the cat")
     with pytest.raises(qkv.ArgumentError, match="there is no text"):
         qkv.hf.inspect(model, decoder_text="the cat")
+
+
+def test_training_mode_is_noted() -> None:
+    model, words = model_of("gpt2"), tokenizer()
+    assert not qkv.hf.inspect(model, "the cat", words).notes
+    record = qkv.hf.inspect(model.train(), "the cat", words)
+    model.eval()  # It is that of other tests, too.
+    assert "training mode" in record.notes[0]
+    assert "training mode" in str(record)
 
 
 def test_several_texts_are_one_batch() -> None:

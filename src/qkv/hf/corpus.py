@@ -77,7 +77,8 @@ def inspect_corpus(
     Raises
     ------
     ArgumentError
-        The model is in training mode, there is no text, or one is of another kind.
+        The model is in training mode, there is no text, or one is of another kind, or `texts` is
+        one string.
     DistributedError
         Ranks were called with different things, one of them failed, or none finished a chunk within
         the timeout; the message names the rank.
@@ -232,6 +233,11 @@ class _Run:
             return ArgumentError(
                 f"{type(self.model).__name__} is in training mode, where dropout changes numbers.",
                 action="Call model.eval().",
+            )
+        if isinstance(self.texts, str):
+            return ArgumentError(
+                f"texts is one str of {len(self.texts)} characters, each of which would be a text.",
+                action="Pass a list of texts.",
             )
         if not self.folder.texts:
             return ArgumentError("there is no text.", action="Pass one or more.")

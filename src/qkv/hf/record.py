@@ -139,6 +139,8 @@ def inspect(
     of a layer are made of another sequence than its queries, as the layer's arguments show. What a
     backward pass computes anew (activation checkpointing) is not recorded again.
 
+    A model in training mode is recorded as it runs, and `record.notes` says so.
+
     Unknown tokens, `tokenizer.unk_token_id`, are left out of duplicate and induction. Inside of the
     `with`, `record.unknown_id = ...` says which id that is, before the model is called.
 
@@ -220,6 +222,12 @@ def _recorded(
     warn_of_silent(model, run.silent.names, len(record))
 
 
+_IN_TRAINING = (
+    "The model was in training mode, where dropout changes what later layers read: call "
+    "model.eval() first."
+)
+
+
 @dataclass(slots=True)
 class _Run:
     """One run of a model: what it is called with, and the layers that have been seen."""
@@ -268,6 +276,8 @@ class _Run:
                 "call the model once on all of it.",
             )
         self.inputs = {"input_ids": args[0], **inputs} if args else inputs
+        if self.model.training:
+            self.record.notes.append(_IN_TRAINING)
         ids = self._given("input_ids")
         self.record.tokens = None if ids is None else np.array(ids)
         self._check_length(ids)

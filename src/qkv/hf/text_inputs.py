@@ -36,6 +36,10 @@ def inputs_of_text(
         padded.
     """
     inputs = dict(tokenizer(_texts(text), return_tensors="pt", **_padding(text, tokenizer)))
+    real = inputs.get("attention_mask")
+    if real is not None and len(real) > 1 and not real.any(dim=1).all():
+        first = int(real.any(dim=1).logical_not().nonzero()[0])
+        raise ArgumentError(f"text {first} of {len(real)} has no tokens.", action="Leave it out.")
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         start = torch.tensor([[_start_token(model)]])
