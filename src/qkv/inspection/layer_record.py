@@ -55,7 +55,11 @@ class LayerRecord:
 
     @property
     def rows(self) -> dict[str, Array]:
-        """Each score, query by query: `(batch, num_heads, q_len)`."""
+        """Each score, query by query: `(batch, num_heads, q_len)`.
+
+        NaN for padding. 0 where a query has no such key, as the first token has no previous one;
+        the means of `heads()` leave these queries out.
+        """
         return self.scores.rows
 
     @property
