@@ -39,6 +39,7 @@ _OWN_MODELS = (
     "Record the layers of an own model with qkv.ModelRecord: record.add(query, key, qkv.Causal(), "
     'name="layer 0") for each of them, as docs/inspect-models.md shows.'
 )
+_IN_TRAINING = "The model was in training mode: dropout changes what later layers read."
 
 
 @overload
@@ -139,8 +140,6 @@ def inspect(
     of a layer are made of another sequence than its queries, as the layer's arguments show. What a
     backward pass computes anew (activation checkpointing) is not recorded again.
 
-    A model in training mode is recorded as it runs, and `record.notes` says so.
-
     Unknown tokens, `tokenizer.unk_token_id`, are left out of duplicate and induction. Inside of the
     `with`, `record.unknown_id = ...` says which id that is, before the model is called.
 
@@ -182,8 +181,7 @@ def inspect(
         model(**inputs)
     record.texts = token_texts(tokenizer, inputs["input_ids"][0].tolist())
     if "decoder_input_ids" in inputs:
-        answer = inputs["decoder_input_ids"][0].tolist()
-        record.decoder_texts = token_texts(tokenizer, answer)
+        record.decoder_texts = token_texts(tokenizer, inputs["decoder_input_ids"][0].tolist())
     return record
 
 
@@ -220,12 +218,6 @@ def _recorded(
     run.require_layers()
     record.require_kept()
     warn_of_silent(model, run.silent.names, len(record))
-
-
-_IN_TRAINING = (
-    "The model was in training mode, where dropout changes what later layers read: call "
-    "model.eval() first."
-)
 
 
 @dataclass(slots=True)
@@ -297,8 +289,7 @@ class _Run:
             answers = self._given("decoder_input_ids")
             if answers is not None:
                 require_positions(self.model, answers.shape[1], decoder=True)
-        positions = positions_of(config)
-        if positions is not None and count > positions:
+        if (positions := positions_of(config)) is not None and count > positions:
             warn_beyond(count, positions, can_be_scaled(config))
 
     def see(self, call: LayerCall) -> None:
