@@ -32,7 +32,7 @@ def run_prepared(bound: BoundCall, rows: bool) -> Any:
         return None
     run: Run | None = entry.first_of_tensors
     if run is not None:
-        read = bound.read_in_place if bound.structure.by_value else bound.leaves
+        read = bound.read_in_place
         if _fits(run, bound, read):
             results = run.compute(bound, read, rows)
             if results is not None:

@@ -229,7 +229,8 @@ def _are_simple(
 def _with_position(
     scale: object, layout: object, q_offset: int, kv_offset: object, backend: object
 ) -> OptionValues:
-    """The trees of options of which a number changes from step to step, and is not remembered."""
+    """The trees of options with a number as `q_offset`, which is not kept in `_simple_options`:
+    each decoding step has another one."""
     of_scale = _simple_options(scale, layout, None, kv_offset, backend).scale
     return OptionValues(of_scale, layout, q_offset, kv_offset, backend)
 

@@ -139,6 +139,7 @@ class CallCache:
         """The entry of a structure, if anything is prepared for it."""
         if self._conditions != conditions():
             self._forget()
+        # Most structures have no position, and a call of Python takes as long as the look-up.
         if type(structure.options.q_offset) is int:
             structure = _without_position(structure)
         return self._entries.get(structure)

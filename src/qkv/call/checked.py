@@ -206,5 +206,7 @@ def views_of(bound: BoundCall) -> tuple[ArrayLibrary, tuple[Array, ...]]:
         return library, tuple(bound.leaves)
     try:
         return library, tuple([view_beside(library, leaf, "an array") for leaf in bound.leaves])
-    except QkvError:  # Again, with the names of the arrays, which take longer than all else.
+    except QkvError:
+        # The message needs the names of the arrays. Finding them takes longer than all else here,
+        # so it is left until an array is refused.
         return library, tuple(map(partial(view_beside, library), bound.leaves, bound.roles))

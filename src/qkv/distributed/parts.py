@@ -60,6 +60,7 @@ class Merged:
             self._add(at, unrounded[..., block, :], lse)
 
     def _add(self, rows: slice, of_part: Array, lse_of_part: Array) -> None:
+        """Merge output and lse of a block of the part's rows in."""
         out, lse = self.out[..., rows, :], self.lse[..., rows]
         with np.errstate(all="ignore"):
             total = np.logaddexp(lse, lse_of_part)

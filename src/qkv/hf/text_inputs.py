@@ -32,8 +32,8 @@ def inputs_of_text(
     Raises
     ------
     ArgumentError
-        There is no text, or no start token of the decoder, or texts of several lengths cannot be
-        padded.
+        There is no text, one of several has no tokens, there is no start token of the decoder, or
+        texts of several lengths cannot be padded.
     """
     inputs = dict(tokenizer(_texts(text), return_tensors="pt", **_padding(text, tokenizer)))
     real = inputs.get("attention_mask")
