@@ -17,6 +17,9 @@ __all__ = ["Links", "Pending", "group_of", "outside_of_graphs"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+Message = torch.Tensor | tuple[torch.Tensor, ...]
+"""One tensor or several for one rank, which receives as many."""
+
 TIMEOUT = 300.0
 """Seconds that a rank waits for another, unless told otherwise."""
 
@@ -79,21 +82,23 @@ class Links:
         self.rank = dist.get_rank(self.group)
         self.ranks = dist.get_world_size(self.group)
 
-    def exchange(
-        self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
-    ) -> Pending:
+    def exchange(self, sends: Mapping[int, Message], receives: Mapping[int, Message]) -> Pending:
         """Begin to send tensors, and to receive into others; both by rank of the group.
 
         The tensors are contiguous, and stay untouched until `wait` has returned.
         """
         operations = []
         peers = []
-        for function, tensors in ((dist.irecv, receives), (dist.isend, sends)):
-            for peer, tensor in sorted(tensors.items()):
-                if tensor.numel():
-                    there = dist.get_global_rank(self.group, peer)
-                    operations.append(dist.P2POp(function, tensor, there, self.group, self.number))
-                    peers.append(peer)
+        for function, messages in ((dist.irecv, receives), (dist.isend, sends)):
+            for peer in sorted(messages):
+                message = messages[peer]
+                there = dist.get_global_rank(self.group, peer)
+                for tensor in (message,) if isinstance(message, torch.Tensor) else message:
+                    if tensor.numel():
+                        operations.append(
+                            dist.P2POp(function, tensor, there, self.group, self.number)
+                        )
+                        peers.append(peer)
         if not operations:
             return Pending(self, (), ())
         try:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from qkv.distributed.arrays import concatenated, taken
 from qkv.errors import ArgumentError, ShapeError
 
-__all__ = ["Order", "assigned"]
+__all__ = ["Order", "assigned", "numbers"]
 
 Array = NDArray[Any]
 
@@ -86,7 +86,7 @@ class Order:
 
     def position_ids(self, rank: int) -> Array:
         """The row numbers of a rank's shard in the whole sequence, int64."""
-        return _numbers(self.runs[rank])
+        return numbers(self.runs[rank])
 
     def shard(self, array: Any, rank: int, axis: int = -2) -> Any:
         """The rows of a whole array that a rank holds.
@@ -184,7 +184,8 @@ def _runs_of(numbers: Array) -> tuple[range, ...]:
     return tuple(range(int(p[0]), int(p[-1]) + 1) for p in pieces if len(p))
 
 
-def _numbers(runs: Sequence[range]) -> Array:
+def numbers(runs: Sequence[range]) -> Array:
+    """The numbers of the rows of some runs, one run after another."""
     parts = [np.arange(run.start, run.stop, run.step, dtype=np.int64) for run in runs]
     return np.concatenate([np.zeros(0, np.int64), *parts])
 

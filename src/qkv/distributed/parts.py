@@ -14,16 +14,20 @@ from qkv.inspection.replay import Replay
 from qkv.inspection.statistics import weight_statistics
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.backward import BackwardInputs, OperandGradients
+from qkv.problem.bounds import bound
+from qkv.problem.expressions import variables
+from qkv.problem.intervals import Interval
 from qkv.problem.part import PartOf
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import Rows
-from qkv.problem.tiles import TileGrid, TileKind
 
-__all__ = ["Merged", "Parts", "ShardRows", "is_needed"]
+__all__ = ["Merged", "Parts", "Places", "ShardRows", "is_needed"]
 
 Array = NDArray[Any]
-_TILES = 64
-"""Tiles along one side of a pair of runs whose mask is looked at."""
+Places = tuple[tuple[range, slice], ...]
+"""Runs of rows, and where each lies in its shard."""
+_TILES = 1, 8, 64
+"""Tiles along one side of a pair of runs whose mask is looked at; more where few do not tell."""
 _BLOCK = 2**19
 """Bytes of output that are merged at a time."""
 
@@ -46,18 +50,30 @@ class Merged:
         return cls(np.zeros(shape, dtype), np.full(shape[:-1], -np.inf))
 
     def add(self, rows: slice, part: Partial) -> None:
-        """Merge a part of the rows' keys in; in blocks, so that what is made stays in cache."""
+        """Merge a part of the rows' keys in, whose arrays become this one's to write to.
+
+        It goes in blocks, so that what is made stays in cache.
+        """
         unrounded = part.out if part.unrounded is None else part.unrounded
+        if self._is_all(part, unrounded):
+            self.out, self.lse = unrounded, _float64_lse(part)
+            return
         count, size = part.lse.shape[-1], max(1, unrounded.nbytes)
         step = max(1, count * _BLOCK // size)
         first = rows.indices(self.lse.shape[-1])[0]
         for start in range(0, count, step):
             block = slice(start, min(start + step, count))
-            lse = part.lse[..., block].astype(np.float64)
-            if part.lse_rest is not None:
-                lse += part.lse_rest[..., block]
             at = slice(first + block.start, first + block.stop)
-            self._add(at, unrounded[..., block, :], lse)
+            self._add(at, unrounded[..., block, :], _float64_lse(part, block))
+
+    def _is_all(self, part: Partial, out: Array) -> bool:
+        """Whether the first part has all rows, and a key for each of them."""
+        of_part = out.shape, out.dtype, out.flags.writeable
+        return (
+            of_part == (self.out.shape, self.out.dtype, True)
+            and bool(np.isneginf(self.lse).all())
+            and not bool(np.isneginf(part.lse).any())
+        )
 
     def _add(self, rows: slice, of_part: Array, lse_of_part: Array) -> None:
         """Merge output and lse of a block of the part's rows in."""
@@ -88,9 +104,7 @@ class Merged:
         if self.entropy is None or self.largest is None:
             self.entropy, self.largest = np.zeros(self.lse.shape), np.full(self.lse.shape, -np.inf)
         entropy, largest, lse = (a[..., rows] for a in (self.entropy, self.largest, self.lse))
-        of_lse = part.lse.astype(np.float64)
-        if part.lse_rest is not None:
-            of_lse += part.lse_rest
+        of_lse = _float64_lse(part)
         with np.errstate(all="ignore"):
             total = np.logaddexp(lse, of_lse)
             base = np.where(np.isneginf(total), 0.0, total)
@@ -123,6 +137,12 @@ class Merged:
         with np.errstate(invalid="ignore"):
             rest = np.where(np.isfinite(rounded), lse - rounded, 0.0).astype(out.dtype)
         return out, rounded, rest
+
+
+def _float64_lse(part: Partial, rows: slice = slice(None)) -> Array:
+    """Its lse of some rows with the rounding error added."""
+    lse = part.lse[..., rows].astype(np.float64)
+    return lse if part.lse_rest is None else lse + part.lse_rest[..., rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,22 +178,28 @@ class Parts:
     backend: str
     heads: range
     kv_heads: range
-    computed: int = 0
-    skipped: int = 0
     _needed: dict[tuple[range, range], bool] = field(default_factory=dict)
 
     def pairs(self, queries: ShardRows, keys: ShardRows) -> Iterator[tuple[PartOf, slice, slice]]:
         """The parts between two shards in which a query may see a key."""
         for q_run, q_at in queries:
             for kv_run, kv_at in keys:
-                place = q_run, kv_run
-                if place not in self._needed:
-                    self._needed[place] = is_needed(self.whole, q_run, kv_run)
-                if self._needed[place]:
-                    self.computed += 1
+                if self._is_needed(q_run, kv_run):
                     yield PartOf(q_run, kv_run, self.heads, self.kv_heads), q_at, kv_at
-                else:
-                    self.skipped += 1
+
+    def needed(self, queries: ShardRows, keys: ShardRows) -> Places:
+        """The runs of keys that some query may see, and where each lies in its shard."""
+        return tuple(
+            (kv_run, kv_at)
+            for kv_run, kv_at in keys
+            if any(self._is_needed(q_run, kv_run) for q_run, _ in queries)
+        )
+
+    def _is_needed(self, q_run: range, kv_run: range) -> bool:
+        place = q_run, kv_run
+        if place not in self._needed:
+            self._needed[place] = is_needed(self.whole, q_run, kv_run)
+        return self._needed[place]
 
     def attend(
         self,
@@ -281,26 +307,40 @@ def _with_statistics(backend: Backend, problem: Problem) -> tuple[Partial, RowSt
 def is_needed(whole: Problem, q_run: range, kv_run: range) -> bool:
     """Whether a query of one run may see a key of the other; True where that cannot be told."""
     spec = whole.spec
-    empty = np.zeros((0, 0))
     if not (len(q_run) and len(kv_run)):
         return False
-    part = PartOf(q_run, kv_run, range(spec.num_heads), range(spec.num_kv_heads))
-    problem = part.of(whole, empty, empty, empty)
-    grid = TileGrid(
-        problem.spec.mask,
-        problem.operands.tables,
-        len(q_run),
-        len(kv_run),
-        -(-len(q_run) // _TILES),
-        -(-len(kv_run) // _TILES),
-    )
-    batches: Sequence[int] = range(spec.batch_size if "batch" in grid.depends_on else 1)
-    heads: Sequence[int] = range(spec.num_heads if "head" in grid.depends_on else 1)
-    return any(
-        bool((grid.classify(batch, head) != TileKind.EMPTY).any())
-        for batch in batches
-        for head in heads
-    )
+    read = variables(spec.mask)
+    batches: Sequence[int] = range(spec.batch_size if "batch" in read else 1)
+    heads: Sequence[int] = range(spec.num_heads if "head" in read else 1)
+    for tiles in _TILES:
+        q_index, kv_index = _tiles(q_run, tiles, axis=-2), _tiles(kv_run, tiles, axis=-1)
+        allowed = [
+            bound(
+                spec.mask,
+                {
+                    "q_index": q_index,
+                    "kv_index": kv_index,
+                    "batch": Interval.of(batch, batch),
+                    "head": Interval.of(head, head),
+                },
+                whole.operands.tables,
+            )
+            for batch in batches
+            for head in heads
+        ]
+        if any(bool((of.low >= 1).any()) for of in allowed):
+            return True
+        if all(bool((of.high <= 0).all()) for of in allowed):
+            return False
+    return True
+
+
+def _tiles(run: range, count: int, axis: int) -> Interval:
+    """The least and the largest number of each of so many parts of a run."""
+    size = -(-len(run) // count)
+    start = np.expand_dims(np.arange(0, len(run), size, dtype=np.int64), -3 - axis)
+    stop = np.minimum(start + size, len(run))
+    return Interval(run.start + run.step * start, run.start + run.step * (stop - 1))
 
 
 def _rows(rows: Rows, at: slice) -> Any:

@@ -190,13 +190,14 @@ def choose_strategy(problem: Problem, queries: Order, keys: Order, *, two: bool)
 
 def _planned(problem: Problem, queries: Order, keys: Order, machine: Machine) -> DistributedPlan:
     spec = problem.spec
-    work = pairs_between(problem, queries, keys) * 2 * (spec.head_dim + spec.v_head_dim)
+    pairs, needed_rows = pairs_between(problem, queries, keys)
+    work = pairs * 2 * (spec.head_dim + spec.v_head_dim)
     rows = np.array([keys.rows(rank) for rank in range(keys.ranks)])
     item = problem.operands.query.itemsize
     row_bytes = spec.batch_size * spec.num_kv_heads * (spec.head_dim + spec.v_head_dim) * item
     sizes = rows * row_bytes
     strategies = {
-        "ring": _ring(work, sizes, machine),
+        "ring": _ring(work, sizes, needed_rows * row_bytes, machine),
         "gather": _gather(work, sizes, machine),
         "ulysses": _ulysses(problem, work, queries, sizes, machine),
     }
@@ -207,20 +208,19 @@ def _planned(problem: Problem, queries: Order, keys: Order, machine: Machine) ->
     return DistributedPlan(strategies, best, reason, queries.ranks, queries.name)
 
 
-def _ring(work: Array, sizes: Array, machine: Machine) -> StrategyPlan:
+def _ring(work: Array, sizes: Array, sent: Array, machine: Machine) -> StrategyPlan:
+    """A ring, on which each rank is sent so many bytes of each other's keys."""
     ranks = len(sizes)
     rank = np.arange(ranks)
     needed = work > 0
     owners = [(rank - step) % ranks for step in range(ranks)]
     compute = np.array([work[rank, owner] for owner in owners]) / machine.operations_per_second
-    arrive = np.array([
-        np.where(needed[rank, owner], machine.latency + sizes[owner] / machine.bytes_per_second, 0)
-        for owner in owners[1:]
-    ]).reshape(ranks - 1, ranks)  # fmt: skip
+    seconds = np.where(needed, machine.latency + sent / machine.bytes_per_second, 0.0)
+    arrive = np.array([seconds[rank, owner] for owner in owners[1:]]).reshape(ranks - 1, ranks)
     overlapped = np.maximum(compute[:-1], arrive).sum(axis=0) + compute[-1]
-    others = needed & ~np.eye(ranks, dtype=bool)
+    others = ~np.eye(ranks, dtype=bool)
     return StrategyPlan(
-        bytes_per_link=int((others * sizes).sum(axis=1).max()),
+        bytes_per_link=int((others * sent).sum(axis=1).max()),
         steps=int(needed.sum(axis=1).max()),
         skipped=int((~needed).sum()),
         balance=balance(work),

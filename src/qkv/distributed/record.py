@@ -183,10 +183,11 @@ class DistributedRecord:
             if shard is None:
                 continue
             owner = (ring.links.rank - step) % ring.links.ranks
-            for part, q_at, kv_at in ring.parts.pairs(own, keys):
-                key, value = (of[..., kv_at, :] for of in shard)
+            of_owner = dict(ShardRows(ring.keys.runs[owner]))
+            for part, q_at, at in ring.parts.pairs(own, keys):
+                key, value = (of[..., at, :] for of in shard)
                 problem = part.of(ring.parts.whole, query[..., q_at, :], key, value)
-                yield _Seen(owner, problem, part, q_at, kv_at)
+                yield _Seen(owner, problem, part, q_at, of_owner[part.kv_rows])
 
     def _inspectable(self, seen: _Seen) -> Inspectable | None:
         """The backend that computes a part, if it computes statistics of weights."""

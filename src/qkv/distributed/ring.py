@@ -1,7 +1,8 @@
 """Ring attention: queries stay, keys travel, partials merge.
 
-At step s, rank r computes its queries against the keys of rank r - s. Each rank sends its keys to
-the rank that needs them next, so that a step that the mask forbids is neither computed nor sent.
+At step s, rank r computes its queries against the keys of rank r - s. Each rank sends to the rank
+that computes next those runs of its keys that a query there may see, so that what the mask forbids
+is neither computed nor sent.
 The message of the next step is on its way while a step is computed. In the backward pass the
 gradients of keys and values travel back to the rank that owns them, which adds them up in the
 order of steps. Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for
@@ -24,12 +25,14 @@ from numpy.typing import NDArray
 from qkv.arrays.torch_arrays import TorchArrays
 from qkv.distributed.links import Links, Pending
 from qkv.distributed.order import Order
-from qkv.distributed.parts import GradientSums, Merged, Parts, Residuals, ShardRows
+from qkv.distributed.parts import GradientSums, Merged, Parts, Places, Residuals, ShardRows
 
 __all__ = ["Ring"]
 
 Array = NDArray[Any]
 _LIBRARY = TorchArrays()
+_Sides = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values, or their gradients."""
 
 
 @dataclass(slots=True)
@@ -92,7 +95,7 @@ class Ring:
         """Gradients of this rank's queries and of tables, and of its keys and values."""
         dtype = self.parts.whole.spec.compute_dtype
         sums = GradientSums(np.zeros(query.shape, dtype), tables)
-        back = _GradientsOnTheirWay(self, key, value)
+        back = _GradientsOnTheirWay(self, np.zeros(key.shape, dtype), np.zeros(value.shape, dtype))
         for step, keys, shard in self.key_shards(key, value):
             gradients = None
             if shard is not None:
@@ -102,60 +105,54 @@ class Ring:
             back.exchange(step, gradients)
         return sums, *back.finish()
 
-    def is_needed(self, rank: int, owner: int) -> bool:
-        """Whether a query of one rank may see a key of another."""
+    def needed(self, rank: int, owner: int) -> Places:
+        """The runs of an owner's keys that a query of a rank may see, and their place there."""
         queries, keys = ShardRows(self.queries.runs[rank]), ShardRows(self.keys.runs[owner])
-        return any(True for _ in self.parts.pairs(queries, keys))
+        return self.parts.needed(queries, keys)
 
     def key_shards(
         self, key: torch.Tensor, value: torch.Tensor
     ) -> Iterator[tuple[int, ShardRows, tuple[Array, Array] | None]]:
         """(step, rows, keys and values), own ones first; None where the mask forbids the step.
 
+        Of another rank's keys, those rows that a query here may see.
+
         With `gathered` there is one step, with all keys. Every rank makes its steps in this order,
         and so posts its messages in the same order as those that receive them.
         """
         links = self.links
-        own = _packed(key, value)
         if self.gathered:
-            yield 0, ShardRows((range(self.keys.length),)), self._all_keys(own, key, value)
+            yield 0, ShardRows((range(self.keys.length),)), self._all_keys(key, value)
             return
-        buffer: torch.Tensor | None = own
+        rows = ShardRows(self.keys.runs[links.rank])
+        shard: _Sides | None = key, value
         for step in range(links.ranks):
-            pending, following = self._request(step + 1, own, key, value)
-            owner = (links.rank - step) % links.ranks
-            shard = None if buffer is None else _unpacked(buffer, key, value)
-            yield step, ShardRows(self.keys.runs[owner]), shard
+            pending, following, buffer = self._request(step + 1, key, value)
+            yield step, rows, None if shard is None else _views(shard)
             pending.wait()
-            buffer = following
+            rows, shard = following, buffer
 
     def _request(
-        self, step: int, own: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[Pending, torch.Tensor | None]:
+        self, step: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[Pending, ShardRows, _Sides | None]:
         """Begin the messages of a step; nothing is sent that nobody needs."""
         links = self.links
         if step >= links.ranks:
-            return links.exchange({}, {}), None
+            return links.exchange({}, {}), ShardRows(()), None
         owner, reader = (links.rank - step) % links.ranks, (links.rank + step) % links.ranks
-        sends = {reader: own} if self.is_needed(reader, links.rank) else {}
-        if not self.is_needed(links.rank, owner):
-            return links.exchange(sends, {}), None
-        buffer = self._buffer(owner, key, value)
-        return links.exchange(sends, {owner: buffer}), buffer
+        there, here = self.needed(reader, links.rank), self.needed(links.rank, owner)
+        sends = {reader: _rows_at(there, key, value)} if there else {}
+        rows = ShardRows(tuple(run for run, _ in here))
+        buffers = {owner: _room(len(rows), key, value)} if here else {}
+        return links.exchange(sends, buffers), rows, buffers.get(owner)
 
-    def _buffer(self, owner: int, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        entries = (*key.shape[:-2], self.keys.rows(owner), key.shape[-1] + value.shape[-1])
-        return key.new_empty(int(np.prod(entries)))
-
-    def _all_keys(
-        self, own: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[Array, Array]:
-        links = self.links
+    def _all_keys(self, key: torch.Tensor, value: torch.Tensor) -> tuple[Array, Array]:
+        links, own = self.links, (key.contiguous(), value.contiguous())
         others = [rank for rank in range(links.ranks) if rank != links.rank]
-        buffers = {rank: self._buffer(rank, key, value) for rank in others}
+        buffers = {rank: _room(self.keys.rows(rank), key, value) for rank in others}
         links.exchange(dict.fromkeys(others, own), buffers).wait()
         buffers[links.rank] = own
-        shards = [_unpacked(buffers[rank], key, value) for rank in range(links.ranks)]
+        shards = [_views(buffers[rank]) for rank in range(links.ranks)]
         k, v = (self.keys.unshard([shard[side] for shard in shards]) for side in (0, 1))
         return k, v
 
@@ -163,11 +160,9 @@ class Ring:
 class _GradientsOnTheirWay:
     """Gradients of keys and values, from ranks that computed them to those that own the keys."""
 
-    def __init__(self, ring: Ring, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.ring = ring
-        dtype = ring.parts.whole.spec.compute_dtype
-        self.key, self.value = np.zeros(key.shape, dtype), np.zeros(value.shape, dtype)
-        self.waiting: tuple[Pending, torch.Tensor | None, torch.Tensor | None] | None = None
+    def __init__(self, ring: Ring, key: Array, value: Array) -> None:
+        self.ring, self.key, self.value = ring, key, value
+        self.waiting: tuple[Pending, tuple[Any, ...], _Sides | None, _Sides | None] | None = None
 
     def exchange(self, step: int, gradients: tuple[Array, Array] | None) -> None:
         """Send the gradients of a step to the owner; what arrived meanwhile is added up."""
@@ -183,15 +178,14 @@ class _GradientsOnTheirWay:
             return
         self._collect()
         owner, reader = (links.rank - step) % links.ranks, (links.rank + step) % links.ranks
-        sent = buffer = None
-        if gradients is not None:
-            sent = _packed(*map(torch.from_numpy, gradients))
-        if ring.is_needed(reader, links.rank):
-            buffer = torch.from_numpy(np.empty(self.key.size + self.value.size, self.key.dtype))
+        places = ring.needed(reader, links.rank)
+        sent = None if gradients is None else _tensors(*gradients)
+        rows = sum(len(run) for run, _ in places)
+        buffer = _room(rows, *_tensors(self.key, self.value)) if places else None
         pending = links.exchange(
             {} if sent is None else {owner: sent}, {} if buffer is None else {reader: buffer}
         )
-        self.waiting = pending, buffer, sent
+        self.waiting = pending, places, buffer, sent  # What is sent stays until it has arrived.
 
     def finish(self) -> tuple[Array, Array]:
         """The sums of all ranks."""
@@ -201,46 +195,54 @@ class _GradientsOnTheirWay:
     def _collect(self) -> None:
         if self.waiting is None:
             return
-        pending, buffer, _ = self.waiting
+        pending, places, buffer, _ = self.waiting
         self.waiting = None
         pending.wait()
         if buffer is not None:
-            self._add(buffer)
+            self._add(buffer, places)
 
-    def _add(self, buffer: torch.Tensor) -> None:
-        flat = buffer.numpy()
-        self.key += flat[: self.key.size].reshape(self.key.shape)
-        self.value += flat[self.key.size :].reshape(self.value.shape)
+    def _add(self, gradients: _Sides, places: Places) -> None:
+        rows = ShardRows(tuple(run for run, _ in places))
+        for (_, own), (_, at) in zip(places, rows, strict=True):
+            for total, gradient in zip((self.key, self.value), gradients, strict=True):
+                total[..., own, :] += gradient[..., at, :].numpy()
 
     def _scatter(self, d_key: Array, d_value: Array) -> None:
         """Every owner gets its rows from every rank, and adds them up in the order of ranks."""
         ring, links = self.ring, self.ring.links
         parts = {}
         for rank in range(links.ranks):
-            sides = (ring.keys.shard(of, rank) for of in (d_key, d_value))
-            parts[rank] = _packed(*map(torch.from_numpy, sides))
+            parts[rank] = _tensors(*(ring.keys.shard(of, rank) for of in (d_key, d_value)))
         own = parts.pop(links.rank)
-        buffers = {rank: torch.empty_like(own) for rank in parts}
+        buffers = {rank: _room(ring.keys.rows(links.rank), *own) for rank in parts}
         links.exchange(parts, buffers).wait()
         buffers[links.rank] = own
+        places = tuple(ShardRows(ring.keys.runs[links.rank]))
         for rank in range(links.ranks):
-            self._add(buffers[rank])
+            self._add(buffers[rank], places)
 
 
-def _packed(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Keys and values as one message."""
-    return torch.cat([key.reshape(-1), value.reshape(-1)])
+def _rows_at(places: Places, key: torch.Tensor, value: torch.Tensor) -> _Sides:
+    """Some runs of a shard's rows, one after another; not copied where they are all of it."""
+
+    def taken(side: torch.Tensor) -> torch.Tensor:
+        runs = [side[..., at, :] for _, at in places]
+        return runs[0].contiguous() if len(runs) == 1 else torch.cat(runs, -2)
+
+    return taken(key), taken(value)
 
 
-def _unpacked(packed: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[Array, Array]:
-    """Keys and values of a message whose rows have the shapes of these."""
-    heads = key.shape[:-2]
-    count = int(np.prod(heads))
-    width = key.shape[-1] + value.shape[-1]
-    rows = packed.numel() // (count * width) if count * width else 0
-    flat = _LIBRARY.view(packed, "a message")
-    split = count * rows * key.shape[-1]
-    return (
-        flat[:split].reshape(*heads, rows, key.shape[-1]),
-        flat[split:].reshape(*heads, rows, value.shape[-1]),
-    )
+def _room(rows: int, key: torch.Tensor, value: torch.Tensor) -> _Sides:
+    """Memory for so many rows, whose other sizes and types are those of these."""
+    of_key, of_value = (of.new_empty((*of.shape[:-2], rows, of.shape[-1])) for of in (key, value))
+    return of_key, of_value
+
+
+def _views(sides: _Sides) -> tuple[Array, Array]:
+    key, value = sides
+    return _LIBRARY.view(key, "key"), _LIBRARY.view(value, "value")
+
+
+def _tensors(key: Array, value: Array) -> _Sides:
+    """Of arrays without gaps, without a copy."""
+    return torch.from_numpy(key), torch.from_numpy(value)

@@ -139,11 +139,12 @@ class _Attend(torch.autograd.Function):
         merged = call.ring.forward(_LIBRARY.view(query, "query"), key, value, backward=backward)
         out, lse, rest = merged.finished(call.sinks)
         ctx.call = call
+        # The backward pass reads what the caller may write to.
+        own = out.astype(call.call.dtype, copy=backward), lse.copy() if backward else lse
         if backward:
             ctx.save_for_backward(query, key, value, *arrays)
             ctx.kept = out, lse, rest
-        rounded = _LIBRARY.restore(out.astype(call.call.dtype))
-        return rounded, torch.from_numpy(lse.copy())
+        return _LIBRARY.restore(own[0]), torch.from_numpy(own[1])
 
     @staticmethod
     @once_differentiable

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.distributed.order import Order, assigned
+from qkv.distributed.order import Order, assigned, numbers
 from qkv.problem.check import check
 from qkv.problem.evaluate import evaluate
 from qkv.problem.part import placeholder
@@ -120,16 +120,25 @@ def problem_of(
     return check(empty, empty, empty, given, q_offset=q_offset, kv_offset=kv_offset)
 
 
-def pairs_between(problem: Problem, queries: Order, keys: Order) -> Array:
-    """Pairs that each rank's queries see of each rank's keys `(ranks, ranks)`, about.
+def pairs_between(problem: Problem, queries: Order, keys: Order) -> tuple[Array, Array]:
+    """How much each rank's queries see of each rank's keys, both `(ranks, ranks)`, about.
 
-    Summed over batch rows and heads; where masks have very many tiles that are forbidden in part,
-    these count as half.
+    Returns
+    -------
+    pairs : array
+        Of a query and a key that it sees, summed over batch rows and heads. Where masks have very
+        many tiles that are forbidden in part, these count as half.
+    rows : array
+        Keys in those runs of which a query sees at least one.
     """
     density = _density(problem)
-    q_share = _shares(queries, density.shape[0])
-    kv_share = _shares(keys, density.shape[1])
-    return np.asarray(q_share @ density @ kv_share.T)
+    seen = _shares(queries, density.shape[0]) @ density
+    pairs, rows = np.zeros((2, queries.ranks, keys.ranks))
+    for rank in range(keys.ranks):
+        of_runs = seen @ _shares_of_runs(keys, rank, density.shape[1]).T
+        pairs[:, rank] = of_runs.sum(axis=1)
+        rows[:, rank] = (of_runs > 0) @ np.array([len(run) for run in keys.runs[rank]])
+    return pairs, rows
 
 
 def balance(work: Array) -> float:
@@ -184,12 +193,15 @@ def _counted(grid: TileGrid, tiles: Array, batch: int, head: int) -> Array:
 
 def _shares(order: Order, tiles: int) -> Array:
     """The share of each tile's rows that each rank holds `(ranks, tiles)`."""
+    return np.array([_shares_of_runs(order, r, tiles).sum(axis=0) for r in range(order.ranks)])
+
+
+def _shares_of_runs(order: Order, rank: int, tiles: int) -> Array:
+    """The share of each tile's rows in each run of a rank `(runs, tiles)`."""
     tile = max(1, -(-order.length // max(tiles, 1)))
-    shares = np.zeros((order.ranks, tiles))
-    for rank in range(order.ranks):
-        held = np.bincount(order.position_ids(rank) // tile, minlength=tiles)
-        shares[rank] = held / np.minimum(tile, order.length - tile * np.arange(tiles))
-    return shares
+    held = [np.bincount(numbers((run,)) // tile, minlength=tiles) for run in order.runs[rank]]
+    sizes = np.minimum(tile, order.length - tile * np.arange(tiles))
+    return np.array(held).reshape(len(held), tiles) / sizes
 
 
 def _dealt(work: Array, ranks: int) -> NDArray[np.int64]:
