@@ -349,7 +349,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=__doc__)
     parser.add_argument("command", choices=("speed", "prediction", "memory", "balance"))
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=16)
     options = parser.parse_args()
     if options.command == "balance":
         from benchmarks.balance import balance  # It reads private modules of torch.

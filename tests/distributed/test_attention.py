@@ -95,3 +95,9 @@ def test_four_ranks(group: Any, name: str, strategy: str) -> None:
 def test_float64_and_the_other_layout(group: Any) -> None:
     check(group, 2, "alibi", "ring", "zigzag", torch.float64, "blhd")
     check(group, 2, "alibi", "ulysses", "contiguous", torch.float64, "blhd")
+
+
+@pytest.mark.slow
+def test_runs_from_the_middle_of_a_shard(group: Any) -> None:
+    """A window in zigzag order needs the second run of a neighbour's shard, and not its first."""
+    check(group, 3, "window", "ring", "zigzag")
