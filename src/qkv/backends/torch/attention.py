@@ -19,7 +19,9 @@ from qkv.partial import Partial
 from qkv.problem.philox import dropout_factors
 from qkv.problem.spec import Problem
 
-__all__ = ["TensorAttention", "hides_values", "needs_derivatives", "softmax"]
+__all__ = [
+    "TensorAttention", "hides_values", "is_transformed", "needs_derivatives", "softmax",
+]  # fmt: skip
 
 _are_transforms_active = torch._C._are_functorch_transforms_active
 
@@ -29,8 +31,7 @@ def hides_values(*tensors: Tensor) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch.is_autocast_enabled("cpu")
-        or _are_transforms_active()
-        or forward_ad._current_level >= 0
+        or is_transformed()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
         or any(t.is_meta for t in tensors)
@@ -40,7 +41,12 @@ def hides_values(*tensors: Tensor) -> bool:
 def needs_derivatives(*tensors: Tensor) -> bool:
     """Whether torch will ask for derivatives."""
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return wanted or forward_ad._current_level >= 0 or _are_transforms_active()
+    return wanted or is_transformed()
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func`, or forward mode, is at work."""
+    return _are_transforms_active() or forward_ad._current_level >= 0
 
 
 class TensorAttention:
@@ -99,14 +105,14 @@ class TensorAttention:
         groups = spec.num_kv_heads, spec.group_size
         grouped = self.query[:, :, start:stop].unflatten(1, groups)
         key = self.key[:, :, None]
-        clean = torch.where(key.isfinite(), key, 0.0)
-        scaled = (grouped @ clean.mT * scale).flatten(1, 2)
-        if self.hides_values or not bool(key.isfinite().all()):
-            # Products with keys that are not finite are added without a gradient, because 0 * NaN
-            # would reach forbidden pairs.
+        scaled = (_finite(grouped) @ _finite(key).mT * scale).flatten(1, 2)
+        if self.hides_values or not _are_finite(grouped, key):
+            # Products with rows that are not finite have the gradient of the finite ones, because
+            # 0 * NaN would reach forbidden pairs.
             raw = (grouped.detach() @ key.detach().mT * scale).flatten(1, 2)
-            non_finite_keys = ~key.isfinite().all(-1).repeat_interleave(spec.group_size, 1)
-            scaled = torch.where(non_finite_keys.flatten(1, 2)[:, :, None], raw, scaled)
+            as_raw = raw + (scaled - scaled.detach())
+            overflown = torch.where(raw.isnan(), raw, scaled)
+            scaled = torch.where(scaled.isfinite() & ~raw.isfinite(), as_raw, overflown)
         indices = self._indices(start, stop) | {"score": scaled}
         evaluation = TensorEvaluation(indices, self.tables, self.dtype)
         allowed = evaluation.value(spec.mask)
@@ -133,34 +139,16 @@ class TensorAttention:
     def _weighted_values(self, weights: Tensor, allowed: Tensor) -> Tensor:
         value = self.value.repeat_interleave(self.problem.spec.group_size, 1)
         finite = value.isfinite()
-        out = weights @ torch.where(finite, value, 0.0)
-        if self.hides_values:
-            return out + self._non_finite_output(weights, allowed, value)
+        if not self.hides_values:
+            out: Tensor = _WeightedSum.apply(weights, allowed, _finite(value))
+        else:  # Transforms cannot follow that.
+            out = weights @ _finite(value)
+            return out + _non_finite_sums(weights, allowed, value)
         for j in torch.nonzero(~finite.all(-1).all(0).all(0)).flatten().tolist():
             rest = torch.where(finite[:, :, j], 0.0, value[:, :, j])[:, :, None]
             share = weights[..., j, None] * rest
             out = out + torch.where(allowed[..., j, None], share, 0.0)
         return out
-
-    @staticmethod
-    def _non_finite_output(weights: Tensor, allowed: Tensor, value: Tensor) -> Tensor:
-        """The NaN and infinite parts of the output, as constants without a gradient."""
-        dtype = weights.dtype
-        has_weight, has_no_weight = (
-            (weights.detach() > 0).to(dtype),
-            allowed & (weights.detach() == 0),
-        )
-        has_inf, has_negative_inf = (
-            has_weight @ (value == limit).to(dtype) > 0 for limit in (torch.inf, -torch.inf)
-        )
-        nan = allowed.to(dtype) @ value.isnan().to(dtype) > 0
-        nan = (
-            nan
-            | (has_no_weight.to(dtype) @ value.isinf().to(dtype) > 0)
-            | (has_inf & has_negative_inf)
-        )
-        infinite = torch.where(has_inf, torch.inf, torch.where(has_negative_inf, -torch.inf, 0.0))
-        return torch.where(nan, torch.nan, infinite).to(dtype)
 
     def _dropout_factors(self, indices: Mapping[str, Tensor]) -> Tensor:
         dropout = self.problem.operands.dropout
@@ -204,6 +192,50 @@ class TensorAttention:
         for axis, size in enumerate(array.shape):
             padded = padded.narrow(axis, 0, size)  # A broadcast axis is read once.
         return padded.to(self.device, self.dtype)
+
+
+def _finite(rows: Tensor) -> Tensor:
+    """These rows with 0 for what is not finite."""
+    return torch.where(rows.isfinite(), rows, 0.0)
+
+
+def _are_finite(*tensors: Tensor) -> bool:
+    return all(bool(t.isfinite().all()) for t in tensors)
+
+
+class _WeightedSum(torch.autograd.Function):
+    """`weights @ value`, where a gradient that is not finite reaches allowed pairs alone."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, allowed: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, allowed, value)
+        return weights @ value
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
+        weights, allowed, value = ctx.saved_tensors
+        of_value = weights.mT @ _finite(grad_out)
+        if not _are_finite(grad_out):
+            of_value = of_value + _non_finite_sums(weights.mT, allowed.mT, grad_out)
+        return grad_out @ value.mT, None, of_value
+
+
+def _non_finite_sums(weights: Tensor, allowed: Tensor, rows: Tensor) -> Tensor:
+    """The NaN and infinite parts of weighted sums of rows, as constants without a gradient."""
+    dtype = weights.dtype
+    has_weight, has_no_weight = (
+        (weights.detach() > 0).to(dtype),
+        allowed & (weights.detach() == 0),
+    )
+    has_inf, has_negative_inf = (
+        has_weight @ (rows == limit).to(dtype) > 0 for limit in (torch.inf, -torch.inf)
+    )
+    nan = allowed.to(dtype) @ rows.isnan().to(dtype) > 0
+    nan = (
+        nan | (has_no_weight.to(dtype) @ rows.isinf().to(dtype) > 0) | (has_inf & has_negative_inf)
+    )
+    infinite = torch.where(has_inf, torch.inf, torch.where(has_negative_inf, -torch.inf, 0.0))
+    return torch.where(nan, torch.nan, infinite).to(dtype)
 
 
 def softmax(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
