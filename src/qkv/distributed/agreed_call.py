@@ -20,6 +20,7 @@ from qkv.distributed.plan import STRATEGIES, choose_strategy
 from qkv.distributed.ring import Ring
 from qkv.distributed.sharded_call import ShardedCall, VariantArrays, whole_call
 from qkv.errors import ArgumentError, QkvError, ShapeError
+from qkv.problem.part import check_parts
 from qkv.variants.as_variant import as_variant
 
 __all__ = ["Place", "agreed_call"]
@@ -169,6 +170,7 @@ def _built(
 ) -> tuple[ShardedCall, Exchanges]:
     """What this rank computes, and the exchanges of heads before and after it."""
     spec, ranks = whole.problem.spec, where.heads.ranks
+    check_parts(spec)
     heads = [heads_of(spec.num_heads, ranks, r) for r in range(ranks)]
     kv_heads = [kv_heads_of(spec.num_heads, spec.num_kv_heads, ranks, r) for r in range(ranks)]
     exchanges: list[HeadExchange | None] = [None, None, None]

@@ -18,7 +18,7 @@ from qkv.distributed.order import Order
 from qkv.distributed.parts import Merged, Parts, ShardRows
 from qkv.errors import QkvError
 from qkv.partial import Partial
-from qkv.problem.part import placeholder
+from qkv.problem.part import check_parts, placeholder
 
 __all__ = ["decode"]
 
@@ -161,6 +161,8 @@ def _whole(
     value = placeholder((*batch, spec.num_kv_heads, tokens, spec.v_head_dim), dtype)
     try:
         heads_first = options._replace(layout="bhld")
-        return check_call(bind(query, key, value, variants, heads_first)), None
+        whole = check_call(bind(query, key, value, variants, heads_first))
+        check_parts(whole.problem.spec)
+        return whole, None
     except QkvError as error:
         return None, error.with_action(_LIBRARY.in_words(error.action))

@@ -107,7 +107,7 @@ class Links:
             raise self.failed(peers, 0.0, error) from error
         if len(works) != len(peers):  # One work for all, as NCCL gives it.
             peers = [-1] * len(works)
-        return Pending(self, tuple(works), tuple(peers))
+        return Pending(self, tuple(works), tuple(peers), (sends, receives))
 
     def all_to_all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor of the same shape and type, in the order of ranks."""
@@ -152,6 +152,8 @@ class Pending:
     links: Links
     works: tuple[Any, ...]
     peers: tuple[int, ...]
+    tensors: Any = None
+    """What is sent and received, whose memory must last as long."""
 
     def wait(self) -> None:
         """Return when all have arrived.

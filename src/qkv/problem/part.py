@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from qkv.errors import UnsupportedError
 from qkv.problem.expressions import Node, Var, substitute
-from qkv.problem.spec import Angles, Positions, Problem, Stage, TableSpec
+from qkv.problem.spec import Angles, Positions, Problem, Spec, Stage, TableSpec
 from qkv.problem.stored_rows import Rows, storage_of
 from qkv.problem.symbols import Expr, Table
 
-__all__ = ["PartOf", "placeholder"]
+__all__ = ["PartOf", "check_parts", "placeholder"]
 
 Array = NDArray[Any]
 
@@ -64,11 +64,7 @@ class PartOf:
             If the problem drops weights, which it does by row numbers of whole arrays.
         """
         spec, operands = whole.spec, whole.operands
-        if spec.dropout:
-            raise UnsupportedError(
-                "Dropout numbers the rows of a whole problem, and this is a part of one.",
-                action="Leave Dropout out, or use it where one process holds the sequence.",
-            )
+        check_parts(spec)
         replacements, tables, arrays = self._substitution(whole)
         return Problem(
             replace(
@@ -118,6 +114,15 @@ class PartOf:
             tables.append(TableSpec(name, f"first {variable}", "int", "int64", 0))
             arrays[name] = np.array(rows.start, np.int64)
         return nodes, tables, arrays
+
+
+def check_parts(spec: Spec) -> None:
+    """Raise UnsupportedError if a problem has no parts, since it drops weights."""
+    if spec.dropout:
+        raise UnsupportedError(
+            "Dropout numbers the rows of a whole problem, and this is a part of one.",
+            action="Leave Dropout out, or use it where one process holds the sequence.",
+        )
 
 
 def _substituted(stages: tuple[Stage, ...], nodes: Mapping[str, Node]) -> tuple[Stage, ...]:
