@@ -79,3 +79,32 @@ def test_runs_that_the_reader_needs(group: Any, name: str, order_name: str) -> N
     both = 2 * rows.sum(axis=1) + rows.sum(axis=0)
     assert [of["all"] for of in answers] == (both * row).tolist()
     assert {of["plan"] for of in answers} == {rows.sum(axis=1).max() * row}
+
+
+def refuse(rank: int, ranks: int) -> tuple[str, int]:
+    """What is said of a call that drops weights, and how many keys this rank asked for by then."""
+    from qkv.distributed import attention
+    from qkv.distributed.links import Links
+
+    asked: list[Any] = []
+    exchange = Links.exchange
+
+    def counted(links: Links, sends: Any, receives: Any) -> Any:
+        asked.extend(sides for sides in receives.values() if isinstance(sides, tuple))
+        return exchange(links, sends, receives)
+
+    q = torch.ones(1, HEADS, LENGTH // ranks, DIM)
+    Links.exchange = counted  # type: ignore[method-assign]
+    try:
+        attention(q, q, q, qkv.Dropout(0.1, seed=1), strategy="ring")
+    except qkv.UnsupportedError as error:
+        return str(error), len(asked)
+    finally:
+        Links.exchange = exchange  # type: ignore[method-assign]
+    return "", len(asked)
+
+
+def test_nothing_is_sent_of_a_call_that_is_refused(group: Any) -> None:
+    for said, asked in group(2)(refuse):
+        assert "Dropout numbers the rows of a whole problem" in said
+        assert asked == 0
