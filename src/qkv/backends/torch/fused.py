@@ -119,8 +119,9 @@ class _FusedCall:
         names = ("query", "key", "value")
         arrays = dict(zip(names, operands, strict=True))
         held = replace(self.problem.operands, device_arrays=arrays)
-        out: Any = TensorAttention(replace(self.problem, operands=held)).attend().out
-        return out.to(operands[0].dtype)  # type: ignore[no-any-return]
+        attended: Any = TensorAttention(replace(self.problem, operands=held)).attend().out
+        out: Tensor = attended.to(operands[0].dtype)
+        return out
 
 
 class _Fused(torch.autograd.Function):
