@@ -54,6 +54,9 @@ export const BUILT_IN = [
   },
 ];
 
+/** Numbers up to this have scores that are finite. */
+export const LARGEST = 1e100;
+
 const rows = (matrix) => matrix.map((row) => row.join(" ")).join(",");
 const unrowed = (text) => text.split(",").map((row) => row.split(" ").map(Number));
 
@@ -94,6 +97,7 @@ export function complaint({ tokens, query, key, value }) {
     if (!matrix.length || !matrix[0].length) return `${name} is empty.`;
     if (matrix.some((row) => row.length !== matrix[0].length)) return `The rows of ${name} differ in length.`;
     if (matrix.flat().some((x) => !Number.isFinite(x))) return `${name} holds something that is not a number.`;
+    if (matrix.flat().some((x) => Math.abs(x) > LARGEST)) return `${name} holds a number beyond ±1e100, whose scores would be infinite.`;
   }
   if (query[0].length !== key[0].length) {
     return `Rows of Q have ${query[0].length} numbers and rows of K ${key[0].length}; they must be as long.`;

@@ -56,9 +56,9 @@ const next = (list, value) => list[(list.indexOf(value) + 1) % list.length];
 
 const darkSystem = () => matchMedia("(prefers-color-scheme: dark)");
 
-/** Keys that an element uses itself. */
+/** Keys that an element uses itself; a grid lets those through that it has no use for. */
 function usesKeys(target) {
-  return target.closest?.('input:not([type="checkbox"]), select, textarea, [role="gridcell"], [contenteditable], [data-keys]');
+  return target.closest?.('input:not([type="checkbox"]), select, textarea, [contenteditable], [data-keys]');
 }
 
 export function Shell({ client, store, root }) {

@@ -32,6 +32,8 @@ test("an edited example survives its address", () => {
   assert.equal(decode("[1"), null);
   assert.equal(decode('[["a"],"1 x","1 2","1"]'), null);
   assert.equal(decode('[["a"],"1 2","1","1"]'), null);
+  assert.notEqual(decode('[["a"],"1e100 1","1e100 1","1"]'), null);
+  assert.equal(decode('[["a"],"1e101 1","1 1","1"]'), null); // Scores beyond float64 break the page.
 });
 
 test("what is pasted", () => {

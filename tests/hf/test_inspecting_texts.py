@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 REASON = "inspecting models of transformers needs it: pip install transformers"
@@ -77,6 +78,26 @@ def test_training_mode_is_noted() -> None:
     model.eval()  # It is that of other tests, too.
     assert "training mode" in record.notes[0]
     assert "training mode" in str(record)
+
+
+def test_heads_that_hold_nan_are_named() -> None:
+    """One row of one head's queries is NaN; later layers read what comes of it."""
+    model, words = model_of("llama"), tokenizer()
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight[0, 0] = torch.nan
+    record = qkv.hf.inspect(model, "the cat sat", words)
+    with torch.no_grad():
+        weight.copy_(kept)  # It is that of other tests, too.
+    wrong = [(of["layer"], of["head"]) for of in record.rows() if np.isnan(of["entropy"])]
+    assert (0, 0) in wrong
+    assert (0, 1) not in wrong
+    (said,) = [s for s in record.sentences() if "NaN" in s]
+    assert said.startswith(f"{len(wrong)} of {len(record.rows())} heads")
+    assert "layer.head 0.0" in said
+    assert said[:40] in str(record)
+    assert not [s for s in qkv.hf.inspect(model, "the cat", words).sentences() if "NaN" in s]
 
 
 def test_several_texts_are_one_batch() -> None:

@@ -39,7 +39,7 @@ _OWN_MODELS = (
     "Record the layers of an own model with qkv.ModelRecord: record.add(query, key, qkv.Causal(), "
     'name="layer 0") for each of them, as docs/inspect-models.md shows.'
 )
-_IN_TRAINING = "The model was in training mode: dropout changes what later layers read."
+_IN_TRAINING = "The model was in training mode, where dropout changes what later layers read."
 
 
 @overload
@@ -330,7 +330,7 @@ class _Run:
         if self.inputs is None:
             raise ArgumentError(
                 f"{name} was not called inside the `with`.",
-                action="Call it there: model(**inputs).",
+                action="Call it there, model(**inputs), or pass the inner model that was called.",
             )
         if not self.record.layers:
             raise UnsupportedError(

@@ -23,6 +23,7 @@ from qkv.inspection.head_scores import HeadScores, head_scores
 from qkv.inspection.head_table import HeadTable, as_frame, frame_or_table
 from qkv.inspection.keep import Keep, require_keep
 from qkv.inspection.layer_record import LayerRecord
+from qkv.inspection.non_finite import sentences_of_nan
 from qkv.inspection.pages import page_of
 from qkv.inspection.pictures import picture_of_heads
 from qkv.inspection.summaries import in_html
@@ -232,9 +233,11 @@ class ModelRecord:
         return in_html(self.summary())
 
     def sentences(self) -> list[str]:
-        """What there is to know of the text: `notes`, and how many tokens are unknown."""
+        """What there is to know of the text: `notes`, unknown tokens, and heads that hold NaN."""
         counted = [layer.scores.counted["entropy"] for layer in self]
-        return [*self.notes, *sentences_of_unknown(self.tokens, self.unknown_id, counted)]
+        unknown = sentences_of_unknown(self.tokens, self.unknown_id, counted)
+        real = [layer for layer, of in zip(self, counted, strict=True) if of.any()]
+        return [*self.notes, *unknown, *sentences_of_nan([r for of in real for r in of.heads()])]
 
     def summary(self, written: str = "") -> str:
         """What `qkv inspect --model` prints: a map of the heads, and the kinds of them.

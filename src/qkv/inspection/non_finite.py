@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,11 @@ from numpy.typing import NDArray
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import StoredRows
 
-__all__ = ["First", "NonFinite", "non_finite"]
+__all__ = ["First", "NonFinite", "non_finite", "sentences_of_nan"]
 
 Array = NDArray[Any]
+_NAMED = 5
+"""Heads whose names are given."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,3 +150,16 @@ def _count(rows: Array, first: First) -> str:
     if total == 1:
         return f"query row {shown} of {of_batch}head {head} has"
     return f"{total} query rows (of {of_batch}head {head}: {shown}) have"
+
+
+def sentences_of_nan(heads: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How many heads of a model have weights that are NaN, and which, if any have.
+
+    `heads` are rows of `ModelRecord.heads()`, of layers that have a query that is no padding.
+    """
+    wrong = [f"{of['layer']}.{of['head']}" for of in heads if np.isnan(of["entropy"])]
+    if not wrong:
+        return []
+    names = ", ".join(wrong[:_NAMED]) + (", ..." if len(wrong) > _NAMED else "")
+    where = f"{len(wrong)} of {len(heads)} heads have weights that are NaN (layer.head {names})"
+    return [f"{where} and no kind: look for NaN or infinity in the parameters of the model."]

@@ -145,3 +145,15 @@ def test_lines_of_code(lab: Any) -> None:
     press(page, "ArrowDown", "ArrowDown")
     assert "scores = Q @ K.T" in page.evaluate("document.activeElement.innerText")
     assert "dot product" in page.evaluate("document.activeElement.innerText")
+
+
+def test_shortcuts_work_in_a_grid(lab: Any) -> None:
+    """A grid takes arrows, digits and Enter; other keys are those of the page."""
+    page = lab.open("heatmap")
+    tab_to(page, 'table[aria-label="weights matrix"] td')
+    press(page, "?")
+    page.wait_for_selector("dialog[open]")
+    press(page, "Escape", "m")
+    page.wait_for_function("() => location.hash.includes('mask=')")
+    press(page, "]")
+    page.wait_for_selector('main:not([data-panel="heatmap"])')

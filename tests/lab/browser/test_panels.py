@@ -45,11 +45,15 @@ def test_cells_are_edited_and_everything_follows(lab: Any) -> None:
     assert (np.triu(lab.grid("Weights"), 1) == 0).all()
 
 
+HELD = "that a cell can hold, from -1e100 to 1e100"
+
+
 @pytest.mark.parametrize(
     ("typed", "why"),
     [
         ("abc", "“abc” is no number: The, column 0 stays 1."),
-        ("1e400", "“1e400” is no number that a cell can hold: The, column 0 stays 1."),
+        ("1e400", f"“1e400” is no number {HELD}: The, column 0 stays 1."),
+        ("-1e101", f"“-1e101” is no number {HELD}: The, column 0 stays 1."),
         ("", "An empty cell is no number: The, column 0 stays 1."),
     ],
 )
