@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import qkv
 from qkv.samples import real_sample
 
 from .conftest import Lab
@@ -25,6 +28,14 @@ SEES = """([query, key]) => {
     return key >= x && key < x + canvas.width / 32 && query >= y && query < y + canvas.height / 32;
 }"""
 """Whether a point is in a map of 32 pixels for each weight."""
+
+
+IN_ITS_TEXT = """(each) => {
+    const box = each.parentElement.getBoundingClientRect();
+    const word = each.getBoundingClientRect();
+    return word.top >= box.top && word.bottom <= box.bottom;
+}"""
+"""Whether a word is in sight inside of the text, which scrolls by itself."""
 
 
 def is_marked(page: Any, query: int, key: int) -> None:
@@ -93,13 +104,22 @@ def test_a_link_leads_to_its_query(lab: Any) -> None:
     is_marked(page, 8, page.locator('.bars[aria-label="Best keys"] dt .faint').first.inner_text())
     page = lab.open("inspect", layer=1, head=1, query=60, kkey=50, zoom=5, x=0, y=0)
     is_marked(page, 60, 50)
-    inside = """(each) => {
-        const box = each.parentElement.getBoundingClientRect();
-        const word = each.getBoundingClientRect();
-        return word.top >= box.top && word.bottom <= box.bottom;
-    }"""
-    assert page.eval_on_selector(".words .here", inside)
+    assert page.eval_on_selector(".words .here", IN_ITS_TEXT)
     page.wait_for_function(SEES, arg=[60, 50])
+
+
+def test_a_link_scrolls_a_long_text_to_its_query(opened: Any, tmp_path: Path) -> None:
+    """The text of the other tests is so short that its box never scrolls."""
+    x = np.random.default_rng(0).normal(size=(400, 4))
+    path = tmp_path / "long.html"
+    path.write_text(qkv.inspect(x, x, x).to_html([f"w{i}" for i in range(400)]), encoding="utf-8")
+    lab = opened(path)
+    for query in (390, 5, 200):
+        page = lab.open("inspect", query=query)
+        page.wait_for_selector(f'.words .here:text-is("w{query}")')
+        assert page.eval_on_selector(".words", "(box) => box.scrollHeight > 2 * box.clientHeight")
+        assert page.eval_on_selector(".words .here", IN_ITS_TEXT), query
+    assert lab.errors == []
 
 
 def test_a_page_opens_with_its_query_in_sight(opened: Any) -> None:
@@ -107,7 +127,7 @@ def test_a_page_opens_with_its_query_in_sight(opened: Any) -> None:
     page.wait_for_function(SEES, arg=[60, 50])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def bare(chromium: Any) -> Iterator[Lab]:
     """The page of `qkv lab` without a file or a model."""
     command = [sys.executable, "-u", "-m", "qkv", "lab", "--no-open"]
@@ -147,4 +167,47 @@ def test_inspect_opens_the_sample_and_then_a_text_of_the_reader(bare: Lab) -> No
     page.click("text=Run the model")
     page.wait_for_selector('[data-name="intervened"]')
     assert len(bare.table("Loss of each token")) == len(text)
+    assert bare.errors == []
+
+
+READ = """(text) => {
+    const words = [...document.querySelectorAll(".words span")].map((each) => each.textContent);
+    const key = document.querySelector('.bars[aria-label="Best keys"] dt .faint')?.textContent;
+    const canvas = document.querySelector('canvas[data-missing="0"]');
+    const isRead = words.join("").replaceAll("␣", " ") === text;
+    return isRead && canvas?.dataset.marker.endsWith(`,${key}`);
+}"""
+"""Whether a text of single letters is shown, with the best key of its query marked in the map."""
+
+
+def test_the_map_is_of_the_text_that_was_read(bare: Lab) -> None:
+    """Of two texts of one length it is that of the second, as in a page that opens with it."""
+    page = bare.open("inspect")
+    page.wait_for_selector(".shown")
+    page.select_option(".examplebar select", "tiny")
+    page.wait_for_selector(".whatif")
+    text = ""
+    for text in ("the cat sat. the cat sat.", "a big dog ran. a big dog."):
+        page.fill(".own-text textarea", text)
+        page.click("text=Read it")
+        page.wait_for_function(READ, arg=text)
+    drawn = page.eval_on_selector(".mapholder canvas", "(canvas) => canvas.toDataURL()")
+    page.reload()
+    page.wait_for_function(READ, arg=text)
+    assert drawn == page.eval_on_selector(".mapholder canvas", "(canvas) => canvas.toDataURL()")
+    assert bare.errors == []
+
+
+def test_inspect_offers_what_else_it_can_show(bare: Lab, tmp_path: Path) -> None:
+    """The models that come with qkv, a file of the reader, and the command for another model."""
+    page = bare.open("inspect")
+    page.wait_for_selector(".shown")
+    offered = page.eval_on_selector_all(".shown option", "all => all.map((each) => each.value)")
+    assert offered == ["", "sample", "tiny", "language"]
+    page.click(".shown summary")
+    assert "qkv lab --model NAME" in page.inner_text(".shown details")
+    path = tmp_path / "mine.npz"
+    np.savez(path, **{name: np.eye(7) for name in "qkv"})
+    page.set_input_files('.shown input[type="file"]', path)
+    page.wait_for_selector('.lead:has-text("7 queries")')
     assert bare.errors == []
