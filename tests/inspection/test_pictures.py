@@ -110,6 +110,7 @@ def test_a_picture_of_pyplot(monkeypatch: pytest.MonkeyPatch) -> None:
     axes = record.plot(score="sink")
     assert pyplot.fignum_exists(axes.figure.number)
     assert axes.get_title() == "one layer"
+    assert axes.images[0].cmap(1.0)[:3] == pytest.approx((22 / 255, 73 / 255, 138 / 255))
     pyplot.close(axes.figure)
 
 
