@@ -207,6 +207,14 @@ def test_no_question_gives_its_answer_away() -> None:
     assert "yes, no" not in why
 
 
+def test_questions_are_in_words_of_readers() -> None:
+    """A reader who never programmed knows what is asked for, and in which form."""
+    words = re.compile(r"\b(array|boolean|tuple|dtype|float|shape|argument)s?\b|\(\d+, \d+\)")
+    for exercise in EXERCISES:
+        for text in (exercise.title, exercise.question, exercise.answer, exercise.hint):
+            assert not words.search(text), (exercise.name, text)
+
+
 def test_arrays_of_other_libraries_and_pictures_are_answers() -> None:
     import torch
     from matplotlib.figure import Figure
