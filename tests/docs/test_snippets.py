@@ -87,3 +87,13 @@ def test_nobody_is_told_to_install_from_an_index(folder: str) -> None:
     files = [file for file in files if file.name != "extras.py"]
     told = re.compile(r"""pip install (?:-\w+ )*["']?qkv\b""")
     assert not [str(file) for file in files if told.search(file.read_text(encoding="utf-8"))]
+
+
+def test_the_page_about_installing_leads_to_the_build_of_torch_for_processors() -> None:
+    """The one of PyPI brings gigabytes along that a machine without a GPU never reads."""
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    (section,) = re.findall(r"^## torch on a machine without a GPU\n(.*?)^## ", page, re.M | re.S)
+    first, _, then = " ".join(section.split()).partition("pytorch.org")
+    assert "Install torch's build for processors first" in first
+    assert "CPU" in then
+    assert 'pip install -e ".[hf]"' in then

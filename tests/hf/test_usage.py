@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +129,27 @@ def test_enabling_twice_changes_nothing() -> None:
     before = dict(transformers.AttentionInterface._global_mapping)
     qkv.hf.enable()
     assert transformers.AttentionInterface._global_mapping == before
+
+
+BEFORE = """
+from transformers import GPT2Config, GPT2Model
+
+GPT2Model._from_config(GPT2Config(n_embd=8, n_layer=1, n_head=2), attn_implementation="qkv")
+"""
+
+
+def test_what_transformers_says_before_it_is_enabled_leads_to_it() -> None:
+    """The guide and the docstring quote the error of a process that leaves the call out."""
+    ran = subprocess.run(
+        [sys.executable, "-c", BEFORE], capture_output=True, text=True, encoding="utf-8",
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    guide = Path(__file__).parents[2].joinpath("docs", "migrate.md").read_text(encoding="utf-8")
+    (quoted,) = re.findall(r"gets `(ValueError: [^`]*)` from transformers", " ".join(guide.split()))
+    assert ran.stderr.splitlines()[-1].replace("`", "").startswith(quoted)
+    assert "qkv.hf.enable()" in guide[guide.index(quoted.partition(": ")[2]) :]
+    assert "is not supported" in " ".join((qkv.hf.enable.__doc__ or "").split())
 
 
 def test_what_a_model_raises_is_the_cause() -> None:
