@@ -9,7 +9,7 @@ export function Errata() {
   if (!result) return html`<${Waiting} what="the list" />`;
   const errata = result.errata ?? result;
   const rows = () => [["text", "what", "printed, wrong", "right", "why"], ...errata.map((each) => [each.text, each.what, each.printed, each.right, each.why])];
-  return html`<p class="lead">Numbers and sentences of the classical texts that their own inputs contradict, each with what is right. <${Copy} rows=${rows} what="errata" /></p>
+  return html`<p class="lead">Numbers and sentences of the classical texts that their own inputs contradict, each with what is right. A text is named by its kind, section and example, since more is not recorded of it. <${Copy} rows=${rows} what="errata" /></p>
     <ul class="errata">${errata.map((each) => html`<li key=${each.name} data-name=${each.name}>
       <h3>${each.text}: ${each.what}</h3>
       <div class="versus"><p class="wrong"><span class="verdict">✗ printed</span> <del>${each.printed}</del></p><p class="right"><span class="verdict">✓ right</span> <ins>${each.right}</ins></p></div>

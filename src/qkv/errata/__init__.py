@@ -62,7 +62,8 @@ ERRATA = _read()
 
 _ABOUT = (
     "What their own inputs, or a run of the code, contradict. `qkv errata` prints this list, and "
-    "`qkv.errata.ERRATA` holds it. Each block of code runs only if the erratum is one."
+    "`qkv.errata.ERRATA` holds it. A text is named by its kind, section and example, since more is "
+    "not recorded of it. Each block of code runs only if the erratum is one."
 )
 
 
