@@ -56,9 +56,10 @@ const next = (list, value) => list[(list.indexOf(value) + 1) % list.length];
 
 const darkSystem = () => matchMedia("(prefers-color-scheme: dark)");
 
-/** Keys that an element uses itself; a grid lets those through that it has no use for. */
-function usesKeys(target) {
-  return target.closest?.('input:not([type="checkbox"]), select, textarea, [contenteditable], [data-keys]');
+/** Whether an element uses a key itself: a field all of them, others those that move in them. */
+function usesKey(target, key) {
+  if (target.closest?.('input:not([type="checkbox"], [type="radio"], [type="range"]), select, textarea, [contenteditable]')) return true;
+  return key.length > 1 && target.closest?.('[type="radio"], [type="range"], [data-keys], [role="gridcell"]');
 }
 
 export function Shell({ client, store, root }) {
@@ -155,7 +156,7 @@ export function Shell({ client, store, root }) {
     };
     const pressed = (event) => {
       if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
-      if (usesKeys(event.target) || root.querySelector("dialog[open]")) return;
+      if (usesKey(event.target, event.key) || root.querySelector("dialog[open]")) return;
       const each = keys.get(event.key) ?? common[event.key];
       if (!each) return;
       event.preventDefault();

@@ -147,13 +147,25 @@ def test_lines_of_code(lab: Any) -> None:
     assert "dot product" in page.evaluate("document.activeElement.innerText")
 
 
-def test_shortcuts_work_in_a_grid(lab: Any) -> None:
-    """A grid takes arrows, digits and Enter; other keys are those of the page."""
-    page = lab.open("heatmap")
-    tab_to(page, 'table[aria-label="weights matrix"] td')
+@pytest.mark.parametrize(
+    ("panel", "place"),
+    [
+        ("heatmap", 'table[aria-label="weights matrix"] td'),
+        ("inspect", "canvas[data-keys]"),
+        ("inspect", ".words"),
+        ("code", '[role="option"]'),
+        ("scaling", '[type="range"]'),
+        ("pipeline", '[type="radio"]'),
+    ],
+)
+def test_shortcuts_work_wherever_nothing_is_written(lab: Any, panel: str, place: str) -> None:
+    """A grid takes arrows, digits and Enter, a map and a slider arrows; others are the page's."""
+    page = lab.open(panel)
+    page.wait_for_selector(place)
+    tab_to(page, place)
     press(page, "?")
     page.wait_for_selector("dialog[open]")
     press(page, "Escape", "m")
     page.wait_for_function("() => location.hash.includes('mask=')")
     press(page, "]")
-    page.wait_for_selector('main:not([data-panel="heatmap"])')
+    page.wait_for_selector(f'main:not([data-panel="{panel}"])')
