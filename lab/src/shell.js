@@ -56,7 +56,7 @@ const next = (list, value) => list[(list.indexOf(value) + 1) % list.length];
 
 const darkSystem = () => matchMedia("(prefers-color-scheme: dark)");
 
-/** Whether an element uses a key itself: a field all of them, others those that move in them. */
+/** Whether an element uses a key itself: a text field uses all, others those with names, as arrows. */
 function usesKey(target, key) {
   if (target.closest?.('input:not([type="checkbox"], [type="radio"], [type="range"]), select, textarea, [contenteditable]')) return true;
   return key.length > 1 && target.closest?.('[type="radio"], [type="range"], [data-keys], [role="gridcell"]');

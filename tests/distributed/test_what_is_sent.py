@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,10 +24,29 @@ MASKS = {
 }  # fmt: skip
 
 
+@contextmanager
+def counted_bytes() -> Iterator[list[int]]:
+    """Bytes of each message of keys and values, or of their gradients, that this rank receives."""
+    from qkv.distributed.links import Links
+
+    sizes: list[int] = []
+    exchange = Links.exchange
+
+    def counting(links: Links, sends: Any, receives: Any) -> Any:
+        sides = [of for of in receives.values() if isinstance(of, tuple)]
+        sizes.extend(sum(t.nbytes for t in of) for of in sides)
+        return exchange(links, sends, receives)
+
+    Links.exchange = counting  # type: ignore[method-assign]  # for this block alone
+    try:
+        yield sizes
+    finally:
+        Links.exchange = exchange  # type: ignore[method-assign]
+
+
 def receive(rank: int, ranks: int, name: str, order_name: str) -> dict[str, Any]:
     """Bytes that this rank receives forward, and with the backward pass; and all ranks' plan."""
     from qkv.distributed import Order, attention, plan
-    from qkv.distributed.links import Links
 
     variants, _ = MASKS[name]
     order = getattr(Order, order_name)(LENGTH, ranks)
@@ -34,21 +55,10 @@ def receive(rank: int, ranks: int, name: str, order_name: str) -> dict[str, Any]
         torch.randn(1, h, LENGTH, DIM, generator=generator) for h in (HEADS, KV_HEADS, KV_HEADS)
     ]
     shards = [order.shard(t, rank).requires_grad_() for t in whole]
-    sizes: list[int] = []
-    exchange = Links.exchange
-
-    def counted(links: Links, sends: Any, receives: Any) -> Any:
-        if all(isinstance(sides, tuple) for sides in receives.values()):  # Of keys and values.
-            sizes.extend(sum(t.nbytes for t in sides) for sides in receives.values())
-        return exchange(links, sends, receives)
-
-    Links.exchange = counted  # type: ignore[method-assign]
-    try:
+    with counted_bytes() as sizes:
         out = attention(*shards, *variants, order=order, strategy="ring")
         forward = sum(sizes)
         torch.autograd.grad(out.sum(), shards)
-    finally:
-        Links.exchange = exchange  # type: ignore[method-assign]
     planned = plan(*whole, *variants, ranks=ranks, order=order).strategies["ring"]
     return {"forward": forward, "all": sum(sizes), "plan": planned.bytes_per_link}
 
@@ -84,24 +94,15 @@ def test_runs_that_the_reader_needs(group: Any, name: str, order_name: str) -> N
 def refuse(rank: int, ranks: int) -> tuple[str, int]:
     """What is said of a call that drops weights, and how many keys this rank asked for by then."""
     from qkv.distributed import attention
-    from qkv.distributed.links import Links
-
-    asked: list[Any] = []
-    exchange = Links.exchange
-
-    def counted(links: Links, sends: Any, receives: Any) -> Any:
-        asked.extend(sides for sides in receives.values() if isinstance(sides, tuple))
-        return exchange(links, sends, receives)
 
     q = torch.ones(1, HEADS, LENGTH // ranks, DIM)
-    Links.exchange = counted  # type: ignore[method-assign]
-    try:
-        attention(q, q, q, qkv.Dropout(0.1, seed=1), strategy="ring")
-    except qkv.UnsupportedError as error:
-        return str(error), len(asked)
-    finally:
-        Links.exchange = exchange  # type: ignore[method-assign]
-    return "", len(asked)
+    said = ""
+    with counted_bytes() as sizes:
+        try:
+            attention(q, q, q, qkv.Dropout(0.1, seed=1), strategy="ring")
+        except qkv.UnsupportedError as error:
+            said = str(error)
+    return said, len(sizes)
 
 
 def test_nothing_is_sent_of_a_call_that_is_refused(group: Any) -> None:

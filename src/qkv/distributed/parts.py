@@ -27,7 +27,7 @@ Array = NDArray[Any]
 Places = tuple[tuple[range, slice], ...]
 """Runs of rows, and where each lies in its shard."""
 _TILES = 1, 8, 64
-"""Tiles along one side of a pair of runs whose mask is looked at; more where few do not tell."""
+"""How many tiles a run is cut into to look at a mask; more are tried where fewer leave it open."""
 _BLOCK = 2**19
 """Bytes of output that are merged at a time."""
 
@@ -313,13 +313,13 @@ def is_needed(whole: Problem, q_run: range, kv_run: range) -> bool:
     batches: Sequence[int] = range(spec.batch_size if "batch" in read else 1)
     heads: Sequence[int] = range(spec.num_heads if "head" in read else 1)
     for tiles in _TILES:
-        q_index, kv_index = _tiles(q_run, tiles, axis=-2), _tiles(kv_run, tiles, axis=-1)
+        q_index, kv_index = _bounds(q_run, tiles)[..., None], _bounds(kv_run, tiles)
         allowed = [
             bound(
                 spec.mask,
                 {
-                    "q_index": q_index,
-                    "kv_index": kv_index,
+                    "q_index": Interval(*q_index),
+                    "kv_index": Interval(*kv_index),
                     "batch": Interval.of(batch, batch),
                     "head": Interval.of(head, head),
                 },
@@ -335,12 +335,12 @@ def is_needed(whole: Problem, q_run: range, kv_run: range) -> bool:
     return True
 
 
-def _tiles(run: range, count: int, axis: int) -> Interval:
-    """The least and the largest number of each of so many parts of a run."""
-    size = -(-len(run) // count)
-    start = np.expand_dims(np.arange(0, len(run), size, dtype=np.int64), -3 - axis)
-    stop = np.minimum(start + size, len(run))
-    return Interval(run.start + run.step * start, run.start + run.step * (stop - 1))
+def _bounds(run: range, tiles: int) -> Array:
+    """The least and the largest number in each of so many parts of a run `(2, parts)`."""
+    size = -(-len(run) // tiles)
+    first = np.arange(0, len(run), size, dtype=np.int64)
+    last = np.minimum(first + size, len(run)) - 1
+    return run.start + run.step * np.array([first, last])
 
 
 def _rows(rows: Rows, at: slice) -> Any:

@@ -143,13 +143,13 @@ class Ring:
         there, here = self.needed(reader, links.rank), self.needed(links.rank, owner)
         sends = {reader: _rows_at(there, key, value)} if there else {}
         rows = ShardRows(tuple(run for run, _ in here))
-        buffers = {owner: _room(len(rows), key, value)} if here else {}
+        buffers = {owner: _empty_rows(len(rows), key, value)} if here else {}
         return links.exchange(sends, buffers), rows, buffers.get(owner)
 
     def _all_keys(self, key: torch.Tensor, value: torch.Tensor) -> tuple[Array, Array]:
         links, own = self.links, (key.contiguous(), value.contiguous())
         others = [rank for rank in range(links.ranks) if rank != links.rank]
-        buffers = {rank: _room(self.keys.rows(rank), key, value) for rank in others}
+        buffers = {rank: _empty_rows(self.keys.rows(rank), key, value) for rank in others}
         links.exchange(dict.fromkeys(others, own), buffers).wait()
         buffers[links.rank] = own
         shards = [_views(buffers[rank]) for rank in range(links.ranks)]
@@ -162,7 +162,7 @@ class _GradientsOnTheirWay:
 
     def __init__(self, ring: Ring, key: Array, value: Array) -> None:
         self.ring, self.key, self.value = ring, key, value
-        self.waiting: tuple[Pending, tuple[Any, ...], _Sides | None, _Sides | None] | None = None
+        self.waiting: tuple[Pending, Places, _Sides | None] | None = None
 
     def exchange(self, step: int, gradients: tuple[Array, Array] | None) -> None:
         """Send the gradients of a step to the owner; what arrived meanwhile is added up."""
@@ -181,11 +181,11 @@ class _GradientsOnTheirWay:
         places = ring.needed(reader, links.rank)
         sent = None if gradients is None else _tensors(*gradients)
         rows = sum(len(run) for run, _ in places)
-        buffer = _room(rows, *_tensors(self.key, self.value)) if places else None
+        buffer = _empty_rows(rows, *_tensors(self.key, self.value)) if places else None
         pending = links.exchange(
             {} if sent is None else {owner: sent}, {} if buffer is None else {reader: buffer}
         )
-        self.waiting = pending, places, buffer, sent  # What is sent stays until it has arrived.
+        self.waiting = pending, places, buffer
 
     def finish(self) -> tuple[Array, Array]:
         """The sums of all ranks."""
@@ -195,7 +195,7 @@ class _GradientsOnTheirWay:
     def _collect(self) -> None:
         if self.waiting is None:
             return
-        pending, places, buffer, _ = self.waiting
+        pending, places, buffer = self.waiting
         self.waiting = None
         pending.wait()
         if buffer is not None:
@@ -214,7 +214,7 @@ class _GradientsOnTheirWay:
         for rank in range(links.ranks):
             parts[rank] = _tensors(*(ring.keys.shard(of, rank) for of in (d_key, d_value)))
         own = parts.pop(links.rank)
-        buffers = {rank: _room(ring.keys.rows(links.rank), *own) for rank in parts}
+        buffers = {rank: _empty_rows(ring.keys.rows(links.rank), *own) for rank in parts}
         links.exchange(parts, buffers).wait()
         buffers[links.rank] = own
         places = tuple(ShardRows(ring.keys.runs[links.rank]))
@@ -232,7 +232,7 @@ def _rows_at(places: Places, key: torch.Tensor, value: torch.Tensor) -> _Sides:
     return taken(key), taken(value)
 
 
-def _room(rows: int, key: torch.Tensor, value: torch.Tensor) -> _Sides:
+def _empty_rows(rows: int, key: torch.Tensor, value: torch.Tensor) -> _Sides:
     """Memory for so many rows, whose other sizes and types are those of these."""
     of_key, of_value = (of.new_empty((*of.shape[:-2], rows, of.shape[-1])) for of in (key, value))
     return of_key, of_value

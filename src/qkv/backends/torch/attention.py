@@ -20,7 +20,8 @@ from qkv.problem.philox import dropout_factors
 from qkv.problem.spec import Problem
 
 __all__ = [
-    "TensorAttention", "hides_values", "is_transformed", "needs_derivatives", "softmax",
+    "TensorAttention", "are_finite", "hides_values", "is_transformed", "needs_derivatives",
+    "softmax",
 ]  # fmt: skip
 
 _are_transforms_active = torch._C._are_functorch_transforms_active
@@ -106,13 +107,15 @@ class TensorAttention:
         grouped = self.query[:, :, start:stop].unflatten(1, groups)
         key = self.key[:, :, None]
         scaled = (_finite(grouped) @ _finite(key).mT * scale).flatten(1, 2)
-        if self.hides_values or not _are_finite(grouped, key):
-            # Products with rows that are not finite have the gradient of the finite ones, because
-            # 0 * NaN would reach forbidden pairs.
+        if self.hides_values or not are_finite(grouped, key):
+            # Products that are not finite have the gradient of those of `_finite` rows, because in
+            # their own gradient 0 * NaN would reach forbidden pairs.
             raw = (grouped.detach() @ key.detach().mT * scale).flatten(1, 2)
-            as_raw = raw + (scaled - scaled.detach())
-            overflown = torch.where(raw.isnan(), raw, scaled)
-            scaled = torch.where(scaled.isfinite() & ~raw.isfinite(), as_raw, overflown)
+            raw_with_gradient = raw + (scaled - scaled.detach())
+            scaled_or_nan = torch.where(raw.isnan(), raw, scaled)
+            scaled = torch.where(
+                scaled.isfinite() & ~raw.isfinite(), raw_with_gradient, scaled_or_nan
+            )
         indices = self._indices(start, stop) | {"score": scaled}
         evaluation = TensorEvaluation(indices, self.tables, self.dtype)
         allowed = evaluation.value(spec.mask)
@@ -199,7 +202,8 @@ def _finite(rows: Tensor) -> Tensor:
     return torch.where(rows.isfinite(), rows, 0.0)
 
 
-def _are_finite(*tensors: Tensor) -> bool:
+def are_finite(*tensors: Tensor) -> bool:
+    """Whether every entry is finite; waits for a device."""
     return all(bool(t.isfinite().all()) for t in tensors)
 
 
@@ -215,7 +219,7 @@ class _WeightedSum(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> Any:
         weights, allowed, value = ctx.saved_tensors
         of_value = weights.mT @ _finite(grad_out)
-        if not _are_finite(grad_out):
+        if not are_finite(grad_out):
             of_value = of_value + _non_finite_sums(weights.mT, allowed.mT, grad_out)
         return grad_out @ value.mT, None, of_value
 

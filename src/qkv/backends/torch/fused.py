@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qkv.backends.torch.attention import (
     TensorAttention,
+    are_finite,
     hides_values,
     is_transformed,
     needs_derivatives,
@@ -30,7 +31,7 @@ __all__ = ["attend_fused", "is_fused"]
 
 _CAUSAL = Op("le", "bool", (Var("kv_index"), Var("q_index")))
 _LARGEST = 1e37
-"""What does not overflow in float32, with room for what is added to it."""
+"""A product below this does not overflow in float32, and sums of such products do not either."""
 
 
 def is_fused(problem: Problem) -> bool:
@@ -53,10 +54,10 @@ def is_fused(problem: Problem) -> bool:
     if spec.mask != _CAUSAL or spec.q_len != spec.kv_len or hides_values(query, key, value):
         return False
     if not differentiated:
-        return bool(key.isfinite().all()) and bool(value.isfinite().all())
+        return are_finite(key, value)
     of_query, of_key, of_value = _largest(query, key, value)
     scale = spec.head_dim * max(1.0, abs(problem.operands.scale))
-    return _is_small(scale, of_query, of_key) and _is_small(of_value)
+    return _is_below_overflow(scale, of_query, of_key) and _is_below_overflow(of_value)
 
 
 def attend_fused(problem: Problem) -> Partial:
@@ -70,30 +71,30 @@ def attend_fused(problem: Problem) -> Partial:
 
 @dataclass(frozen=True, slots=True)
 class _FusedCall:
-    """What a fused kernel is told, beside its operands."""
+    """A problem without its operands, which torch holds for as long as it needs them."""
 
     problem: Problem
-    is_causal: bool
-    scale: float
 
     @classmethod
     def of(cls, problem: Problem) -> _FusedCall:
-        """Without the operands, which torch holds for as long as it needs them."""
-        held = replace(problem, operands=replace(problem.operands, device_arrays={}))
-        return cls(held, problem.spec.mask != TRUE, problem.operands.scale)
+        return cls(replace(problem, operands=replace(problem.operands, device_arrays={})))
+
+    @property
+    def is_causal(self) -> bool:
+        return self.problem.spec.mask != TRUE
 
     def __call__(self, *operands: Tensor) -> Tensor:
         """The output of query, key and value."""
         return torch.nn.functional.scaled_dot_product_attention(
             *self._expanded(operands),
             is_causal=self.is_causal,
-            scale=self.scale,
+            scale=self.problem.operands.scale,
             enable_gqa=self.is_grouped,
         )
 
-    def is_small(self, grad_out: Tensor, value: Tensor) -> bool:
+    def is_safe(self, grad_out: Tensor, value: Tensor) -> bool:
         """Whether no product of a cotangent and a value overflows, and all of them are finite."""
-        return _is_small(self.problem.spec.v_head_dim, *_largest(grad_out, value))
+        return _is_below_overflow(self.problem.spec.v_head_dim, *_largest(grad_out, value))
 
     @property
     def is_grouped(self) -> bool:
@@ -127,9 +128,9 @@ class _FusedCall:
 class _Fused(torch.autograd.Function):
     """A fused kernel and its backward pass, with the same bits on every run.
 
-    The backward pass computes the output again, so that nothing is held but the operands. With a
-    cotangent that is not finite it is one of operations of torch if the call is causal, and so it
-    always is where torch differentiates it once more.
+    The backward pass computes the output again, so that nothing is held but the operands. It uses
+    operations of torch in place of the kernel where torch will differentiate it once more, and for
+    a causal call whose cotangent is not finite.
     """
 
     @staticmethod
@@ -142,7 +143,7 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> Any:
         call, operands, wanted = ctx.call, ctx.saved_tensors, ctx.needs_input_grad[1:]
         again = torch.is_grad_enabled()
-        fused = not again and (not call.is_causal or call.is_small(grad_out, operands[2]))
+        fused = not again and (not call.is_causal or call.is_safe(grad_out, operands[2]))
         if fused:
             operands = [t.detach().requires_grad_(w) for t, w in zip(operands, wanted, strict=True)]
         inputs = [t for t, w in zip(operands, wanted, strict=True) if w]
@@ -178,6 +179,6 @@ def _largest(*tensors: Tensor) -> list[float]:
     return magnitudes
 
 
-def _is_small(*factors: float) -> bool:
+def _is_below_overflow(*factors: float) -> bool:
     """Whether a product is too small to overflow, and each factor finite."""
     return all(map(math.isfinite, factors)) and math.prod(factors) < _LARGEST
