@@ -51,16 +51,8 @@ class Watched(CpuBackend):
     def _watched(self, made: Prepared | None) -> Prepared | None:
         if made is None:
             return None
-        names = [name for name in ("call", "run", "brief", "if_alike") if getattr(made, name)]
-        watched = {name: self._counted(name, getattr(made, name)) for name in names}
-        steps = made.steps
-        if steps is not None:
-            of_length = steps.of_length
-            steps = steps._replace(
-                run=self._counted("step", steps.run),
-                of_length=lambda *given: self._watched(of_length(*given)),
-            )
-        return replace(made, **watched, steps=steps)
+        if_alike = None if made.if_alike is None else self._counted("if_alike", made.if_alike)
+        return replace(made, run=self._counted("run", made.run), if_alike=if_alike)
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: Any, **named: Any) -> Any:

@@ -95,7 +95,7 @@ def attention(
     values = DEFAULTS if not options else option_values("attention", options)
     if return_lse is not False and return_lse is not True:
         return_lse = checked_flag("return_lse", return_lse)
-    bridge = None if type(query) is np.ndarray else bridge_of(query)
+    bridge = None if type(query) is np.ndarray else bridge_of(type(query))
     if bridge is not None:
         return bridge.attention(query, key, value, variants, values, return_lse)
     attended = attend(bind(query, key, value, variants, values), rows=return_lse)
@@ -251,6 +251,6 @@ def merge(*parts: tuple[Any, Any], layout: Layout = "bhld") -> tuple[Any, Any]:
                 f"merge was given a {type(part).__name__}, not a pair (out, lse) of arrays.",
                 action="Pass what attention returns with return_lse=True.",
             )
-    traced = getattr(bridge_of(parts[0][0]), "merge_in_graph", None)
+    traced = getattr(bridge_of(type(parts[0][0])), "merge_in_graph", None)
     merged = None if traced is None else traced(parts, layout)
     return merge_parts(parts, layout) if merged is None else merged

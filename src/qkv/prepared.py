@@ -140,7 +140,7 @@ class PreparedAttention:
         bound = BoundCall(structure, (query, key, value, *self._arrays))
         if self._prepared.conditions != conditions():
             self._prepared, _ = _prepared(bound, self._passes, self._free)
-        bridge = None if type(query) is np.ndarray else bridge_of(query)
+        bridge = None if type(query) is np.ndarray else bridge_of(type(query))
         if bridge is None:
             attended = run_alike(self._prepared, bound, return_lse)
             if attended is None:
@@ -263,7 +263,7 @@ def prepare(
         )
     bound = bind(query, key, value, variants, values)
     backward = checked_flag("backward", backward)
-    if backward and not hasattr(bridge_of(query), "run_alike"):
+    if backward and not hasattr(bridge_of(type(query)), "run_alike"):
         raise ArgumentError(
             "backward=True is for tensors of torch, which ask for gradients by themselves.",
             action="Leave it out; qkv.vjp gives gradients, and prepares them when it repeats.",

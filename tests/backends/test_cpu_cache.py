@@ -311,7 +311,7 @@ def test_what_is_called_emit_is_digested() -> None:
 DECIDES_NO_CODE = {
     "_forks.py", "_threads.py", "errors.py",
     "backends/cpu/compiler/stack_probe.py", "backends/cpu/compiler/stored_kernels.py",
-    "backends/cpu/machine/addresses.py",
+    "arrays/addresses.py",
     "backends/cpu/machine/executable_memory.py", "backends/cpu/machine/host.py",
     "backends/cpu/python_calls/filled_block.py", "backends/cpu/python_calls/function.py",
     "backends/cpu/threads/jobs.py",

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import qkv
+from qkv.arrays.addresses import address_of
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock
-from qkv.backends.cpu.machine.addresses import address_of
-from qkv.backends.cpu.prepared import call as prepared_call
+from qkv.backends.cpu.prepared import kernel as prepared_kernel
 from qkv.backends.cpu.python_calls import filled_block
 from qkv.backends.cpu.python_calls.code import CALL_WORDS
 from qkv.backends.cpu.python_calls.filled_block import Axis, FilledBlock, Operand, operand_of
@@ -145,7 +145,7 @@ def test_sums_that_overflow_are_found(lengths) -> None:
 @pytest.mark.parametrize("name", ["no reading of arrays", "no lock"])
 def test_without_what_makes_it_quick(monkeypatch, lengths, name) -> None:
     if name == "no lock":
-        monkeypatch.setattr(prepared_call, "has_gil", lambda: False)
+        monkeypatch.setattr(prepared_kernel, "has_gil", lambda: False)
     else:
         monkeypatch.setattr(filled_block, "_can_read", lambda: False)
     for seed in range(6):

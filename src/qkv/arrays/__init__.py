@@ -19,7 +19,8 @@ from qkv.arrays.roles import variable
 from qkv.errors import ArgumentError, DTypeError
 
 __all__ = [
-    "ArrayLibrary", "has_shape", "is_array", "kind_of", "library_named", "library_of", "namespace",
+    "ArrayLibrary", "has_shape", "is_array", "kind_of", "library_named", "library_of",
+    "library_of_type", "namespace",
 ]  # fmt: skip
 
 
@@ -82,11 +83,16 @@ _LAZY_LIBRARIES: dict[str, Callable[[], ArrayLibrary]] = {"torch": _torch, "jax"
 
 
 def kind_of(array: Any) -> str | None:
-    """The name of the library that an array's type is of, None for any other type.
+    """The name of the library that an array's type is of, None for any other type."""
+    return library_of_type(type(array))
+
+
+def library_of_type(type_of_array: type) -> str | None:
+    """The name of the library that has this type of arrays, None for any other type.
 
     Modules, generators and types of these libraries are no arrays.
     """
-    for base in type(array).__mro__:
+    for base in type_of_array.__mro__:
         name = base.__module__.partition(".")[0]
         if name in NAMES and (name == "jax" or base.__name__ in _BASES):
             return name

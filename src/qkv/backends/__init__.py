@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from qkv._forks import importing
 from qkv.backends.conditions import Conditions, backends_changed, conditions
-from qkv.backends.prepared_calls import Passes, Prepared, PreparedSteps
+from qkv.backends.prepared_calls import Passes, Prepared, ResultForm, array_at
 from qkv.backends.protocols import (
     Backend,
     DeviceBackend,
@@ -45,11 +45,12 @@ __all__ = [
     "Inspectable",
     "Passes",
     "Prepared",
-    "PreparedSteps",
     "Preparing",
     "Progress",
     "Refusal",
+    "ResultForm",
     "WeightBlocks",
+    "array_at",
     "backends",
     "broken_backends",
     "choose",

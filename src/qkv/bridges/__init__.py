@@ -36,7 +36,7 @@ from __future__ import annotations
 from typing import Any
 
 from qkv._forks import importing
-from qkv.arrays import kind_of
+from qkv.arrays import library_of_type
 
 __all__ = ["bridge_of"]
 
@@ -44,18 +44,18 @@ _loaded: dict[type, Any] = {}
 """By type of array. Importing what is imported takes longer than attention to a few tokens."""
 
 
-def bridge_of(array: Any) -> Any:
-    """The module whose `attention` an array's library has to go through, None for NumPy."""
-    if type(array) in _loaded:
-        return _loaded[type(array)]
-    kind = kind_of(array)
-    if kind == "torch":
+def bridge_of(type_of_array: type) -> Any:
+    """The module whose `attention` a library's arrays have to go through, None for NumPy."""
+    if type_of_array in _loaded:
+        return _loaded[type_of_array]
+    library = library_of_type(type_of_array)
+    if library == "torch":
         # Without the lock, because Dynamo may trace this.
         from qkv.bridges import torch_calls
 
         _loaded.update(dict.fromkeys(torch_calls.PLAIN, torch_calls))
         return torch_calls
-    if kind == "jax":
+    if library == "jax":
         with importing():
             from qkv.bridges import jax_calls
 

@@ -13,6 +13,7 @@ from qkv.bridges.torch_compiled import merge_in_graph
 from qkv.bridges.torch_operands import LIBRARY, PLAIN, is_tracked
 from qkv.bridges.torch_prepared import run_alike, run_prepared
 from qkv.call.bound import bind
+from qkv.call.cache import CALLS
 from qkv.call.options import OptionValues
 from qkv.errors import QkvError
 
@@ -46,9 +47,11 @@ def at_once(
     """A call that no compiler reads: prepared if it repeats an earlier one."""
     bound = bind(query, key, value, variants, options)
     try:
-        results = run_prepared(bound, return_lse)
-        if results is not None:
-            return results
+        entry = CALLS.entry(bound.structure)
+        if entry is not None:
+            results = run_prepared(entry, bound, return_lse)
+            if results is not None:
+                return results
         return torch_eager.attention(bound, variants, return_lse)
     except QkvError as error:
         raise error.with_action(LIBRARY.in_words(error.action)) from None

@@ -32,7 +32,7 @@ from qkv.bridges.torch_operands import (
 from qkv.bridges.torch_operators import contiguous
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, Structure, bind
-from qkv.call.device_call import check_device_call, is_device_call
+from qkv.call.device_call import check_device_call, names_device_backend
 from qkv.call.structure_text import hold, names_objects
 from qkv.errors import UnsupportedError
 from qkv.problem.stored_rows import Paged, Quantized
@@ -58,14 +58,14 @@ def _attend(bound: BoundCall, return_lse: bool) -> Any:
         results = attend(bound)
         return (results.out, results.lse) if return_lse else results.out
     query, key, value = map(operand, bound.leaves[:3], _ROLES)
-    roles = bound.roles[3:]
+    roles = bound.roles[3:] if len(bound.leaves) > 3 else []
     for leaf, role in zip(bound.leaves[3:], roles, strict=True):
         if isinstance(leaf, Tensor):
             check_dense(leaf, role)
             check_beside(leaf, role, query)
     operands = query, key, value
     leaves = autocast(*operands)
-    if is_device_call(bound):
+    if query.device.type != "cpu" or names_device_backend(bound.structure):
         check_devices(*leaves)
         tensors = tuple(map(as_tensor, bound.leaves[3:], roles))
         return attend_on_device(BoundCall(bound.structure, (*leaves, *tensors)), return_lse)

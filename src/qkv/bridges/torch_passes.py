@@ -15,6 +15,7 @@ from qkv.bridges.torch_operands import LIBRARY, view_of
 from qkv.call.bound import BoundCall, Structure
 from qkv.call.cache import PreparedCall
 from qkv.call.derivatives.pull_back import Residuals, prepared_gradients
+from qkv.call.numpy_port import run_on_arrays
 
 __all__ = ["PreparedPasses"]
 
@@ -47,12 +48,13 @@ class PreparedPasses:
         """As `qkv.bridges.torch_operators.compute_attention`; None if that has to be called."""
         query, key, value = map(self._view, inputs[:3])
         with on_torch_threads():
-            results = self._forward.call(query, key, value, True, self._arrays(inputs))
+            read = query, key, value
+            results = run_on_arrays(self._forward, read, self._arrays(inputs))
         if results is None:
             return None
-        out, lse, rest, unrounded = results
-        if rest is None:
-            rest = np.full_like(lse, np.nan)
+        out, lse, *more = results
+        rest = more[0] if more else np.full_like(lse, np.nan)
+        unrounded = more[1] if len(more) > 1 else None
         result = self._tensor(out)
         kept = result if unrounded is None else self._tensor(unrounded)
         return result, LIBRARY.restore(lse), LIBRARY.restore(rest), kept
@@ -75,9 +77,8 @@ class PreparedPasses:
         grad_out, grad_lse = self._view(cotangents[0]), view_of(cotangents[1])
         arrays = self._arrays(inputs)
         with on_torch_threads():
-            computed = known[1].prepared.call(
-                query, key, value, out, lse, rest, grad_out, grad_lse, arrays
-            )
+            read = query, key, value, out, lse, rest, grad_out, grad_lse
+            computed = run_on_arrays(known[1].prepared, read, arrays)
         return None if computed is None else list(map(self._tensor, computed))
 
     def prepare_gradients(

@@ -25,10 +25,12 @@ from qkv.errors import QkvError
 __all__ = ["run_alike", "run_prepared", "step_of"]
 
 
-def run_prepared(bound: BoundCall, rows: bool) -> Any:
-    """Output, with lse if `rows`; None if nothing was prepared, or torch has to see the call."""
-    entry = CALLS.entry(bound.structure)
-    if entry is None or looks_on():
+def run_prepared(entry: Entry, bound: BoundCall, rows: bool) -> Any:
+    """Output, with lse if `rows`; None if nothing was prepared, or torch has to see the call.
+
+    `entry` is that of the structure.
+    """
+    if looks_on():
         return None
     run: Run | None = entry.first_of_tensors
     if run is not None:
@@ -37,8 +39,6 @@ def run_prepared(bound: BoundCall, rows: bool) -> Any:
             results = run.compute(bound, read, rows)
             if results is not None:
                 run.common.prepared.used = CALLS.clock
-                if type(run) is Step and run.successor is not None:
-                    entry.first_of_tensors = run.successor
                 return results
     with on_torch_threads():
         run = _look_up(entry, bound)

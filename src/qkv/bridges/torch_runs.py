@@ -7,7 +7,6 @@ lie, and in decoding steps their sizes and strides.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.backends import PreparedSteps, conditions
+from qkv.backends import conditions
 from qkv.bridges import torch_functions as functions
 from qkv.bridges.torch_guards import Guard, form_guard, gradient_guard, guard
 from qkv.bridges.torch_layouts import empty_maker, leaf_values
@@ -53,14 +52,9 @@ class Common(NamedTuple):
 
 
 class OnePass(NamedTuple):
-    """A call of tensors of these sizes and strides.
-
-    `brief` runs it on the caller's thread alone, if it is brief.
-    """
+    """A call of tensors of these sizes and strides."""
 
     common: Common
-    run: Callable[..., bool]
-    brief: Callable[..., bool] | None
     empty_out: Empty
     empty_lse: Empty
     rows_first: bool
@@ -77,13 +71,14 @@ class OnePass(NamedTuple):
         out = self.empty_out()
         lse = self.empty_lse() if rows else None
         at_out, at_lse = out.data_ptr(), 0 if lse is None else lse.data_ptr()
-        if self.brief is not None:
-            done = self.brief(at_query, at_key, at_value, at_out, at_lse)
+        places = [array.data_ptr() for array in arrays]
+        addresses = at_query, at_key, at_value, at_out, at_lse, *places
+        prepared = self.common.prepared.prepared
+        if prepared.brief_keys:
+            done = prepared.run(addresses)
         else:
-            places = [array.data_ptr() for array in arrays]
-            addresses = at_query, at_key, at_value, at_out, at_lse, *places
             with on_torch_threads():
-                done = self.run(addresses, (read, out, lse))
+                done = prepared.run(addresses, (read, out, lse))
         if not done:
             return None
         if self.rows_first:
@@ -91,49 +86,37 @@ class OnePass(NamedTuple):
         return out if lse is None else (out, lse)
 
 
-@dataclass(slots=True, eq=False)
-class Step:
+class Step(NamedTuple):
     """A decoding step of tensors of any number of keys, any strides and any position.
 
-    `repeats` counts steps over `kv_len` keys, one after the other. When there were many, as in
-    caches of fixed size, `successor` is a run for that very length, which saves a third of the time
-    of a short step. `empty_rows_first` makes the output of models, (*batch, q_len, num_heads, dim),
-    in memory in the order of `empty_out`.
+    `empty_rows_first` makes the output of models, (*batch, q_len, num_heads, dim), in memory in the
+    order of `empty_out`.
     """
 
     common: Common
-    steps: PreparedSteps
     q_len: int
     empty_out: Empty
     empty_lse: Empty
     empty_rows_first: Empty
-    kv_len: int = 0
-    repeats: int = 0
-    successor: OnePass | None = None
 
     def compute(self, bound: BoundCall, read: Sequence[Any], rows: bool) -> Any:
         """See `OnePass`."""
         q_len, kv_len = self.q_len, read[1].shape[-2]
         if q_len == kv_len:  # Then the positions may be left out, which is another call.
             return None
-        form: Any = self.common.prepared.step
+        call = self.common.prepared
+        form: Any = call.step
         shift = position(form, bound.structure.options.q_offset, q_len, kv_len)
         out = self.empty_out()
         lse = self.empty_lse() if rows else None
-        at_out, at_lse = out.data_ptr(), 0 if lse is None else lse.data_ptr()
-        arguments = kv_len, at_out, at_lse, shift, _layouts_of(read), (read, out, lse)
-        if kv_len <= self.steps.brief_keys:
-            done = self.steps.run(*arguments)
+        addresses, layouts = _places(read, out, lse)
+        if kv_len <= call.prepared.brief_keys:
+            done = call.prepared.run(addresses, (), layouts, shift, True)
         else:
             with on_torch_threads():
-                done = self.steps.run(*arguments)
+                done = call.prepared.run(addresses, (read, out, lse), layouts, shift, True)
         if not done:
             return None
-        if kv_len != self.kv_len:
-            self.kv_len, self.repeats, self.successor = kv_len, 0, None
-        self.repeats += 1
-        if self.repeats == _MANY_REPEATS and type(bound.structure.options.q_offset) is not int:
-            self.successor = self._for_length(read, shift)
         return out if lse is None else (out, lse)
 
     def between_products(self, read: Sequence[Any], q_offset: int) -> Tensor | None:
@@ -145,25 +128,10 @@ class Step:
         prepared, fits, *_ = self.common
         if looks_on() or prepared.conditions != conditions() or not fits(*read):
             return None
-        out, kv_len = self.empty_rows_first(), read[1].shape[-2]
-        operands = _layouts_of(read)
-        done = self.steps.run(kv_len, out.data_ptr(), 0, q_offset, operands, (read, out), True)
+        out = self.empty_rows_first()
+        addresses, layouts = _places(read, out, None)
+        done = prepared.prepared.run(addresses, (read, out), layouts, q_offset, True, True)
         return out if done else None
-
-    def _for_length(self, read: Sequence[Any], shift: int) -> OnePass | None:
-        """A run for tensors of these very sizes and strides."""
-        if len(read) > 3:
-            return None
-        strides = [[t.itemsize * stride for stride in t.stride()] for t in read]
-        made = self.steps.of_length(self.kv_len, shift, strides)
-        if made is None or made.run is None:
-            return None
-        common = self.common._replace(fits=guard(*read))
-        return OnePass(common, made.run, made.brief, self.empty_out, self.empty_lse, False)
-
-
-_MANY_REPEATS = 64
-"""Preparing for one length takes about as long as so many steps save by it."""
 
 
 class BothPasses(NamedTuple):
@@ -204,21 +172,19 @@ def run_of(
         by_value = {n: _copied(bound.leaves[n]) for n in bound.structure.by_value}
         passes = PreparedPasses(bound.structure, len(bound.leaves), prepared.prepared)
         return BothPasses(Common(prepared, gradient_guard(*read), values, fixed), by_value, passes)
-    made = prepared.prepared
-    if made.run is None:
+    if len(prepared.prepared.results) > 2:
         return None
     rows_first = bound.structure.layout == "blhd"
     makers = _makers([t.transpose(-3, -2) if rows_first else t for t in read[:3]])
-    return OnePass(Common(prepared, guard(*read), values, fixed), made.run, made.brief,
-                   *makers, rows_first)  # fmt: skip
+    return OnePass(Common(prepared, guard(*read), values, fixed), *makers, rows_first)
 
 
 def _step(
     prepared: PreparedCall, bound: BoundCall, read: Sequence[Tensor], values: tuple[bytes, ...]
 ) -> Step | None:
     """The step, if it is told addresses, sizes and strides alone."""
-    form, structure, steps = prepared.step, bound.structure, prepared.prepared.steps
-    if form is None or not form.every_length or form.lengths or steps is None:
+    form, structure = prepared.step, bound.structure
+    if form is None or not form.every_length or form.lengths:
         return None
     if structure.per_step or structure.layout != "bhld":
         return None
@@ -229,7 +195,7 @@ def _step(
         rows_first = empty_maker(turned.shape, turned.dtype)
     else:
         rows_first = partial(_turned, empty_out)
-    return Step(common, steps, q_len, empty_out, empty_lse, rows_first)
+    return Step(common, q_len, empty_out, empty_lse, rows_first)
 
 
 def _turned(empty: Empty) -> Tensor:
@@ -250,13 +216,17 @@ def _copied(leaf: Any) -> Tensor:
     return copy
 
 
-def _layouts_of(read: Sequence[Any]) -> tuple[Any, ...]:
-    """Address, sizes, and strides in elements of each tensor."""
+def _places(read: Sequence[Any], out: Tensor, lse: Tensor | None) -> tuple[Any, Any]:
+    """Addresses of what a step reads and writes, and sizes and strides of what it reads."""
     query, key, value, *arrays = read
-    operands: tuple[Any, ...] = (
-        query.data_ptr(), query.shape, query.stride(), key.data_ptr(), key.shape, key.stride(),
-        value.data_ptr(), value.shape, value.stride(),
+    addresses: tuple[int, ...] = (
+        query.data_ptr(), key.data_ptr(), value.data_ptr(),
+        out.data_ptr(), 0 if lse is None else lse.data_ptr(),
+    )  # fmt: skip
+    layouts: tuple[Any, ...] = (
+        query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
     )  # fmt: skip
     for array in arrays:
-        operands = (*operands, array.data_ptr(), array.shape, array.stride())
-    return operands
+        addresses = (*addresses, array.data_ptr())
+        layouts = (*layouts, array.shape, array.stride())
+    return addresses, layouts

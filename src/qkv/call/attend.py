@@ -20,6 +20,7 @@ from qkv.call.cache import CALLS, Entry, PreparedCall
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.decoding import run_step
 from qkv.call.forms import Views, form_of, has_form, heads_first, in_place, values_of
+from qkv.call.numpy_port import run_on_arrays
 from qkv.call.preparing import prepare
 from qkv.partial import Partial
 
@@ -39,7 +40,7 @@ class Attended(NamedTuple):
 
     out: Any
     lse: Any
-    lse_rest: Array | None
+    lse_rest: Array | None = None
     unrounded: Array | None = None
     call: CheckedCall | None = None
     partial: Partial | None = None
@@ -84,10 +85,11 @@ def attend(
                 return _restored(results, bound)
             CALLS.discard(bound.structure, known)
     call = check_call(bound, given, backward=differentiable)
-    if form is not None and views is not None:
+    if form is not None and views is not None and CALLS.is_repeated(bound.structure, form):
         prepare(bound, form, views, call)
-    partial = call.run_for_backward() if backward else call.run()
-    out, lse = call.output(partial), call.rows(partial.lse)
+    out, lse, partial = call.compute(backward=backward)
+    if not backward:
+        return Attended(out, lse)
     kept = call.kept(partial)
     unrounded = None if kept.out.dtype == call.dtype else call.arranged(kept.out)
     return Attended(out, lse, partial.lse_rest, unrounded, call, kept)
@@ -115,7 +117,7 @@ def _run(known: PreparedCall, bound: BoundCall, views: Views, rows: bool) -> Any
     """The results of a prepared call; None if something is not as it was prepared for."""
     known.used = CALLS.clock
     if known.step is None:
-        return known.prepared.call(*views, rows, in_place(bound))
+        return run_on_arrays(known.prepared, views, in_place(bound), rows=rows)
     return run_step(known.prepared, known.step, bound, views, rows)
 
 
@@ -136,17 +138,21 @@ def _repeat(first: PreparedCall, bound: BoundCall, rows: bool) -> Attended | Non
         return None
     first.used = CALLS.clock
     if_alike: Any = first.if_alike
+    arrays = () if len(leaves) == 3 else in_place(bound)
     if structure.options.layout == "bhld":
-        results = if_alike(query, key, value, rows)
+        results = if_alike(query, key, value, rows, arrays)
         return None if results is None else Attended(*results)
     views = heads_first(bound)
-    results = None if views is None else if_alike(*views, rows)
+    results = None if views is None else if_alike(*views, rows, arrays)
     return None if results is None else _restored(results, bound)
 
 
-def _restored(results: tuple[Any, Any, Any, Any], bound: BoundCall) -> Attended:
-    out, lse, rest, unrounded = results
-    if bound.structure.layout == "blhd":
-        out = np.ascontiguousarray(out.swapaxes(-3, -2))
-        unrounded = None if unrounded is None else unrounded.swapaxes(-3, -2)
-    return Attended(out, lse, rest, unrounded)
+def _restored(results: Sequence[Any], bound: BoundCall) -> Attended:
+    attended = Attended(*results)
+    if bound.structure.layout != "blhd":
+        return attended
+    unrounded = attended.unrounded
+    return attended._replace(
+        out=np.ascontiguousarray(attended.out.swapaxes(-3, -2)),
+        unrounded=None if unrounded is None else unrounded.swapaxes(-3, -2),
+    )

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from numpy.typing import NDArray
+
 from qkv._forks import RenewedLock
 from qkv.backends import Passes, Prepared, conditions
 from qkv.backends.conditions import Conditions
@@ -72,7 +74,6 @@ class PreparedCall:
     ----------
     form : Form
     prepared : Prepared
-        The ways in which the backend runs it.
     backend : str
     conditions : Conditions
         Under which it was prepared. What keeps a prepared call outside of the cache asks for them.
@@ -80,8 +81,10 @@ class PreparedCall:
         If the number of keys is free.
     if_alike : callable or None
         `Prepared.if_alike`, unless lengths decide more than it asks.
+    sinks : array (num_heads,) or None
+        Those of the calls.
     of_tensors : dict
-        What torch takes in place of `run`, by what else its tensors have in common.
+        How tensors of torch run it, by what else they have in common.
     used : int
         When it was used, counted in insertions into the cache.
     """
@@ -92,6 +95,7 @@ class PreparedCall:
     conditions: Conditions
     step: StepForm | None = None
     if_alike: Callable[..., Any] | None = None
+    sinks: NDArray[Any] | None = None
     of_tensors: dict[Hashable, Any] = field(default_factory=dict)
     used: int = 0
 
@@ -144,20 +148,23 @@ class CallCache:
             structure = _without_position(structure)
         return self._entries.get(structure)
 
-    def is_new(self, structure: Structure, form: Form) -> bool:
-        """Whether a form is seen for the first time; it is not, from then on.
+    def is_repeated(self, structure: Structure, form: Form) -> bool:
+        """Whether a form was seen before; it was, from then on.
 
-        Of several threads that ask at once, one is told so.
+        Of several threads that ask at once, one is told that it was not. Structures of which two
+        calls may mean different things are never repeated.
         """
+        if not structure.is_known:
+            return False
         key = without_arrays(_without_position(structure)), form
         with self._exclusive.lock:
             if key in self._seen:
-                return False
+                return True
             while len(self._seen) >= self.capacity:
                 # The oldest goes: a form that is seen again is prepared, and asked for no more.
                 self._seen.pop(next(iter(self._seen)), None)
             self._seen[key] = None
-            return True
+            return False
 
     def insert(self, structure: Structure, form: Form, call: PreparedCall | None) -> None:
         """Keep what was prepared for a form, if it still holds.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arrays import ArrayLibrary, library_of
+from qkv.arrays import ArrayLibrary, library_named, library_of
 from qkv.arrays.views import view_beside
 from qkv.backends import Choice, Differentiable, Preparing, choose
 from qkv.call.bound import BoundCall, UnboundCall
@@ -59,6 +59,11 @@ class CheckedCall:
     unbound: UnboundCall
     leaves: tuple[Any, ...]
     originals: tuple[Any, ...]
+
+    def compute(self, *, backward: bool = False) -> tuple[Any, Any, Partial]:
+        """Output and lse as the caller knows them, and what a backward pass may read of them."""
+        partial = self.run_for_backward() if backward else self.run()
+        return self.output(partial), self.rows(partial.lse), partial
 
     def run(self) -> Partial:
         """Output and lse, sinks included, in the type of computation."""
@@ -201,9 +206,9 @@ def _with_repeated(call: UnboundCall, given: Sequence[Any]) -> UnboundCall:
 
 def views_of(bound: BoundCall) -> tuple[ArrayLibrary, tuple[Array, ...]]:
     """The query's library, and all leaves as NumPy views."""
-    library = library_of(bound.leaves[0], "query")
     if all(type(leaf) is np.ndarray for leaf in bound.leaves):  # They are views of themselves.
-        return library, tuple(bound.leaves)
+        return library_named("numpy"), tuple(bound.leaves)
+    library = library_of(bound.leaves[0], "query")
     try:
         return library, tuple([view_beside(library, leaf, "an array") for leaf in bound.leaves])
     except QkvError:

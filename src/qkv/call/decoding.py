@@ -14,6 +14,7 @@ from qkv.backends import Prepared
 from qkv.call.bound import BoundCall
 from qkv.call.cache import StepForm
 from qkv.call.forms import Views, in_place
+from qkv.call.numpy_port import run_on_arrays
 from qkv.problem.spec import Problem
 
 __all__ = ["arrays_from_lengths", "position", "run_step"]
@@ -30,7 +31,7 @@ def position(step: StepForm, given: Any, q_len: int, kv_len: int) -> int:
 
 def run_step(steps: Prepared, step: StepForm, bound: BoundCall, views: Views, rows: bool) -> Any:
     """The results of a step, None if something is not as it was prepared for."""
-    query, key, value = views
+    query, key, _ = views
     q_len, kv_len = query.shape[-2], key.shape[-2]
     q_shift = position(step, bound.structure.options.q_offset, q_len, kv_len)
     arrays = in_place(bound, is_step=True)
@@ -46,7 +47,7 @@ def run_step(steps: Prepared, step: StepForm, bound: BoundCall, views: Views, ro
             q_shift = int(lens[0]) - q_len
         ends = (lens - q_len,) if step.lengths == 2 else ()
         arrays = (*arrays, lens, *ends)
-    return steps.call(query, key, value, rows, arrays, q_shift)
+    return run_on_arrays(steps, views, arrays, rows=rows, q_shift=q_shift)
 
 
 def arrays_from_lengths(problem: Problem) -> list[Array]:

@@ -11,14 +11,15 @@ from numpy.typing import NDArray
 
 from qkv.arrays import library_of
 from qkv.backends import DeviceBackend, choose, device_backend
-from qkv.call.bound import BoundCall
+from qkv.call.bound import BoundCall, Structure
 from qkv.call.checked import CheckedCall, check_call, checked_problem
 from qkv.call.variant_arrays import made
 from qkv.errors import UnsupportedError
 from qkv.partial import Partial
 from qkv.problem.spec import Problem
 
-__all__ = ["DeviceCall", "check_device_call", "is_device_call", "is_on_device"]
+__all__ = ["DeviceCall", "check_device_call", "is_device_call", "is_on_device",
+           "names_device_backend"]  # fmt: skip
 
 Array = NDArray[Any]
 
@@ -88,8 +89,13 @@ def is_on_device(array: Any) -> bool:
 
 def is_device_call(bound: BoundCall) -> bool:
     """Whether a call is for the backend of a device."""
-    name = bound.structure.options.backend
-    return is_on_device(bound.leaves[0]) or (name != "auto" and device_backend(name) is not None)
+    return is_on_device(bound.leaves[0]) or names_device_backend(bound.structure)
+
+
+def names_device_backend(structure: Structure) -> bool:
+    """Whether a call asks for the backend of a device by its name."""
+    name = structure.options.backend
+    return name != "auto" and device_backend(name) is not None
 
 
 def check_device_call(bound: BoundCall, given: Sequence[Any] | None = None) -> DeviceCall:

@@ -17,6 +17,7 @@ from qkv.call.cache import CALLS
 from qkv.call.checked import CheckedCall, check_call, views_of
 from qkv.call.device_call import DeviceCall, check_device_call, is_device_call
 from qkv.call.forms import fixed_form, heads_first, in_place
+from qkv.call.numpy_port import run_on_arrays
 from qkv.call.preparing import prepare
 from qkv.partial import RowStatistics, share_with_sinks
 
@@ -79,16 +80,17 @@ def attend_for_inspection(bound: BoundCall, given: Sequence[Any] | None = None) 
     known = None if entry is None or form is None else entry.calls.get(form)
     if views is not None and known is not None:
         known.used = CALLS.clock
-        results = known.prepared.call(*views, True, in_place(seen))
+        results = run_on_arrays(known.prepared, views, in_place(seen))
         if results is not None:
-            out, lse, rows, _ = results
+            out, lse, *alone = results
+            rows = share_with_sinks(RowStatistics(*alone), known.sinks)
             if bound.structure.layout == "blhd":
                 out = np.ascontiguousarray(out.swapaxes(-3, -2))
             restored = library.restore(out), library.restore(lse)
             return Inspected(*restored, lse, rows, known.backend, lambda: check_call(bound, given))
         CALLS.discard(bound.structure, known)
     call = check_call(bound, given)
-    if form is not None and views is not None:
+    if form is not None and views is not None and CALLS.is_repeated(bound.structure, form):
         prepare(bound, form, views, call)
     return _checked(call)
 

@@ -1,4 +1,4 @@
-"""Prepare for more calls like one that was checked, once there has been another."""
+"""Prepare for more calls like one that was checked."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ def prepare(
     call: CheckedCall,
     inputs: BackwardInputs | None = None,
 ) -> None:
-    """Keep a prepared call in the cache, if the form was seen before and its backend prepares."""
+    """Keep a prepared call in the cache, if the backend prepares."""
     structure = bound.structure
-    if not structure.is_known or CALLS.is_new(structure, form):
-        return
     made = prepared_by(bound, form, call, inputs)
     if made is None and form.any_length:
         # Only one number of keys can be prepared for.
@@ -67,5 +65,10 @@ def prepared_by(
     )
     if made is None:
         return None
-    if_alike = made.if_alike if step is None or step.every_length else None
-    return PreparedCall(form, made, backend.name, call.choice.conditions, step, if_alike)
+    # What differs from step to step may not be compared with one value.
+    is_asked = step is None or (step.every_length and not (step.lengths or structure.per_step))
+    sinks = problem.operands.sinks
+    return PreparedCall(
+        form, made, backend.name, call.choice.conditions, step,
+        made.if_alike if is_asked else None, None if sinks is None else sinks.copy(),
+    )  # fmt: skip

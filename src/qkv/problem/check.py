@@ -26,7 +26,6 @@ from qkv.problem.stored_rows import (
     StoredRows,
     as_stored_rows,
     checked_pages,
-    plain,
     storage_of,
     without_offset,
 )
@@ -61,12 +60,14 @@ def check(
             arrays[name] = given
     _check_dtypes(arrays)
     views, shape = _shape(arrays, layout)
+    q_rows = views["query"]
+    assert not isinstance(q_rows, StoredRows)
     builder = _lowered(shape, variants)
     rows = views["key"]
     # Rotated keys are widened before they are rotated, and their offset with them.
     if isinstance(rows, StoredRows) and rows.offset is not None and builder.rotation is None:
         at_scale = _scale(scale, shape.head_dim)
-        views["key"], added = without_offset(plain(views["query"]), rows, at_scale)
+        views["key"], added = without_offset(q_rows, rows, at_scale)
         builder = _lowered(shape, (_KeyOffset(added), *variants))
     positions, definitions = positions_of(builder, q_offset, kv_offset)
     scores = tuple(Stage(s.label, substitute(s.node, definitions)) for s in builder.scores)
@@ -98,7 +99,7 @@ def check(
     return Problem(
         spec,
         Operands(
-            query=plain(views["query"]),
+            query=q_rows,
             key=key_rows,
             value=value_rows,
             scale=_scale(scale, shape.head_dim),

@@ -160,7 +160,7 @@ class CpuBackend:
         if not partial.out.size:
             return finish(partial, sinks)
         with importing():
-            from qkv.backends.cpu.machine.addresses import address_of
+            from qkv.arrays.addresses import address_of
             from qkv.backends.cpu.rows.sinks import Sinks
 
         dtype = partial.out.dtype

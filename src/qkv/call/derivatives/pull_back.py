@@ -17,6 +17,7 @@ from qkv.call.cache import CALLS, Form, PreparedCall
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.derivatives.gradients import Gradients, backward_inputs, gradients_of
 from qkv.call.forms import Views, fixed_form, heads_first, in_place
+from qkv.call.numpy_port import run_on_arrays
 from qkv.call.preparing import prepare
 from qkv.call.variant_arrays import without_repeats
 from qkv.partial import Partial
@@ -81,9 +82,8 @@ def pull_back(
     if known is not None and views is not None:
         known.used = CALLS.clock
         out, cotangent = (_swap_heads(a) if blhd else a for a in (residuals.out, grad_out))
-        gradients_of_heads = known.prepared.call(
-            *views, out, residuals.lse, residuals.lse_rest, cotangent, grad_lse, in_place(bound)
-        )
+        read = *views, out, residuals.lse, residuals.lse_rest, cotangent, grad_lse
+        gradients_of_heads = run_on_arrays(known.prepared, read, in_place(bound))
         if gradients_of_heads is not None:
             query, key, value = (
                 np.ascontiguousarray(_swap_heads(a)) if blhd else a for a in gradients_of_heads
@@ -94,7 +94,7 @@ def pull_back(
     partial = residuals.as_partial(call)
     shapes = [leaf.shape for leaf in call.leaves[:3]]
     gradients = gradients_of(call, partial, shapes, grad_out, grad_lse, wrt)
-    if form is not None and views is not None:
+    if form is not None and views is not None and CALLS.is_repeated(bound.structure, form):
         operands = call.problem.operands
         # Gradients of broadcast operands have other shapes.
         if (operands.query.shape, operands.key.shape, operands.value.shape) == tuple(

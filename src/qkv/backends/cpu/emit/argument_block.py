@@ -7,8 +7,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from qkv.arrays.addresses import quick_address_of
 from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD
-from qkv.backends.cpu.machine.addresses import quick_address_of
 
 __all__ = ["ArgumentBlock"]
 

@@ -4,6 +4,5 @@ host               the processor, its instruction set (`QKV_ISA`), and the tile 
 tiling             what a tile shape is
 executable_memory  whether the system lets this process run code that is made in memory
 tile_permission    whether the system lets this process use matrix tiles (AMX)
-addresses          where arrays lie in memory
 threadpool_limits  lets threadpoolctl see and limit qkv's threads
 """

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arrays.addresses import address_of, page_aligned
 from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD
 from qkv.backends.cpu.forward.frame import FIELDS
-from qkv.backends.cpu.machine.addresses import address_of, page_aligned
 from qkv.backends.cpu.rows.rotation import rotated_rows
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import Rows, whole_rows

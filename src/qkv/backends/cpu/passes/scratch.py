@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.machine.addresses import address_of, page_aligned
+from qkv.arrays.addresses import address_of, page_aligned
 from qkv.partial import Partial
 
 Array = NDArray[Any]

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.passes.decode import DecodeArguments
 from qkv.backends.cpu.passes.scratch import NO_RESULTS
 from qkv.backends.cpu.plan.kernel_spec import bits_of, index_bounds
@@ -54,21 +53,6 @@ class ArrayWords:
         return Operand(
             self.address, self.dtype, [Axis(size, 0, place, keys) for size, place, keys in axes]
         )
-
-    def write(self, words: memoryview, array: Array, kv_len: int) -> bool:
-        """Write the words of an array; False if it is not like the one that was prepared for."""
-        if array.ndim != len(self.sizes):
-            return False
-        for word, expected, keys, size, stride in zip(
-            self.strides, self.sizes, self.keys, array.shape, array.strides, strict=True
-        ):
-            if keys and size == -(-kv_len // keys):
-                words[word - 1] = size
-            elif keys or (size != expected and (expected != 1 or stride)):
-                return False
-            words[word] = stride
-        words[self.address] = quick_address_of(array)
-        return True
 
 
 class AnyLengthForm(NamedTuple):

@@ -1,4 +1,4 @@
-"""Backward passes made ready for arrays of one dtype, shape and strides: all but addresses.
+"""Gradients made ready for arrays of one dtype, shape and strides: all but addresses.
 
 Only gradients of query, key and value, and only where one run of compiled code finds them.
 """
@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arrays.addresses import quick_address_of
+from qkv.backends import Prepared, ResultForm, array_at
 from qkv.backends.cpu.backward.frame import fields_with
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.emit.frame import WORD
-from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.passes.arguments import word_index
 from qkv.backends.cpu.passes.backward import BackwardPass, gradient_dtype
 from qkv.backends.cpu.passes.backward_arguments import (
@@ -42,13 +43,13 @@ _WRITTEN = ("d_query", "query_partials", "d_key", "key_sums", "d_value", "value_
 _SHARED = ("scratch", "finished")
 
 
-class PreparedBackward:
-    """Takes arrays like those of one problem and one set of inputs."""
+class PassesOfGradients:
+    """The passes of gradients along one set of inputs: rotate, the kernel, rotate back."""
 
     def __init__(self, problem: Problem, inputs: BackwardInputs, arrays: tuple[Array, ...]) -> None:
         self._rotate = self._rotate_back = None
         if problem.spec.rotation:
-            self._rotate = Rotate(problem)
+            self._rotate = Rotate.of(problem)
             self._rotate_back = RotateGradients(problem, self._rotate.angles)
             problem = rotated_form(problem)
         problem, read = without_values(problem, arrays)
@@ -59,6 +60,12 @@ class PreparedBackward:
         self._kernel = self._pass.kernel()
         results = Results(problem, self._pass)
         self._outputs = _outputs_of(problem, results)
+        self._writes_results = self._rotate is None and not any(o.sums for o in self._outputs)
+        assert inputs.lse_rest is not None
+        self._lse, self._rest, self._grad_out, self._grad_lse = (
+            (ResultForm(a.shape, a.dtype), None if a.flags.c_contiguous else a.strides)
+            for a in (inputs.lse, inputs.lse_rest, inputs.grad_out, inputs.grad_lse)
+        )
         inputs = replace(inputs, out=placeholder(inputs.out), grad_out=placeholder(inputs.grad_out))
         rows = RowArrays(problem, inputs, 0)
         # These zeros are the only array kept here that has an element for each row.
@@ -74,61 +81,77 @@ class PreparedBackward:
         self._finished_bytes = spec.batch_size * spec.num_kv_heads * WORD
         self._blocks = Pool(lambda: ArgumentBlock(self._template.copy()))
 
-    def __call__(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        out: Array,
-        lse: Array,
-        lse_rest: Array,
-        grad_out: Array,
-        grad_lse: Array | None,
-        arrays: Sequence[Array] = (),
-    ) -> tuple[Array, Array, Array] | None:
-        """Gradients of query, key and value; None if something is not as it was prepared for."""
-        along_lse = self._zeros if grad_lse is None else grad_lse
-        if np.isnan(lse_rest).any():
-            return None
-        if self._pass.splits_float32 and is_faint(grad_out, along_lse):
-            return None
-        finite = lse
-        if not lse.min() > -np.inf:  # Some row has no key.
-            if needs_delta_correction(lse):
-                return None
-            finite = np.where(np.isneginf(lse), lse.dtype.type(0), lse)
-        finite, rest, along_lse = map(np.ascontiguousarray, (finite, lse_rest, along_lse))
+    def prepared(self) -> Prepared:
+        """The same as a record."""
+        forms = [ResultForm(output.shape, output.dtype, output.new) for output in self._outputs]
+        return Prepared(self._run, forms)
+
+    def _run(self, addresses: Sequence[int], keep_alive: Any = ()) -> bool:
+        """See `qkv.backends.Prepared`."""
+        query, key, value, out, lse, lse_rest, grad_out, grad_lse, *more = addresses
+        results, arrays = more[:3], more[3:]
+        along_lse = array_at(grad_lse, *self._grad_lse) if grad_lse else self._zeros
+        rows, rest = array_at(lse, *self._lse), array_at(lse_rest, *self._rest)
+        if np.isnan(rest).any():
+            return False
+        if self._pass.splits_float32 and is_faint(array_at(grad_out, *self._grad_out), along_lse):
+            return False
+        if not rows.min() > -np.inf:  # Some row has no key.
+            if needs_delta_correction(rows):
+                return False
+            rows = np.where(np.isneginf(rows), rows.dtype.type(0), rows)
+        of_rows = list(map(np.ascontiguousarray, (rows, rest, along_lse)))
+        rotated = None
         if self._rotate is not None:
-            query, key = self._rotate.arrays(query, key)
+            rotated = take_scratch(self._rotate.bytes)
+            query, key = self._rotate(query, key, rotated.address, keep_alive)
+        d_query, d_key, d_value = results
+        computed = [d_query, d_query, d_key, d_key, d_value, d_value]
+        held: list[Array] = []
+        if not self._writes_results:
+            computed, held = self._written(results)
         workers = self._pass.workers()
-        gradients: list[Array] = []
-        written: list[Array] = []
-        for output in self._outputs:
-            gradient, sums = output.allocate()
-            gradients.append(gradient)
-            written += (gradient, sums)
         size = self._scratch_bytes * workers
         scratch = take_scratch(size + self._finished_bytes)
         finished = scratch.address + size
         ctypes.memset(finished, 0, self._finished_bytes)
-        held = query, key, value, out, grad_out, finite, rest, along_lse, *written
         block = self._blocks.take()
-        words = block.words
-        addresses = [*map(quick_address_of, held), scratch.address, finished]
-        for word, address in zip(self._words, addresses, strict=True):
+        words, at_rows = block.words, map(quick_address_of, of_rows)
+        told = query, key, value, out, grad_out, *at_rows, *computed, scratch.address, finished
+        for word, address in zip(self._words, told, strict=True):
             words[word] = address
-        for places, array in zip(self._read, arrays, strict=True):
+        for places, address in zip(self._read, arrays, strict=True):
             for word in places:
-                words[word] = quick_address_of(array)
-        block.keep_alive = scratch, held, arrays
+                words[word] = address
+        block.keep_alive = scratch, rotated, keep_alive, of_rows, held
         self._pass.launch(self._kernel, block, workers)
         block.keep_alive = ()
         self._blocks.give_back(block)
         return_scratch(scratch)
-        d_query, d_key, d_value = gradients
         if self._rotate_back is not None:
-            d_query, d_key = self._rotate_back.arrays(d_query, d_key)
-        return d_query, d_key, d_value
+            self._rotate_back(computed[0], computed[2], results[0], results[1], held)
+        if rotated is not None:
+            return_scratch(rotated)
+        return True
+
+    def _written(self, results: Sequence[int]) -> tuple[list[int], list[Array]]:
+        """The addresses that the kernel writes to, and what owns those that are no results.
+
+        Each gradient is followed by the sums of which it is rounded, unless these are itself.
+        """
+        addresses: list[int] = []
+        held: list[Array] = []
+        for n, (output, result) in enumerate(zip(self._outputs, results, strict=True)):
+            address = result
+            if self._rotate_back is not None and n < 2:  # It is rotated into the result.
+                held.append(output.new(output.shape, output.dtype))
+                address = quick_address_of(held[-1])
+            sums = address
+            if output.sums is not None:
+                held.append(output.new(*output.sums))
+                sums = quick_address_of(held[-1])
+            addresses += address, sums
+        return addresses, held
 
 
 class _Output(NamedTuple):
@@ -138,11 +161,6 @@ class _Output(NamedTuple):
     dtype: np.dtype[Any]
     sums: tuple[tuple[int, ...], np.dtype[Any]] | None
     new: Callable[[tuple[int, ...], np.dtype[Any]], Array]
-
-    def allocate(self) -> tuple[Array, Array]:
-        """Memory for the gradient, and for the sums."""
-        gradient = self.new(self.shape, self.dtype)
-        return gradient, gradient if self.sums is None else self.new(*self.sums)
 
 
 def _outputs_of(problem: Problem, results: Results) -> list[_Output]:

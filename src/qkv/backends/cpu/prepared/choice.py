@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import Passes, Prepared
+from qkv.backends import Passes, Prepared, ResultForm
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes.decode import is_decode
 from qkv.backends.cpu.plan import schedule
 from qkv.backends.cpu.plan.block_skipping import skips_by_value
 from qkv.backends.cpu.prepared import backward, stages
 from qkv.backends.cpu.prepared.any_length import any_length_form
-from qkv.backends.cpu.prepared.call import PreparedCall
+from qkv.backends.cpu.prepared.call import PassesOfCall
 from qkv.backends.cpu.prepared.decode import decode_kernel
 from qkv.backends.cpu.prepared.forward import forward_kernel
+from qkv.backends.cpu.prepared.kernel import Kernel
 from qkv.backends.cpu.prepared.placeholders import tables_of
-from qkv.backends.cpu.prepared.steps import StepsOfAnyLength
+from qkv.backends.cpu.prepared.steps import steps_kernel
+from qkv.partial import RowStatistics
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.expressions import tables
 from qkv.problem.spec import Problem
@@ -48,7 +52,7 @@ def prepare(
     if inputs is not None:
         if not (backward.is_preparable(problem, inputs) and _is_scheduled_alike(problem, arrays)):
             return None
-        return Prepared(backward.PreparedBackward(problem, inputs, arrays))
+        return backward.PassesOfGradients(problem, inputs, arrays).prepared()
     form = stages.rotated_form(problem) if spec.rotation else problem
     if is_short:
         if passes == "statistics" or not all(tables_of(problem, arrays)):
@@ -58,9 +62,23 @@ def prepare(
         kernel = forward_kernel(form, passes, arrays)
     else:
         return None
-    has_rest = passes == "residuals" and not is_short
-    made = PreparedCall(problem, passes, kernel, has_rest)
-    return made.prepared(brings_arrays=bool(arrays))
+    return _prepared(problem, kernel, passes, is_short)
+
+
+def _prepared(problem: Problem, kernel: Kernel, passes: Passes, is_short: bool) -> Prepared:
+    """The kernel with what comes before and after it."""
+    spec = problem.spec
+    shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
+    out = ResultForm(shape, np.dtype(spec.dtype))
+    lse = ResultForm(shape[:-1], spec.compute_dtype)
+    results, keeps = [out, lse], passes == "residuals" and not is_short
+    if passes == "statistics":
+        results += [lse] * len(fields(RowStatistics))
+    elif keeps:
+        results.append(lse)
+        if out.dtype != lse.dtype:
+            results.append(ResultForm(shape, lse.dtype))
+    return PassesOfCall(problem, kernel, results, keeps=keeps).prepared()
 
 
 def _for_any_length(problem: Problem, arrays: tuple[Array, ...]) -> Prepared | None:
@@ -76,8 +94,7 @@ def _for_any_length(problem: Problem, arrays: tuple[Array, ...]) -> Prepared | N
     words = any_length_form(form, arrays)
     if words is None:
         return None
-    rotate = stages.RotateSteps(problem) if rotates else None
-    return StepsOfAnyLength(form, words, arrays, rotate).prepared()
+    return _prepared(problem, steps_kernel(form, words, arrays), "forward", is_short=True)
 
 
 def _is_scheduled_alike(problem: Problem, arrays: tuple[Array, ...]) -> bool:

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
 from qkv.backends.cpu.decode.rows import FIELDS
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.emit.frame import operand_fields
-from qkv.backends.cpu.machine.addresses import quick_address_of
-from qkv.backends.cpu.passes.arguments import batch_offsets, word_index
-from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass, batch_stride
+from qkv.backends.cpu.passes.arguments import word_index
+from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass
 from qkv.backends.cpu.passes.scratch import NO_RESULTS
-from qkv.backends.cpu.prepared.call import Kernel, expected_of
+from qkv.backends.cpu.prepared.kernel import Kernel, expected_of
 from qkv.backends.cpu.prepared.placeholders import without_values
+from qkv.backends.cpu.python_calls.filled_block import operand_of
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
 
-OUT, LSE = word_index("out", FIELDS), word_index("lse", FIELDS)
-RESULT_WORDS = {"out": OUT, "lse": LSE, "not_finite": word_index("not_finite", FIELDS)}
-"""What the code that reads arrays is told of the results."""
+RESULTS = tuple([word_index(name, FIELDS) for name in ("out", "lse")])
+NOT_FINITE = word_index("not_finite", FIELDS)
 
 
-@dataclass(frozen=True, slots=True)
-class OperandWords:
+class OperandWords(NamedTuple):
     """Which words of a block say where the rows of one operand lie."""
 
     address: int
@@ -42,24 +38,6 @@ class OperandWords:
     def of(cls, name: str) -> OperandWords:
         address, batches, *strides = (word_index(field, FIELDS) for field in operand_fields(name))
         return cls(address, batches, word_index(f"{name}_batch", FIELDS), *strides)
-
-    def write(
-        self, words: memoryview, batch_shape: tuple[int, ...], strides: Sequence[int]
-    ) -> Array | None:
-        """Write byte strides `(*batch, heads, rows, elements)`; the result must be kept alive."""
-        *lead, words[self.head], words[self.row], words[self.element] = strides
-        if len(lead) < 2:
-            words[self.batch] = lead[0] if lead else 0
-            words[self.batches] = 0
-            return None
-        batch = batch_stride(batch_shape, lead)
-        if batch is not None:
-            words[self.batch] = batch
-            words[self.batches] = 0
-            return None
-        offsets = batch_offsets(batch_shape, lead)
-        words[self.batches] = quick_address_of(offsets)
-        return offsets
 
 
 QUERY, KEY, VALUE = (OperandWords.of(name) for name in ("query", "key", "value"))
@@ -79,16 +57,20 @@ def decode_kernel(problem: Problem, arrays: tuple[Array, ...]) -> Kernel:
     template = DecodeArguments(problem, NO_RESULTS)
     always = decode.share(kv_len)
 
-    def run(block: ArgumentBlock, _: int, keep_alive: Any) -> bool:
+    def run(block: ArgumentBlock, _: int, keep_alive: Any, between_products: bool) -> bool:
         # How a brief call is shared out does not depend on the number of threads.
-        share = always if always.brief else decode.share(kv_len)
+        share = always
+        if not always.brief:
+            share = decode.share(kv_len, between_products=between_products)
         return decode.run(block, share, keep_alive)
 
+    words = [template.word_of_table(name) for (name,) in read]
     return Kernel(
         lambda: ArgumentBlock(template.copy()),
         run,
         expected_of(problem, (QUERY.address, KEY.address, VALUE.address)),
-        RESULT_WORDS,
-        [template.word_of_table(name) for (name,) in read],
-        decode.brief_job(kv_len),
+        list(map(operand_of, words, arrays)),
+        RESULTS,
+        {"not_finite": NOT_FINITE},
+        job=decode.brief_job(kv_len),
     )

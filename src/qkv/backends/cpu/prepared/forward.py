@@ -18,8 +18,9 @@ from qkv.backends.cpu.passes.scratch import (
     return_scratch,
     take_scratch,
 )
-from qkv.backends.cpu.prepared.call import Kernel, expected_of
+from qkv.backends.cpu.prepared.kernel import Kernel, expected_of
 from qkv.backends.cpu.prepared.placeholders import without_values
+from qkv.backends.cpu.python_calls.filled_block import operand_of
 from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
@@ -28,7 +29,7 @@ __all__ = ["forward_kernel"]
 
 _LIMIT, _SCRATCH, _NOT_FINITE = map(word_index, ("limit", "scratch", "not_finite"))
 _OPERANDS = tuple(map(word_index, ("query", "key", "value")))
-_WORDS = {name: word_index(name) for name in ("out", "lse", "not_finite")}
+_RESULTS = tuple(map(word_index, ("out", "lse")))
 _LSE_REST, _UNROUNDED = map(word_index, ("lse_rest", "unrounded"))
 _STATISTICS = tuple(map(word_index, ("entropy", "max_score", "max_weight")))
 """Words for the statistics, in the order of the fields of `RowStatistics`."""
@@ -43,21 +44,21 @@ def forward_kernel(problem: Problem, passes: Passes, arrays: tuple[Array, ...]) 
     template = ForwardArguments(problem, forward, 0, NO_RESULTS)
     runs_alone, count, size = forward.most_workers <= 1, forward.count, forward.scratch_bytes
     brief_job = forward.kernel.brief_job if forward.is_brief else None
-    more: list[int] = []
+    results = list(_RESULTS)
     if passes == "statistics":
-        more += _STATISTICS
+        results += _STATISTICS
     elif passes == "residuals":
-        more.append(_LSE_REST)
+        results.append(_LSE_REST)
         if forward.out_dtype != problem.spec.compute_dtype:
-            more.append(_UNROUNDED)
-    more += [template.word_of_table(name) for (name,) in read]
+            results.append(_UNROUNDED)
+    words_of_arrays = [template.word_of_table(name) for (name,) in read]
 
     def new_block() -> ArgumentBlock:
         block = ArgumentBlock(template.copy())
         block.words[_LIMIT] = count
         return block
 
-    def run(block: ArgumentBlock, _: int, keep_alive: Any) -> bool:
+    def run(block: ArgumentBlock, _: int, keep_alive: Any, between_products: bool) -> bool:
         words = block.words
         workers = 1 if runs_alone else forward.workers()
         scratch = take_scratch(size * workers)
@@ -80,5 +81,14 @@ def forward_kernel(problem: Problem, passes: Passes, arrays: tuple[Array, ...]) 
 
     job = None
     if brief_job is not None:
-        job = BriefJob(forward.kernel.address, 0, size, [(_SCRATCH, 0)])
-    return Kernel(new_block, run, expected_of(problem, _OPERANDS), _WORDS, more, job)
+        kv_len, scratch = problem.spec.kv_len, [(_SCRATCH, 0)]
+        job = BriefJob(forward.kernel.address, 0, size, scratch, kv_len)
+    return Kernel(
+        new_block,
+        run,
+        expected_of(problem, _OPERANDS),
+        list(map(operand_of, words_of_arrays, arrays)),
+        results,
+        {"not_finite": _NOT_FINITE},
+        job=job,
+    )

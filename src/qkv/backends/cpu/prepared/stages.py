@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.machine.addresses import quick_address_of
-from qkv.backends.cpu.passes.scratch import Scratch, take_scratch
 from qkv.backends.cpu.prepared.placeholders import placeholder
 from qkv.backends.cpu.rows.rotation import (
     AngleTable,
@@ -51,17 +49,30 @@ def is_rotation_kept(problem: Problem) -> bool:
 
 
 class Rotate:
-    """Rotates query and key of one form by kept angles, into scratch memory of `bytes`."""
+    """Rotates query and key by these angles, into scratch memory of `bytes`.
 
-    def __init__(self, problem: Problem) -> None:
+    Attributes
+    ----------
+    bytes : int
+    angles : (CosSin, CosSin)
+        Of query and key.
+    """
+
+    def __init__(
+        self, rotation: Rotation, layouts: Sequence[RowLayout], angles: tuple[CosSin, CosSin]
+    ) -> None:
+        self._rotation, self._layouts, self.angles = rotation, layouts, angles
+        of_query, of_key = _areas(layouts, rotation)
+        self._key_at, self.bytes = of_query, of_query + of_key
+
+    @classmethod
+    def of(cls, problem: Problem) -> Rotate:
+        """For arrays like those of a problem, by angles that are kept."""
         operands = problem.operands
         assert operands.angles is not None
         arrays = operands.query, plain(operands.key)
-        self._rotation = Rotation(problem, arrays)
-        self._layouts = list(map(RowLayout, arrays))
-        self.angles = angle_tables(operands.angles, "q"), angle_tables(operands.angles, "kv")
-        of_query, of_key = _areas(self._layouts, self._rotation)
-        self._key_at, self.bytes = of_query, of_query + of_key
+        angles = angle_tables(operands.angles, "q"), angle_tables(operands.angles, "kv")
+        return cls(Rotation(problem, arrays), list(map(RowLayout.of, arrays)), angles)
 
     def __call__(self, query: int, key: int, at: int, keep_alive: Any) -> tuple[int, int]:
         """Rotate what lies at these addresses; where it lies then."""
@@ -69,9 +80,21 @@ class Rotate:
         self._rotation((query, key), self._layouts, self.angles, rotated, keep_alive)
         return rotated
 
-    def arrays(self, query: Array, key: Array) -> list[Array]:
-        """Both rotated, as arrays."""
-        return self._rotation.arrays((query, key), self.angles)
+    @property
+    def layouts(self) -> list[tuple[int, ...]]:
+        """Sizes of the rotated query, its strides in bytes, and both of the key."""
+        told = []
+        for layout in self._layouts:
+            told += [layout.shape, _dense(layout.shape, self._rotation.out_dtype.itemsize)]
+        return told
+
+
+def _dense(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Strides in bytes of a dense array."""
+    strides = [itemsize]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * size)
+    return tuple(strides[::-1])
 
 
 class RotateGradients:
@@ -79,47 +102,34 @@ class RotateGradients:
 
     def __init__(self, problem: Problem, angles: tuple[CosSin, CosSin]) -> None:
         form = rotated_form(problem).operands
-        self._rotation = Rotation(problem, [form.query, plain(form.key)])
+        arrays = form.query, plain(form.key)
+        self._rotation, self._layouts = Rotation(problem, arrays), list(map(RowLayout.of, arrays))
         self._angles = tuple([CosSin(t.cosines, -t.sines) for t in angles])
 
-    def arrays(self, query: Array, key: Array) -> list[Array]:
-        """Both gradients rotated back."""
-        return self._rotation.arrays((query, key), self._angles)
+    def __call__(self, query: int, key: int, d_query: int, d_key: int, keep_alive: Any) -> None:
+        """Both rotated back, from the first two addresses to the others."""
+        self._rotation((query, key), self._layouts, self._angles, (d_query, d_key), keep_alive)
 
 
 class RotateSteps:
-    """Rotates query and keys of steps over any number of keys, into scratch memory.
-
-    `arrays` are placeholders with the dtypes and numbers of axes of what each step rotates.
-    """
+    """Rotates query and keys of steps over any number of keys."""
 
     def __init__(self, problem: Problem) -> None:
         operands = problem.operands
         assert operands.angles is not None
-        self.arrays = placeholder(operands.query), placeholder(operands.key)
-        self._rotation = Rotation(problem, self.arrays)
+        self._rotation = Rotation(problem, [placeholder(operands.query), placeholder(operands.key)])
         angles = operands.angles.inv_freq, operands.angles.factor
         self._of_query, self._of_key = AngleTable(*angles), AngleTable(*angles)
         self._kv_shift = int(operands.positions.kv_shift[0])
 
-    def __call__(self, query: Array, key: Array, q_shift: int) -> tuple[Array, Array, Scratch]:
-        """Both rotated, with the first query at `q_shift`, and the memory that they lie in."""
-        layouts, dtype = [RowLayout(query), RowLayout(key)], self._rotation.out_dtype
+    def __call__(self, layouts: Sequence[Any], q_shift: int) -> Rotate:
+        """The rotation of a step whose first query is at `q_shift`; strides are in bytes."""
+        query, key = RowLayout(*layouts[:2]), RowLayout(*layouts[2:4])
         angles = (
             self._of_query.rows(q_shift, query.shape[-2]),
             self._of_key.rows(self._kv_shift, key.shape[-2]),
         )
-        of_query, of_key = _areas(layouts, self._rotation)
-        # Steps of a few keys more find room in the same memory.
-        scratch = take_scratch(of_query + of_key, of_key // 4)
-        places = scratch.address, scratch.address + of_query
-        at = quick_address_of
-        self._rotation((at(query), at(key)), layouts, angles, places, (query, key, scratch))
-        rotated = [
-            scratch.array[start : start + layout.entries * dtype.itemsize].view(dtype)
-            for start, layout in zip((0, of_query), layouts, strict=True)
-        ]
-        return rotated[0].reshape(query.shape), rotated[1].reshape(key.shape), scratch
+        return Rotate(self._rotation, (query, key), angles)
 
 
 def _areas(layouts: Sequence[RowLayout], rotation: Rotation) -> list[int]:

@@ -9,6 +9,7 @@ addresses of shape and strides, the object that it is a view of, and the dtype.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -16,21 +17,21 @@ from llvmlite import ir
 from qkv.backends.cpu.emit.emitter import BIT, INT32, INT64, POINTER, VOID, Emitter, Value
 from qkv.backends.cpu.emit.frame import WORD
 
-PLACES = ("out", "lse", "not_finite", "kv_len", "q_shift")
+PLACES = ("not_finite", "kv_len", "q_shift")
 CALL_WORDS = (
-    "from_long_long", "as_long_long", "tuple_size", "tuple_item", "block", "job", "job_argument",
-    "job_keys", "q_len", "longest", "shift", "at_end", "arrays", *PLACES,
+    "from_long_long", "as_long_long", "tuple_size", "tuple_item", "none", "block", "job",
+    "job_argument", "job_keys", "q_len", "longest", "at_end", "results", "arrays", *PLACES,
 )  # fmt: skip
 """What is expected of a call begins with these words: the addresses of `PyLong_FromLongLong`,
-`PyLong_AsLongLong`, `PyTuple_Size` and `PyTuple_GetItem`; the argument block; a job that is run at
-once, or 0, its second argument, and the most keys that it takes if their number is not fixed. The
-number of keys is at most `longest`. The first query stands at `shift`, or, if `at_end` is 1, the
-last one at the last key. `arrays` of variants are read too. `PLACES` say where in the block
-something is, in bytes; `kv_len` is 0 if the number of keys is fixed, and `not_finite` if the job
-does not tell."""
+`PyLong_AsLongLong`, `PyTuple_Size`, `PyTuple_GetItem` and None; the argument block; a job that is
+run at once, or 0, its second argument, and the most keys that it takes if their number is not
+fixed. The number of keys is at most `longest`. The first query stands at 0, or, if `at_end` is 1,
+the last one at the last key. A call has so many `results` and `arrays` of variants. `PLACES` say
+where in the block something is, in bytes; `kv_len` is 0 if the number of keys is fixed, and
+`not_finite` if the job does not tell."""
 OPERAND_WORDS = ("place", "dtype", "item", "ndim")
-"""Then, for query, key and value, and for each array: where the address goes, the dtype object, the
-bytes of an element, and the number of axes. For `write`, more numbers of a call may follow."""
+"""Then, for query, key and value, each result and each array: where the address goes, the dtype
+object, the bytes of an element, and the number of axes. Of results nothing else is expected."""
 AXIS_WORDS = ("size", "stride", "place", "keys")
 """Then, for each axis: its size, -1 for the number of keys; its stride in bytes, or, if any stride
 will do, where that goes, else 0. The axis of an array has an entry for so many `keys`, unless this
@@ -42,6 +43,8 @@ _ANY, _UNLIKE = -1, -2
 """In the place of a number of keys."""
 _DONE = -1
 """The result if the job is done."""
+_OPERANDS = 3
+"""Query, key and value."""
 _FROM_LONG_LONG = ir.FunctionType(POINTER, [INT64]).as_pointer()
 _AS_LONG_LONG = ir.FunctionType(INT64, [POINTER]).as_pointer()
 _TUPLE_SIZE = _AS_LONG_LONG
@@ -52,17 +55,19 @@ _JOB = ir.FunctionType(VOID, [POINTER, INT64]).as_pointer()
 def emit_calls(header: int) -> str:
     """The module with `read`, `write` and `step`; `header` is the bytes of Python's object header.
 
-    `read(query, key, value, out)` or `read(query, key, value, out, lse)` takes arrays. It writes
-    their addresses, and what may differ from call to call, into the block, and runs the job if
-    there is one for so many keys. The result is 0 if an operand is not as expected or the job's
-    output is not finite; -1 if the job is done; else the number of keys, or 1 if that is fixed.
+    `read(query, key, value, *results, *arrays)` takes arrays, or None for a result that is not
+    wanted. It writes their addresses, and what may differ from call to call, into the block, and
+    runs the job if there is one for so many keys. The result is 0 if an operand is not as expected
+    or the job's output is not finite; -1 if the job is done; else the number of keys, or 1 if that
+    is fixed.
 
-    `write(...)` takes a number for each operand, such as its address; they are known to be as
-    expected, and the number of keys is fixed.
+    `write(*addresses)` takes a number for each of these; they are known to be as expected, and the
+    number of keys is fixed.
 
-    `step(out, lse, q_shift, ...)` takes addresses, the position of the first query, and for each
-    operand and array its address, which is not 0, and tuples of its sizes and of its strides in
-    elements. The number of keys is not fixed.
+    `step(q_shift, in_elements, *addresses, *layouts)` is for any number of keys. It takes the
+    position of the first query, whether strides are in elements, not bytes, the addresses, which
+    are not 0 but for results, and of query, key, value and each array a tuple of its sizes and one
+    of its strides.
     """
     e = Emitter("qkv_calls", 1)
     _Calls(e, header).emit()
@@ -146,37 +151,60 @@ class _Calls:
         return function
 
     def _emit_read(self, run_job: Value) -> None:
-        e, axes_of = self.e, self._axes_function()
+        e, fits_axes = self.e, self._axes_function()
         with e.function("read", [POINTER, POINTER, INT64], POINTER, public=True) as (_, arguments):
-            own, objects, count = arguments
+            own, objects, _ = arguments
             b, checks = e.builder, _Checks(self, own)
             expected, call, block = checks.expected, checks.call, checks.block
             require = checks.require
             place, keys = e.at(expected, WORD * len(CALL_WORDS)), e.index(_ANY)
-            for n in range(3):
-                array = e.pointer(self.word(objects, n))
+
+            def given(n: Any) -> Value:
+                return e.pointer(self.word(e.at(objects, e.mul(n, WORD))))
+
+            def read(n: Any, place: Value, keys: Value, is_array: int) -> Value:
+                """Read an array that must be as expected; the number of keys, if it is known."""
+                array = given(n)
                 address_place, dtype, _, ndim = self.operand_words(place)
                 own_ndim = b.sext(e.load(e.at(array, self.header + _NDIM), INT32, 4), INT64)
                 is_kind = b.icmp_signed("==", self.part(array, _DTYPE), dtype)
                 require(b.and_(is_kind, b.icmp_signed("==", own_ndim, ndim)))
                 axes = e.at(place, WORD * len(OPERAND_WORDS))
-                keys = b.call(axes_of, [array, axes, ndim, keys, block])
+                keys = b.call(fits_axes, [array, axes, ndim, keys, block, e.index(is_array)])
                 require(b.icmp_signed("!=", keys, e.index(_UNLIKE)))
                 e.store(self.part(array, _DATA), e.at(block, address_place), WORD)
+                return keys
+
+            for n in range(_OPERANDS):
+                keys = read(e.index(n), place, keys, 0)
                 place = self.next_operand(place)
-            out = e.pointer(self.word(objects, 3))
-            e.store(self.part(out, _DATA), e.at(block, call["out"]), WORD)
-            e.store(e.index(0), e.at(block, call["lse"]), WORD)
-            with b.if_then(b.icmp_signed("==", count, e.index(5))):
-                lse = e.pointer(self.word(objects, 4))
-                e.store(self.part(lse, _DATA), e.at(block, call["lse"]), WORD)
+
+            def read_result(n: Value, carried: list[Value]) -> list[Value]:
+                (place,) = carried
+                given_place = e.at(block, self.word(place))
+                result = given(n)
+                e.store(e.index(0), given_place, WORD)
+                is_wanted = b.icmp_signed("!=", b.ptrtoint(result, INT64), call["none"])
+                with b.if_then(is_wanted):
+                    e.store(self.part(result, _DATA), given_place, WORD)
+                return [self.next_operand(place)]
+
+            def read_array(n: Value, carried: list[Value]) -> list[Value]:
+                (place,) = carried
+                read(n, place, keys, 1)
+                return [self.next_operand(place)]
+
+            first_array = e.add(call["results"], _OPERANDS)
+            (place,) = e.loop(_OPERANDS, first_array, 1, [place], read_result)
+            end = e.add(first_array, call["arrays"])
+            e.loop(first_array, end, 1, [place], read_array)
             with b.if_then(b.icmp_signed("==", call["kv_len"], e.index(0))):
                 self.give(expected, b.call(run_job, [expected, block]))
             # With equal lengths the positions of queries may be left out, which is another call.
             require(b.icmp_signed("!=", keys, call["q_len"]))
             require(b.and_(e.below(0, keys), e.below(keys, e.add(call["longest"], 1))))
-            shift = e.add(call["shift"], e.mul(call["at_end"], e.sub(keys, call["q_len"])))
-            self._finish_step(checks, run_job, {"kv_len": keys, "q_shift": shift})
+            shift = e.mul(call["at_end"], e.sub(keys, call["q_len"]))
+            self._finish_step(checks, run_job, keys, shift)
 
     def _emit_step(self, run_job: Value) -> None:
         e = self.e
@@ -198,116 +226,126 @@ class _Calls:
             def entry(of: Value, i: Value) -> Value:
                 return b.call(as_number, [b.call(tuple_item, [of, i])])
 
-            def read(place: Value, first: Value, keys: Value, *, is_array: bool) -> list[Value]:
-                """Read an operand or array; whether it is as expected, and the number of keys."""
+            shift, longest = argument(e.index(0)), call["longest"]
+            in_elements = b.icmp_signed("!=", argument(e.index(1)), e.index(0))
+            first_address = 2
+            first_array = e.add(call["results"], first_address + _OPERANDS)
+            layouts = e.add(first_array, call["arrays"])
+
+            def read(at: Any, layout: Value, place: Value, keys: Value, is_array: int) -> Value:
+                """Read what must be as expected; the number of keys."""
                 address_place, _, item, ndim = self.operand_words(place)
-                address, sizes, strides = (
-                    argument(first),
-                    given(e.add(first, 1)),
-                    given(e.add(first, 2)),
-                )
+                address, sizes, strides = argument(at), given(layout), given(e.add(layout, 1))
                 e.store(address, e.at(block, address_place), WORD)
                 is_there = b.icmp_signed("!=", address, e.index(0))
                 for part in (sizes, strides):
                     has_axes = b.icmp_signed("==", b.call(tuple_size, [part]), ndim)
                     is_there = b.and_(is_there, has_axes)
-                axes = b.select(is_there, ndim, e.index(0))
+                require(is_there)
+                unit = b.select(in_elements, item, e.index(1))
 
-                def read_axis(i: Value, carried: list[Value]) -> list[Value]:
-                    is_alike, known_keys = carried
-                    axis = e.at(place, WORD * len(OPERAND_WORDS), e.mul(i, WORD * len(AXIS_WORDS)))
-                    size, _, stride_place, keys_each = (
-                        self.word(axis, n) for n in range(len(AXIS_WORDS))
-                    )
-                    own_size, stride = entry(sizes, i), e.mul(entry(strides, i), item)
-                    e.store(stride, e.at(block, stride_place), WORD)
-                    if is_array:
-                        has_keys = b.icmp_signed("!=", keys_each, e.index(0))
-                        with b.if_then(has_keys):
-                            e.store(own_size, e.at(block, stride_place, -WORD), WORD)
-                        each = e.larger_of(keys_each, 1)
-                        entries = b.sdiv(e.add(known_keys, e.sub(each, 1)), each)
-                        wanted = b.select(has_keys, entries, size)
-                        fits = b.icmp_signed("==", own_size, wanted)
-                        # One entry that is repeated will do for any number of them.
-                        is_one = b.icmp_signed("==", wanted, e.index(1))
-                        repeats = b.and_(is_one, b.icmp_signed("==", stride, e.index(0)))
-                        fits = b.or_(fits, b.and_(repeats, b.not_(has_keys)))
-                        return [b.and_(is_alike, fits), known_keys]
-                    wanted, keys_so_far = self._wanted_size(size, own_size, known_keys)
-                    return [b.and_(is_alike, b.icmp_signed("==", own_size, wanted)), keys_so_far]
+                def own_axis(i: Value) -> tuple[Value, Value]:
+                    return entry(sizes, i), e.mul(entry(strides, i), unit)
 
-                return e.loop(0, axes, 1, [is_there, keys], read_axis)
+                axes = e.at(place, WORD * len(OPERAND_WORDS))
+                keys = self._fitting_axes(axes, ndim, keys, block, e.index(is_array), own_axis)
+                require(b.icmp_signed("!=", keys, e.index(_UNLIKE)))
+                return keys
 
-            place, first, keys = e.at(expected, WORD * len(CALL_WORDS)), e.index(3), e.index(_ANY)
-            for _ in range(3):
-                is_alike, keys = read(place, first, keys, is_array=False)
-                require(is_alike)
-                first, place = e.add(first, 3), self.next_operand(place)
+            place, keys = e.at(expected, WORD * len(CALL_WORDS)), e.index(_ANY)
+            for n in range(_OPERANDS):
+                keys = read(e.index(first_address + n), e.add(layouts, 2 * n), place, keys, 0)
+                place = self.next_operand(place)
 
-            def read_array(_: Value, carried: list[Value]) -> list[Value]:
-                place, first, is_alike = carried
-                fits, _ = read(place, first, keys, is_array=True)
-                return [self.next_operand(place), e.add(first, 3), b.and_(is_alike, fits)]
+            def write_result(n: Value, carried: list[Value]) -> list[Value]:
+                (place,) = carried
+                e.store(argument(n), e.at(block, self.word(place)), WORD)
+                return [self.next_operand(place)]
 
-            start = [place, first, ir.Constant(BIT, 1)]
-            *_, is_alike = e.loop(0, call["arrays"], 1, start, read_array)
-            require(is_alike)
-            shift, longest = argument(2), call["longest"]
+            def read_array(n: Value, carried: list[Value]) -> list[Value]:
+                place, layout = carried
+                read(n, layout, place, keys, 1)
+                return [self.next_operand(place), e.add(layout, 2)]
+
+            (place,) = e.loop(first_address + _OPERANDS, first_array, 1, [place], write_result)
+            start = [place, e.add(layouts, 2 * _OPERANDS)]
+            e.loop(first_array, layouts, 1, start, read_array)
             require(b.and_(e.below(0, keys), b.icmp_signed("<=", keys, longest)))
             require(b.icmp_signed("<=", shift, longest))
             require(b.icmp_signed(">=", shift, e.sub(0, longest)))
-            words = {"out": argument(0), "lse": argument(1), "kv_len": keys, "q_shift": shift}
-            self._finish_step(checks, run_job, words)
+            self._finish_step(checks, run_job, keys, shift)
 
-    def _finish_step(self, checks: _Checks, run_job: Value, words: dict[str, Value]) -> None:
+    def _finish_step(self, checks: _Checks, run_job: Value, keys: Value, shift: Value) -> None:
         """Write these words, and run the job if it takes so many keys; nothing may follow."""
         e, b, call = self.e, self.e.builder, checks.call
-        for name, word in words.items():
-            e.store(word, e.at(checks.block, call[name]), WORD)
-        with b.if_then(b.icmp_signed("<=", words["kv_len"], call["job_keys"])):
+        e.store(keys, e.at(checks.block, call["kv_len"]), WORD)
+        e.store(shift, e.at(checks.block, call["q_shift"]), WORD)
+        with b.if_then(b.icmp_signed("<=", keys, call["job_keys"])):
             self.give(checks.expected, b.call(run_job, [checks.expected, checks.block]))
-        self.give(checks.expected, words["kv_len"])
+        self.give(checks.expected, keys)
         checks.end()
 
-    def _wanted_size(self, size: Value, own: Value, keys: Value) -> tuple[Value, Value]:
-        """The size that an axis should have, and the number of keys: `_ANY` in `keys` until now."""
+    def _fitting_axes(
+        self,
+        axes: Value,
+        ndim: Value,
+        keys: Value,
+        block: Value,
+        is_array: Value,
+        own_axis: Callable[[Value], tuple[Value, Value]],
+    ) -> Value:
+        """Compare sizes and strides with the expected ones, and write those that may differ.
+
+        `own_axis(i)` gives a size, and a stride in bytes. `keys` is the number of keys, `_ANY` if
+        it is not known yet. It is returned, or `_UNLIKE`.
+        """
         e, b = self.e, self.e.builder
-        along_keys = b.icmp_signed("==", size, e.index(_ANY))
-        is_first = b.icmp_signed("==", keys, e.index(_ANY))
-        wanted = b.select(along_keys, b.select(is_first, own, keys), size)
-        return wanted, b.select(along_keys, own, keys)
+        is_of_variant = b.icmp_signed("!=", is_array, e.index(0))
+
+        def read_axis(i: Value, carried: list[Value]) -> list[Value]:
+            is_alike, known_keys = carried
+            axis = e.at(axes, e.mul(i, WORD * len(AXIS_WORDS)))
+            size, stride, place, keys_each = (self.word(axis, n) for n in range(len(AXIS_WORDS)))
+            own_size, own_stride = own_axis(i)
+            has_place = b.icmp_signed("!=", place, e.index(0))
+            has_keys = b.icmp_signed("!=", keys_each, e.index(0))
+            with b.if_then(has_place):
+                e.store(own_stride, e.at(block, place), WORD)
+            with b.if_then(has_keys):
+                e.store(own_size, e.at(block, place, -WORD), WORD)
+            along_keys = b.icmp_signed("==", size, e.index(_ANY))
+            is_first = b.icmp_signed("==", known_keys, e.index(_ANY))
+            wanted = b.select(along_keys, b.select(is_first, own_size, known_keys), size)
+            each = e.larger_of(keys_each, 1)
+            entries = b.sdiv(e.add(known_keys, e.sub(each, 1)), each)
+            wanted = b.select(has_keys, entries, wanted)
+            fits = b.icmp_signed("==", own_size, wanted)
+            # One entry that is repeated will do for any number of them.
+            is_one = b.icmp_signed("==", wanted, e.index(1))
+            repeats = b.and_(is_one, b.icmp_signed("==", own_stride, e.index(0)))
+            repeats = b.and_(repeats, b.and_(has_place, b.not_(has_keys)))
+            fits = b.or_(fits, b.and_(repeats, is_of_variant))
+            fits = b.and_(fits, b.or_(has_place, b.icmp_signed("==", own_stride, stride)))
+            keys_so_far = b.select(along_keys, own_size, known_keys)
+            return [b.and_(is_alike, fits), keys_so_far]
+
+        is_alike, key_count = e.loop(0, ndim, 1, [ir.Constant(BIT, 1), keys], read_axis)
+        return b.select(is_alike, key_count, e.index(_UNLIKE))
 
     def _axes_function(self) -> Value:
-        """A function `(array, axes, ndim, keys, block)` that compares shape and strides.
-
-        `keys` is the number of keys, `_ANY` if it is not known yet. It is returned, or `_UNLIKE`.
-        """
+        """`_fitting_axes` of an array object: `(array, axes, ndim, keys, block, is_array)`."""
         e = self.e
-        kinds = [POINTER, POINTER, INT64, INT64, POINTER]
-        with e.function("axes", kinds, INT64) as (function, (array, axes, ndim, keys, block)):
-            b = e.builder
+        kinds = [POINTER, POINTER, INT64, INT64, POINTER, INT64]
+        with e.function("axes", kinds, INT64) as (function, arguments):
+            array, axes, ndim, keys, block, is_array = arguments
             shape, strides = (e.pointer(self.part(array, x)) for x in (_SHAPE, _STRIDES))
 
-            def read_axis(i: Value, carried: list[Value]) -> list[Value]:
-                is_alike, known_keys = carried
-                axis = e.at(axes, e.mul(i, WORD * len(AXIS_WORDS)))
-                size, stride, place, _ = (self.word(axis, n) for n in range(len(AXIS_WORDS)))
-                own_size, own_stride = (
-                    self.word(e.at(x, e.mul(i, WORD))) for x in (shape, strides)
-                )
-                has_place = b.icmp_signed("!=", place, e.index(0))
-                with b.if_then(has_place):
-                    e.store(own_stride, e.at(block, place), WORD)
-                wanted, keys_so_far = self._wanted_size(size, own_size, known_keys)
-                fits = b.and_(
-                    b.icmp_signed("==", own_size, wanted),
-                    b.or_(has_place, b.icmp_signed("==", own_stride, stride)),
-                )
-                return [b.and_(is_alike, fits), keys_so_far]
+            def own_axis(i: Value) -> tuple[Value, Value]:
+                at_size, at_stride = (e.at(x, e.mul(i, WORD)) for x in (shape, strides))
+                return self.word(at_size), self.word(at_stride)
 
-            is_alike, key_count = e.loop(0, ndim, 1, [ir.Constant(BIT, 1), keys], read_axis)
-            b.ret(b.select(is_alike, key_count, e.index(_UNLIKE)))
+            found = self._fitting_axes(axes, ndim, keys, block, is_array, own_axis)
+            e.builder.ret(found)
         return function
 
 

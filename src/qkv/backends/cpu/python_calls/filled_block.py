@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arrays.addresses import address_of
 from qkv.backends.cpu.compiler.compile import Code, build
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.emit.frame import WORD
-from qkv.backends.cpu.machine.addresses import address_of
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.python_calls.code import CALL_WORDS, PLACES, emit_calls
 from qkv.backends.cpu.python_calls.function import address_of_c_function, python_function
@@ -65,44 +65,59 @@ class FilledBlock(NamedTuple):
     block : ArgumentBlock
     read : callable
         Takes arrays; None where NumPy's array objects cannot be read.
-    write, step : callable
-        Take addresses.
+    write : callable
+        Takes addresses alone if the number of keys is fixed, else what `step` takes.
     """
 
     block: ArgumentBlock
     read: Fill | None
     write: Fill
-    step: Fill
 
     @classmethod
     def of(
-        cls, block: ArgumentBlock, operands: Sequence[Operand], call: Mapping[str, int]
+        cls,
+        block: ArgumentBlock,
+        operands: Sequence[Operand],
+        call: Mapping[str, int],
+        *,
+        is_step: bool = False,
     ) -> FilledBlock:
-        """For query, key, value and the arrays of variants, if there are any.
+        """For query, key, value, results, and the arrays of variants, if there are any.
 
-        `call` is of `CALL_WORDS`, but counts words, not bytes.
+        `call` is of `CALL_WORDS`, but counts words, not bytes. `is_step` says that the number of
+        keys is free.
         """
-        made = cls._untried(block, operands, call)
+        made = cls._untried(block, operands, call, is_step)
         return made if _can_read() else made._replace(read=None)
 
     @classmethod
     def if_possible(
-        cls, block: ArgumentBlock, operands: Sequence[Operand], call: Mapping[str, int]
+        cls,
+        block: ArgumentBlock,
+        operands: Sequence[Operand],
+        call: Mapping[str, int],
+        *,
+        is_step: bool = False,
     ) -> FilledBlock | None:
         """As `of`, but None if the process has given up making code since the first call."""
         with suppress(KernelBuildError):
-            return cls.of(block, operands, call)
+            return cls.of(block, operands, call, is_step=is_step)
         return None
 
     @classmethod
     def _untried(
-        cls, block: ArgumentBlock, operands: Sequence[Operand], call: Mapping[str, int]
+        cls,
+        block: ArgumentBlock,
+        operands: Sequence[Operand],
+        call: Mapping[str, int],
+        is_step: bool = False,
     ) -> FilledBlock:
         filled = {
             **dict.fromkeys(CALL_WORDS, 0),
             **call,
             **{name: WORD * call.get(name, 0) for name in PLACES},
             **{name: address_of_c_function(c_name) for name, c_name in _C_FUNCTIONS.items()},
+            "none": id(None),
             "block": block.address,
         }
         words = [filled[name] for name in CALL_WORDS]
@@ -114,8 +129,8 @@ class FilledBlock(NamedTuple):
         own, code = np.array(words, np.int64).view(_Words), _code()
         # Threads that come at the same time may each have code of their own.
         own.keep_alive = block, code, [operand.dtype for operand in operands]
-        functions = [python_function(code.address(name), own) for name in _NAMES]
-        return cls(block, *functions)
+        read, write, step = [python_function(code.address(name), own) for name in _NAMES]
+        return cls(block, read, step if is_step else write)
 
 
 _NAMES = ("read", "write", "step")
@@ -139,8 +154,8 @@ def _can_read() -> bool:
     """Whether NumPy's arrays are what the compiled code takes them for."""
     array = np.empty((3, 1, 2, 5), np.float32)[::2, :, :, ::2]
     block = ArgumentBlock(np.zeros(5, np.int64))
-    operands = [operand_of(n, array) for n in range(3)]
-    read = FilledBlock._untried(block, operands, {"out": 3, "lse": 4}).read
+    operands = [*[operand_of(n, array) for n in range(3)], Operand(3), Operand(4)]
+    read = FilledBlock._untried(block, operands, {"results": 2}).read
     assert read is not None
     if read(array, array, array, array, array) != 1:
         return False

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arrays.addresses import quick_address_of
 from qkv.backends.cpu.compiler.compile import Kernel, build
-from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.rows.rotation_kernel import FIELDS, RotationKey, emit_rotation
 from qkv.backends.cpu.rows.row_pass import RowPass, argument_words, word_indices
@@ -100,14 +100,19 @@ _NO_OFFSETS = np.zeros(1, np.int64)
 class RowLayout:
     """Where the rows of an array `(*batch_shape, heads, length, head_dim)` lie."""
 
-    def __init__(self, array: Array) -> None:
-        *lead, heads, length, dim = self.shape = array.shape
-        *steps, head, row, element = array.strides
+    def __init__(self, shape: tuple[int, ...], strides: Sequence[int]) -> None:
+        *lead, heads, length, dim = self.shape = shape
+        *steps, head, row, element = strides
         self.heads = heads
         self.count = math.prod(lead) * heads
         self.entries = self.count * length * dim
         self.batches = _NO_OFFSETS if math.prod(lead) == 1 else _batch_offsets(lead, steps)
         self.numbers = quick_address_of(self.batches), head, row, element, length
+
+    @classmethod
+    def of(cls, array: Array) -> RowLayout:
+        """Of the rows of this array."""
+        return cls(array.shape, array.strides)
 
 
 def _batch_offsets(batch_shape: Sequence[int], strides: Sequence[int]) -> Array:
@@ -140,7 +145,7 @@ class Rotation:
         key = RotationKey(
             arrays[0].dtype.name, self.out_dtype.name, interleaved, wide.lanes, wide.halves
         )
-        layouts = list(map(RowLayout, arrays))
+        layouts = list(map(RowLayout.of, arrays))
         count = sum(layout.count for layout in layouts)
         values = {
             "limit": count, "first_count": layouts[0].count, "dim": arrays[0].shape[-1],
@@ -173,7 +178,7 @@ class Rotation:
     def arrays(self, arrays: Sequence[Array], angles: Sequence[CosSin]) -> list[Array]:
         """Arrays rotated by these angles, in the type of computation."""
         outputs = [np.empty(array.shape, self.out_dtype) for array in arrays]
-        at, layouts = quick_address_of, list(map(RowLayout, arrays))
+        at, layouts = quick_address_of, list(map(RowLayout.of, arrays))
         self(list(map(at, arrays)), layouts, angles, list(map(at, outputs)), (arrays, outputs))
         return outputs
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arrays.addresses import address_of
 from qkv.backends.cpu.compiler.compile import Kernel, build
-from qkv.backends.cpu.machine.addresses import address_of
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.rows.row_pass import RowPass, argument_words, word_indices
 from qkv.backends.cpu.rows.sinks_kernel import FIELDS, SinksKey, emit_sinks
