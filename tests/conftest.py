@@ -168,11 +168,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def no_prepared_calls() -> Iterator[None]:
     """What was prepared for earlier calls is forgotten, before and afterwards."""
-    from qkv.call.cache import CALLS
+    from watched import forget_prepared_calls
 
-    CALLS.clear()
+    forget_prepared_calls()
     yield
-    CALLS.clear()
+    forget_prepared_calls()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 import qkv
-from qkv.backends import Passes, Prepared
+from qkv.backends import Passes, Prepared, Refusal, register, unregister
 from qkv.backends.cpu import CpuBackend
 
 
@@ -60,6 +60,35 @@ class Watched(CpuBackend):
             return function(*given, **named)
 
         return run
+
+
+class _NeverChosen:
+    """A backend that refuses everything."""
+
+    name = "never chosen"
+    priority = -1
+
+    def refusals(self, spec: Any) -> tuple[Refusal, ...]:
+        return (Refusal("is a problem", "none at all"),)
+
+    def blocks(self, spec: Any) -> tuple[int, int]:
+        return 1, 1
+
+    def scratch_bytes(self, spec: Any) -> int:
+        return 0
+
+    def run(self, problem: Any) -> Any:
+        raise NotImplementedError
+
+
+def forget_prepared_calls() -> None:
+    """The next call of each form is a first one: what was prepared is forgotten.
+
+    What was prepared holds as long as no backend comes or goes, because the one that comes may be
+    chosen instead of the one that prepared.
+    """
+    register(_NeverChosen())
+    unregister(_NeverChosen.name)
 
 
 def python_calls(function: Callable[[], Any]) -> int:

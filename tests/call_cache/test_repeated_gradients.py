@@ -1,6 +1,7 @@
 """Gradients like earlier ones skip the checks: what they give must not change."""
 
 import gc
+import tracemalloc
 import weakref
 from dataclasses import replace
 from itertools import product
@@ -12,20 +13,15 @@ import torch
 
 import qkv
 from forced import as_it_runs
-from qkv.call.attend import attend
-from qkv.call.bound import bind
-from qkv.call.cache import CALLS
-from qkv.call.checked import check_call
-from qkv.call.derivatives import pull_back as prepared_pull_back
-from qkv.call.derivatives.gradients import gradients_of
-from qkv.call.derivatives.pull_back import Residuals
-from qkv.call.options import OptionValues
-from qkv.errors import ArgumentError
-
-KEYWORDS = {"scale": None, "layout": "bhld", "q_offset": None, "kv_offset": 0, "backend": "cpu"}
-
+from qkv.backends import array_at, register
+from qkv.errors import ArgumentError, DTypeError, ShapeError
+from watched import Watched, forget_prepared_calls
 
 pytestmark = pytest.mark.usefixtures("no_prepared_calls")
+
+TURNS = 6
+"""Of calls that are alike, from the third on the pullback is asked for its own sake; it is prepared
+in the fourth and recalled in the fifth."""
 
 
 def operands(seed, dtype=np.float32, q_len=40, kv_len=48, heads=(4, 2), dims=(24, 16), lead=(2,)):
@@ -42,44 +38,41 @@ def operands(seed, dtype=np.float32, q_len=40, kv_len=48, heads=(4, 2), dims=(24
     return [*(rng.normal(size=s).astype(dtype) for s in shapes), grad_lse]
 
 
-def left_by(arrays, variants=(), **keywords):
-    """What the forward pass leaves."""
-    bound = bind(*arrays[:3], variants, OptionValues(**{**KEYWORDS, **keywords}))
-    found = attend(bound, backward=True, differentiable=True, given=variants)
-    call, partial = check_call(bound, variants, backward=True), found.partial
-    if partial is None:
-        partial = call.run_for_backward()
-
-    # As `qkv.vjp` does: gradients start from the output as it was given.
-    partial = replace(partial, out=partial.out.astype(found.out.dtype, copy=False))
-
-    def pullback(grad_out, grad_lse=None, wrt=()):
-        shapes = [array.shape for array in arrays[:3]]
-        return gradients_of(call, partial, shapes, grad_out, grad_lse, wrt)
-
-    out = found.out
-    return Residuals(out, partial.lse, partial.lse_rest), pullback
+def gradients(arrays, variants=(), wrt=(), **keywords):
+    query, key, value, grad_out, grad_lse = arrays
+    _, pullback = qkv.vjp(query, key, value, *variants, **{"backend": "cpu", **keywords})
+    return pullback(grad_out, grad_lse, wrt)
 
 
-def pull_back(q, k, v, variants, keywords, left, grad_out, grad_lse=None, wrt=()):
-    bound = bind(q, k, v, variants, OptionValues(**keywords))
-    return prepared_pull_back.pull_back(bound, left, grad_out, grad_lse, wrt, variants)
-
-
-def check(arrays, variants=(), **keywords):
-    """The same bits as a pullback that remembers nothing."""
-    q, k, v, grad_out, grad_lse = arrays
-    left, pullback = left_by(arrays, variants, **keywords)
-    case = {**KEYWORDS, **keywords}
-    found = pull_back(q, k, v, variants, case, left, grad_out, grad_lse)
-    right = pullback(grad_out, grad_lse)
+def same(found, right) -> None:
+    """The same gradients in every bit."""
     for name in ("query", "key", "value"):
         ours, theirs = getattr(found, name), getattr(right, name)
         assert ours.dtype == theirs.dtype
         assert ours.shape == theirs.shape
         assert ours.flags.c_contiguous
         assert ours.tobytes() == theirs.tobytes(), name
-    return found
+
+
+@pytest.fixture
+def check(watched):
+    """Calls one after the other give what each gives as a first one."""
+
+    def run(cases, *, prepared=None, **keywords):
+        found, given = [], []
+        for case in cases:
+            given.append(case)
+            computed = watched.computed
+            found.append(gradients(*case, **keywords))
+        if prepared is not None:
+            assert watched.prepared("gradients") == prepared
+            assert (watched.computed == computed) == bool(prepared), "the last one is recalled"
+        for ours, case in zip(found, given, strict=True):
+            forget_prepared_calls()
+            same(ours, gradients(*case, **keywords))
+        return found
+
+    return run
 
 
 def rng_mask(seed, *shape):
@@ -113,12 +106,11 @@ VARIANTS = {
     list(product(VARIANTS, [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])),
     one_in=11,
 )
-def test_recalled_gradients_have_the_same_bits(watched, name, dtype) -> None:
-    for seed in range(5):
-        check(operands(seed, dtype), VARIANTS[name](seed), q_offset="end")
+def test_recalled_gradients_have_the_same_bits(check, name, dtype) -> None:
     # Gradients of rotated rows of 16 bits are rounded after they were turned back, unprepared.
     prepared = name != "rotation" or dtype in (np.float32, np.float64)
-    assert watched.prepared("gradients") == int(prepared)
+    cases = [(operands(seed, dtype), VARIANTS[name](seed)) for seed in range(TURNS)]
+    check(cases, prepared=int(prepared), q_offset="end")
 
 
 @pytest.mark.parametrize(
@@ -130,217 +122,258 @@ def test_recalled_gradients_have_the_same_bits(watched, name, dtype) -> None:
         {"q_len": 13, "kv_len": 5},
     ],
 )
-def test_of_other_shapes(watched, sizes) -> None:
-    for seed in range(4):
-        check(operands(seed, **sizes))
-    assert watched.prepared("gradients") == 1
+def test_of_other_shapes(check, sizes) -> None:
+    check([(operands(seed, **sizes),) for seed in range(TURNS)], prepared=1)
 
 
-def test_against_the_definition() -> None:
-    for seed in range(5):
-        arrays = operands(seed, np.float64)
+def test_against_the_definition(check) -> None:
+    given = [operands(seed, np.float64) for seed in range(TURNS)]
+    for arrays, found in zip(given, check([(arrays,) for arrays in given]), strict=True):
         tensors = [torch.tensor(a).requires_grad_() for a in arrays[:3]]
         scores = tensors[0] @ tensors[1].repeat_interleave(2, 1).mT / np.sqrt(24)
         out = torch.softmax(scores, -1) @ tensors[2].repeat_interleave(2, 1)
         along = (out * torch.tensor(arrays[3])).sum()
         (along + (scores.logsumexp(-1) * torch.tensor(arrays[4])).sum()).backward()
-        found = check(arrays)
         for name, tensor in zip(("query", "key", "value"), tensors, strict=True):
             np.testing.assert_allclose(getattr(found, name), tensor.grad, rtol=0, atol=1e-13)
 
 
-def test_heads_behind_rows(watched) -> None:
-    for seed in range(4):
-        arrays = operands(seed)
-        turned = [np.ascontiguousarray(a.swapaxes(-3, -2)) for a in arrays[:4]]
-        check([*turned, arrays[4]], layout="blhd")
-    assert watched.prepared("gradients") == 1
+def test_heads_behind_rows(check) -> None:
+    def turned(arrays):
+        return [*(np.ascontiguousarray(a.swapaxes(-3, -2)) for a in arrays[:4]), arrays[4]]
+
+    cases = [(turned(operands(seed)),) for seed in range(TURNS)]
+    check(cases, prepared=1, layout="blhd")
 
 
-def test_other_strides_are_other_calls(watched) -> None:
+def test_other_strides_are_other_calls(check) -> None:
     def apart(array):
         """The same numbers, each row with a gap behind it."""
         wide = np.zeros((*array.shape[:-1], array.shape[-1] + 3), array.dtype)
         wide[..., : array.shape[-1]] = array
         return wide[..., : array.shape[-1]]
 
+    cases = []
     for places in product([False, True], repeat=4):
-        for seed in range(3):
+        for seed in range(TURNS):
             arrays = operands(seed)
             changed = [apart(a) if p else a for a, p in zip(arrays[:4], places, strict=True)]
-            check([*changed, arrays[4]])
-    assert watched.prepared("gradients") == 16
+            cases.append(([*changed, arrays[4]],))
+    check(cases, prepared=16)
 
 
-def test_lse_of_any_order(watched) -> None:
+def test_cotangents_of_any_order(check) -> None:
     """Kernels read dense rows, whatever comes."""
-    for seed in range(4):
+    cases = []
+    for seed in range(TURNS):
+        *arrays, grad_out, grad_lse = operands(seed)
+        cases.append(([*arrays, np.asfortranarray(grad_out), np.asfortranarray(grad_lse)],))
+    found = check(cases, prepared=1)
+    for seed, ours in enumerate(found):
+        same(ours, gradients(operands(seed)))
+
+
+def kept_otherwise(arrays, change):
+    """Gradients of tensors; what torch keeps for them beside the operands, it keeps changed."""
+    tensors = [torch.tensor(a).requires_grad_() for a in arrays[:3]]
+    given = {tensor.data_ptr() for tensor in tensors}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: tensor if tensor.data_ptr() in given else change(tensor.detach()),
+        lambda tensor: tensor,
+    ):
+        results = qkv.attention(*tensors, return_lse=True, backend="cpu")
+    return torch.autograd.grad(results, tensors, list(map(torch.tensor, arrays[3:])))
+
+
+def test_residuals_of_any_order(watched) -> None:
+    for seed in range(2 * TURNS):
         arrays = operands(seed)
-        q, k, v, grad_out, grad_lse = arrays
-        left, pullback = left_by(arrays)
-        turned = [np.asfortranarray(a) for a in (left.lse, left.lse_rest, grad_lse)]
-        kept = Residuals(np.asfortranarray(left.out), *turned[:2])
-        found = pull_back(q, k, v, (), KEYWORDS, kept, np.asfortranarray(grad_out), turned[2])
-        right = pullback(grad_out, grad_lse)
-        for name in ("query", "key", "value"):
-            assert getattr(found, name).tobytes() == getattr(right, name).tobytes()
-    assert watched.prepared("gradients") == 1
-
-
-def test_lse_of_another_type(watched) -> None:
-    for seed in range(4):
-        q, k, v, grad_out, grad_lse = arrays = operands(seed)
-        left, pullback = left_by(arrays)
-        wide = Residuals(left.out, *(a.astype(np.float64) for a in left[1:]))
-        found = pull_back(q, k, v, (), KEYWORDS, wide, grad_out, grad_lse.astype(np.float64))
-        right = pullback(grad_out, grad_lse)
-        np.testing.assert_allclose(found.query, right.query, rtol=0, atol=2e-6)
-    assert not watched.prepared("gradients")
-
-
-def test_without_a_cotangent_of_lse(watched) -> None:
-    for seed in range(4):
-        check([*operands(seed)[:4], None])
-    for seed in range(4):
-        check(operands(seed))
+        found = kept_otherwise(arrays, lambda t: t.mT.contiguous().mT)
+        for ours, theirs in zip(found, kept_otherwise(arrays, lambda t: t), strict=True):
+            assert torch.equal(ours, theirs)
     assert watched.prepared("gradients") == 2
 
 
+def test_what_is_of_another_type_or_shape_is_refused(watched) -> None:
+    """Also by what was prepared, which reads memory as that which it was prepared for."""
+    for seed in range(TURNS):
+        q, k, v, grad_out, grad_lse = arrays = operands(seed)
+        _, pullback = qkv.vjp(q, k, v, backend="cpu")
+        pullback(grad_out, grad_lse)
+        kept_otherwise(arrays, torch.Tensor.contiguous)
+    assert watched.prepared("gradients") == 1
+    computed = watched.computed
+    for refused, given in (
+        (DTypeError, (grad_out, grad_lse.astype(np.float64))),
+        (DTypeError, (grad_out, grad_lse.view(np.int32))),
+        (DTypeError, (grad_out.view(np.int32), grad_lse)),
+        (ShapeError, (grad_out[..., :-1], grad_lse)),
+        (ShapeError, (grad_out, grad_lse[:1])),
+        (ShapeError, (grad_out[:, :1], None)),
+    ):
+        with pytest.raises(refused):
+            pullback(*given)
+    with pytest.raises(DTypeError, match="lse"):
+        kept_otherwise(arrays, torch.Tensor.double)
+    pullback(grad_out, grad_lse)
+    assert watched.computed == computed
+
+
+def test_without_a_cotangent_of_lse(check) -> None:
+    cases = [([*operands(seed)[:4], None],) for seed in range(TURNS)]
+    check([*cases, *[(operands(seed),) for seed in range(TURNS)]], prepared=2)
+
+
 @pytest.mark.slow
-def test_rows_that_see_nothing_are_looked_at_each_time() -> None:
+def test_rows_that_see_nothing_are_looked_at_each_time(check) -> None:
     """Where few queries see a key, their rows are summed again."""
-    for seed, seeing in enumerate([40, 40, 40, 30, 13, 5, 12, 30, 13, 0, 40]):
+    cases = []
+    for seed, seeing in enumerate([40, 40, 40, 40, 40, 30, 13, 5, 12, 30, 13, 0, 40]):
         mask = np.zeros((40, 48), bool)
         mask[:seeing] = rng_mask(seed, seeing, 48)
         mask[:seeing, 0] = True
-        check(operands(seed), (qkv.Mask(mask),))
+        cases.append((operands(seed), (qkv.Mask(mask),)))
+    check(cases)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_whole_blocks_of_queries_without_a_key(watched, dtype) -> None:
+def test_whole_blocks_of_queries_without_a_key(check, dtype) -> None:
     """No kernel visits them, and yet their gradients are 0, whatever was in the memory before."""
     shape = {"q_len": 300, "heads": (1, 1), "lead": (1,), "dims": (32, 32)}
-    for seed in range(6):
-        arrays = operands(seed, dtype, **shape)
-        dirty = [np.full_like(arrays[0], np.nan) for _ in range(8)]
-        del dirty
-        found = check(arrays, (qkv.Causal(),), q_offset=-260)
+
+    def cases():
+        for seed in range(TURNS + 2):
+            arrays = operands(seed, dtype, **shape)
+            dirty = [np.full_like(arrays[0], np.nan) for _ in range(8)]
+            del dirty
+            yield arrays, (qkv.Causal(),)
+
+    for found in check(cases(), prepared=1, q_offset=-260):
         assert not found.query[..., :260, :].any()
         assert found.query[..., 260:, :].any()
-    assert watched.prepared("gradients") == 1
 
 
-def test_a_missing_lse_rest_is_computed_again() -> None:
-    for seed in range(5):
-        q, k, v, grad_out, grad_lse = arrays = operands(seed)
-        left, pullback = left_by(arrays)
-        if seed == 3:
-            left = left._replace(lse_rest=np.full_like(left.lse, np.nan))
-        found = pull_back(q, k, v, (), KEYWORDS, left, grad_out, grad_lse)
-        right = pullback(grad_out, grad_lse)
-        assert found.query.tobytes() == right.query.tobytes()
+class SometimesWithoutRest(Watched):
+    """The rounding error of lse may be missing: `backward` then runs the forward pass again."""
+
+    has_rest = True
+
+    def prepare(self, problem, passes, **given):
+        made = super().prepare(problem, passes, **given)
+        if made is None or passes != "residuals":
+            return made
+
+        def run(addresses, *more):
+            done = made.run(addresses, *more)
+            if not self.has_rest:
+                array_at(addresses[5], made.results[2])[...] = np.nan
+            return done
+
+        return replace(made, run=run)
 
 
-def test_operands_that_are_broadcast_are_summed(watched) -> None:
-    for seed in range(4):
+def test_a_missing_rounding_error_of_lse_is_computed_again(watched) -> None:
+    backend = SometimesWithoutRest()
+    register(backend)
+    cases = []
+    for seed in range(2 * TURNS):
+        arrays = operands(seed)
+        backend.has_rest = seed % 4 > 0
+        found = kept_otherwise(arrays, lambda tensor: tensor), gradients(arrays)
+        cases.append((arrays, found))
+    assert backend.prepared("gradients")
+    for arrays, (of_tensors, of_arrays) in cases:
+        forget_prepared_calls()
+        right = gradients(arrays)
+        same(of_arrays, right)
+        for name, ours in zip(("query", "key", "value"), of_tensors, strict=True):
+            assert ours.numpy().tobytes() == getattr(right, name).tobytes()
+
+
+def test_operands_that_are_broadcast_are_summed(check) -> None:
+    cases = []
+    for seed in range(TURNS):
         q, _, _, grad_out, grad_lse = operands(seed)
         _, k, v, *_ = operands(seed + 10, lead=(1,))
-        found = check([q, k, v, grad_out, grad_lse])
-        assert found.key.shape == k.shape
-    assert not watched.prepared("gradients")
+        cases.append(([q, k, v, grad_out, grad_lse],))
+    for found in check(cases, prepared=0):
+        assert found.key.shape == cases[0][0][1].shape
 
 
-def test_gradients_of_variants_are_not_recalled(watched) -> None:
-    for seed in range(4):
-        q, k, v, grad_out, grad_lse = arrays = operands(seed)
-        (bias,) = VARIANTS["bias"](seed)
-        left, pullback = left_by(arrays, (bias,))
-        case = (q, k, v, (bias,), KEYWORDS, left, grad_out, grad_lse)
-        assert pull_back(*case, [bias]).of(bias).tobytes() == (
-            pullback(grad_out, grad_lse, [bias]).of(bias).tobytes()
-        )
-        check(arrays, (bias,))
+def test_gradients_of_variants_are_not_recalled(watched, check) -> None:
+    cases, own = [], []
+    for seed in range(TURNS):
+        cases.append((operands(seed), VARIANTS["bias"](seed)))
+        own.append(gradients(*cases[-1], wrt=cases[-1][1]))
+        gradients(*cases[-1])
     assert watched.prepared("gradients") == 1
+    for case, found in zip(cases, own, strict=True):
+        forget_prepared_calls()
+        right, (bias,) = gradients(*case, wrt=case[1]), case[1]
+        same(found, right)
+        assert found.of(bias).tobytes() == right.of(bias).tobytes()
+    check(cases)
 
 
 @pytest.mark.slow
-def test_another_instruction_set(monkeypatch) -> None:
-    for seed in range(4):
-        check(operands(seed))
-    before = check(operands(9))
+def test_another_instruction_set(check, monkeypatch) -> None:
+    for seed in range(TURNS):
+        before = gradients(operands(seed))
     monkeypatch.setenv("QKV_ISA", as_it_runs("sse"))
-    found = check(operands(9))
+    *_, found = check([(operands(seed),) for seed in range(TURNS)])
     np.testing.assert_allclose(found.query, before.query, atol=1e-5)
 
 
-def test_one_call_after_another_leaves_no_trace() -> None:
+def test_one_call_after_another_leaves_no_trace(watched) -> None:
     """What is added to begins at 0, and counters too."""
     sizes = {"q_len": 64, "kv_len": 1100, "heads": (2, 1), "lead": (1,)}
-    arrays = operands(0, **sizes)
-    left, _ = left_by(arrays)
-    q, k, v, grad_out, grad_lse = arrays
-    found = [
-        pull_back(q, k, v, (), KEYWORDS, left, grad_out, grad_lse).query.tobytes() for _ in range(6)
-    ]
+    q, k, v, grad_out, grad_lse = operands(0, **sizes)
+    for _ in range(3):
+        _, pullback = qkv.vjp(q, k, v, backend="cpu")
+    found = [pullback(grad_out, grad_lse).query.tobytes() for _ in range(6)]
+    assert watched.prepared("gradients") == 1
     assert len(set(found)) == 1
 
 
 def test_results_are_not_those_of_an_earlier_call() -> None:
-    found = [check(operands(seed)) for seed in range(5)]
-    before = [gradients.query.tobytes() for gradients in found]
-    assert len(set(before)) == 5
-    assert before == [check(operands(seed)).query.tobytes() for seed in range(5)]
+    found = [gradients(operands(seed)) for seed in range(7)]
+    before = [each.query.tobytes() for each in found]
+    assert len(set(before)) == 7
+    assert before == [gradients(operands(seed)).query.tobytes() for seed in range(7)]
 
 
-def test_rows_of_one_memory_are_rounded_once() -> None:
+def test_rows_of_one_memory_are_rounded_once(check) -> None:
     """Where gradients of half precision are summed up, that is done before they are rounded."""
-    for seed in range(4):
+    cases = []
+    for seed in range(TURNS):
         q, k, v, grad_out, grad_lse = operands(seed, np.float16)
         k, v = (np.broadcast_to(a[:1], a.shape) for a in (k, v))
-        check([q, k, v, grad_out, grad_lse])
+        cases.append(([q, k, v, grad_out, grad_lse],))
+    check(cases)
 
 
 @pytest.mark.slow
-def test_what_is_remembered_keeps_no_arrays() -> None:
+def test_what_is_remembered_keeps_no_arrays(watched) -> None:
     """Neither those of the calls nor results as long as they."""
-    arrays = operands(0)
-    left, _ = left_by(arrays, VARIANTS["mask"](0))
-    gone = [weakref.ref(a) for a in (*arrays, *left)]
-    for _ in range(3):
-        pull_back(*arrays[:3], VARIANTS["mask"](0), KEYWORDS, left, *arrays[3:])
-    (ready,) = [
-        call
-        for entry in CALLS._entries.values()
-        for form, call in entry.calls.items()
-        if form.passes == "gradients"
-    ]
-    del arrays, left
-    gc.collect()
+    gradients(operands(0), VARIANTS["mask"](0))  # What all calls share is loaded.
+    forget_prepared_calls()
+    tracemalloc.start()
+    try:
+        arrays, variants = operands(0), VARIANTS["mask"](0)
+        gone = [weakref.ref(a) for a in arrays]
+        for _ in range(TURNS):
+            gradients(arrays, variants)
+        operand_bytes = min(a.nbytes for a in arrays[:3])
+        del arrays, variants
+        gc.collect()
+        of_numpy = tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)
+        kept = tracemalloc.take_snapshot().filter_traces([of_numpy]).traces
+    finally:
+        tracemalloc.stop()
+    assert watched.prepared("gradients") == 1
     assert not any(reference() is not None for reference in gone)
-    operand_bytes = min(a.nbytes for a in operands(0)[:3])
-    owners = [owner for owner in held_by(ready) if owner.nbytes >= operand_bytes]
-    assert not owners, [owner.shape for owner in owners]
-
-
-def held_by(thing) -> list[np.ndarray]:
-    """The arrays that own the memory of all arrays that an object holds, and its parts."""
-    seen, waiting, found = set(), [thing], []
-    while waiting:
-        part = waiting.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        if isinstance(part, np.ndarray):
-            # A strided view of NumPy has another object between itself and its owner.
-            while getattr(part, "base", None) is not None:
-                part = part.base
-            found.append(part)
-        elif isinstance(part, list | tuple | dict):
-            waiting += part.values() if isinstance(part, dict) else part
-        elif type(part).__module__.startswith("qkv."):
-            waiting += gc.get_referents(part)
-    assert len(found) > 10
-    return found
+    assert len(kept) > 10
+    assert max(trace.size for trace in kept) < operand_bytes
 
 
 def test_a_constant_of_a_score_mod_changes_between_forward_and_backward() -> None:

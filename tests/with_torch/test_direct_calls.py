@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import qkv  # noqa: E402
-from qkv.call.cache import CALLS  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 
@@ -69,7 +68,6 @@ def test_a_mode_around_the_backward_pass_only() -> None:
 
 def test_gradients_of_many_steps(watched) -> None:
     """The later ones are recalled."""
-    CALLS.clear()
     for seed in range(5):
         tensors = [t.detach().mul(1 + seed).requires_grad_() for t in operands()]
         along = torch.randn(2, 3, 20, 8, generator=torch.Generator().manual_seed(seed)).double()

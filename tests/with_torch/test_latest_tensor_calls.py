@@ -1,14 +1,16 @@
 """The latest call of tensors is tried first, steps too: results and gradients stay right."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import qkv  # noqa: E402
+from qkv.backends import register  # noqa: E402
 from qkv.errors import QkvError  # noqa: E402
-from watched import python_calls  # noqa: E402
+from watched import Watched, python_calls  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_prepared_calls")
 
@@ -221,3 +223,46 @@ def test_steps_and_other_calls_of_one_structure_take_turns(watched) -> None:
     for lengths in shapes:
         near(operands(*lengths))
     assert watched.computed == computed
+
+
+class AskedForRows(Watched):
+    """Notes whether lse was asked for: by a flag, or by an address that is not 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = []
+
+    def prepare(self, problem, passes, **given):
+        made = super().prepare(problem, passes, **given)
+
+        def noting(function, asks):
+            def run(*given):
+                self.asked.append(bool(asks(*given)))
+                return function(*given)
+
+            return run
+
+        of_arrays = noting(made.if_alike, lambda query, key, value, rows, arrays: rows)
+        return replace(
+            made,
+            run=noting(made.run, lambda addresses, *_: addresses[4]),
+            if_alike=of_arrays if made.if_alike else None,
+        )
+
+
+@pytest.mark.parametrize("arrays", [torch.Tensor.numpy, torch.Tensor.clone])
+@pytest.mark.parametrize("length", [16, 100])
+@pytest.mark.parametrize("masked", [False, True])
+def test_lse_that_is_not_asked_for_is_not_written(watched, arrays, length, masked) -> None:
+    backend = AskedForRows()
+    register(backend)
+    given = list(map(arrays, operands(length, length)))
+    given.append(arrays(torch.ones(length, length) > 0) if masked else qkv.Causal())
+    for _ in range(3):
+        out, lse = qkv.attention(*given, return_lse=True)
+    backend.asked.clear()
+    for rows in (False, True, True, False):
+        found = qkv.attention(*given, return_lse=rows)
+        assert ((found[0] if rows else found) == out).all()
+        assert not rows or (found[1] == lse).all()
+    assert backend.asked == [False, True, True, False]

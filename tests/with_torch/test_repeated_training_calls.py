@@ -9,8 +9,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import qkv  # noqa: E402
-from qkv.call.cache import CALLS  # noqa: E402
-from watched import python_calls  # noqa: E402
+from watched import forget_prepared_calls, python_calls  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("no_prepared_calls"),
@@ -147,7 +146,7 @@ def test_the_backward_pass_reads_what_was_not_rounded() -> None:
         with torch.no_grad():
             tensors[0] *= 20.0  # Nearly all the weight is on one key of each query.
         if turn == 7:
-            CALLS.clear()
+            forget_prepared_calls()
         out = qkv.attention(*tensors, qkv.Causal())
         found.append(torch.autograd.grad(out, tensors, grad_out))
     for gradients in found[:-1]:
@@ -332,7 +331,7 @@ def test_values_that_are_not_finite() -> None:
     out = qkv.attention(*tensors, qkv.Causal())
     found = torch.autograd.grad(out, tensors, grad_out)
     fresh = [t.detach().clone().requires_grad_() for t in tensors]
-    CALLS.clear()
+    forget_prepared_calls()
     again = torch.autograd.grad(qkv.attention(*fresh, qkv.Causal()), fresh, grad_out)
     for ours, theirs in zip(found, again, strict=True):
         torch.testing.assert_close(ours, theirs, equal_nan=True)
