@@ -9,6 +9,7 @@
     forms           what calls of one structure share to be alike
     cache           prepared calls: an entry for each structure, and in it by form
     preparing       ask a backend to prepare, when a form was seen before
+    numpy_port      what a prepared call is told of NumPy's arrays, and new arrays of results
     attend          run a bound call, prepared or checked; `inspected` does so for `inspect`
     decoding        calls that are alike whatever their number of keys
     dispatch        whether a call runs in main memory or on a device

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from qkv._dynamo import ends_graph
 from qkv.backends import Passes
 from qkv.call.bound import BoundCall
-from qkv.call.cache import CALLS, Entry, PreparedCall
+from qkv.call.cache import CALLS, PreparedCall
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.decoding import run_step
 from qkv.call.forms import Views, form_of, has_form, heads_first, in_place, values_of
@@ -81,7 +81,8 @@ def attend(
         if known is not None:
             results = _run(known, bound, views, rows)
             if results is not None:
-                _remember(entry, known, bound)
+                if not backward:  # It is tried first when there is another one.
+                    entry.first_of_arrays = known if known.if_alike else None
                 return _restored(results, bound)
             CALLS.discard(bound.structure, known)
     call = check_call(bound, given, backward=differentiable)
@@ -100,14 +101,12 @@ ends_graph(attend, "qkv.attention of NumPy arrays")
 
 def run_alike(prepared: PreparedCall, bound: BoundCall, rows: bool) -> Attended | None:
     """The results of a prepared call; None if the arrays have another form, or it cannot run."""
-    structure, form = bound.structure, prepared.form
-    is_placed = form.any_length and type(structure.options.q_offset) is int
-    if prepared.if_alike is not None and not is_placed:
+    if prepared.if_alike is not None:
         repeated = _repeat(prepared, bound, rows)
         if repeated is not None:
             return repeated
     views = heads_first(bound)
-    if views is None or not has_form(bound, views, form):
+    if views is None or not has_form(bound, views, prepared.form):
         return None
     results = _run(prepared, bound, views, rows)
     return None if results is None else _restored(results, bound)
@@ -119,13 +118,6 @@ def _run(known: PreparedCall, bound: BoundCall, views: Views, rows: bool) -> Any
     if known.step is None:
         return run_on_arrays(known.prepared, views, in_place(bound), rows=rows)
     return run_step(known.prepared, known.step, bound, views, rows)
-
-
-def _remember(entry: Entry, known: PreparedCall, bound: BoundCall) -> None:
-    """Try this call first when there is another one of the same structure."""
-    if known.form.passes == "forward":
-        is_placed = known.step is not None and type(bound.structure.options.q_offset) is int
-        entry.first_of_arrays = None if known.if_alike is None or is_placed else known
 
 
 def _repeat(first: PreparedCall, bound: BoundCall, rows: bool) -> Attended | None:

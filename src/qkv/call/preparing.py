@@ -65,10 +65,14 @@ def prepared_by(
     )
     if made is None:
         return None
-    # What differs from step to step may not be compared with one value.
-    is_asked = step is None or (step.every_length and not (step.lengths or structure.per_step))
+    # What a step says of lengths or positions is not among the arrays that are looked at.
+    says_nothing = step is None or (
+        step.every_length
+        and not (step.lengths or structure.per_step)
+        and type(structure.options.q_offset) is not int
+    )
     sinks = problem.operands.sinks
     return PreparedCall(
         form, made, backend.name, call.choice.conditions, step,
-        made.if_alike if is_asked else None, None if sinks is None else sinks.copy(),
+        made.if_alike if says_nothing else None, None if sinks is None else sinks.copy(),
     )  # fmt: skip
