@@ -55,8 +55,9 @@ class Prepared:
         microseconds, for which it may hold the GIL.
     if_alike : callable (query, key, value, rows, arrays=()), optional
         Takes arrays of NumPy, and asks by itself whether they are as expected, which saves 6 of 11
-        microseconds of a call of one token, and 20 of 32 of a step over 100 keys. Gives new results, lse only if `rows`, or None. If the number of
-        keys is free, queries stand where the problem aligns them.
+        microseconds of a call of one token, and 20 of 32 of a step over 100 keys. Gives new
+        results, lse only if `rows`, or None. If the number of keys is free, queries stand where the
+        problem aligns them.
     """
 
     run: Callable[..., bool]

@@ -41,7 +41,7 @@ __all__ = ["attend_on_device", "attention", "refuse_export"]
 
 
 def attention(bound: BoundCall, variants: tuple[Any, ...], return_lse: bool) -> Any:
-    """`qkv.attention` of a bound call that was not prepared; `variants` as they were given."""
+    """`qkv.attention` of a bound call that no run takes; `variants` as they were given."""
     with on_torch_threads():
         refuse_constants(variants, is_tracked, ".detach()")
         if torch.onnx.is_in_onnx_export():

@@ -73,7 +73,7 @@ def step_of(bound: BoundCall) -> Step | None:
 
 
 def _fits(run: Run, bound: BoundCall, read: Sequence[Any]) -> bool:
-    """Whether a call is like the latest one of its structure."""
+    """Whether a call is like those of a run."""
     _, fits, values, position = run.common
     if position is not None and position != bound.structure.options.q_offset:
         return False
@@ -124,7 +124,7 @@ def _run_of(
 def _seen(bound: BoundCall) -> tuple[BoundCall, Views] | None:
     """The call of NumPy views, and its operands with heads before rows.
 
-    None if some array has no view, or is not compared by value.
+    None if some array has no view, or is too large to be compared by value.
     """
     if leaf_values(bound) is None:
         return None

@@ -161,7 +161,7 @@ Run: TypeAlias = OnePass | Step | BothPasses
 def run_of(
     prepared: PreparedCall, bound: BoundCall, read: Sequence[Tensor], wants_gradients: bool
 ) -> Run | None:
-    """How a prepared call runs on tensors like these; None if it takes NumPy arrays alone."""
+    """How a prepared call runs on tensors like these; None if it has to be told of NumPy views."""
     values, given = leaf_values(bound), bound.structure.options.q_offset
     if values is None:
         return None
@@ -172,8 +172,6 @@ def run_of(
         by_value = {n: _copied(bound.leaves[n]) for n in bound.structure.by_value}
         passes = PreparedPasses(bound.structure, len(bound.leaves), prepared.prepared)
         return BothPasses(Common(prepared, gradient_guard(*read), values, fixed), by_value, passes)
-    if len(prepared.prepared.results) > 2:
-        return None
     rows_first = bound.structure.layout == "blhd"
     makers = _makers([t.transpose(-3, -2) if rows_first else t for t in read[:3]])
     return OnePass(Common(prepared, guard(*read), values, fixed), *makers, rows_first)

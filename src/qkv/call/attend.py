@@ -1,8 +1,8 @@
 """Run a bound call of arrays in memory: prepared if it repeats an earlier one, else checked.
 
-Two calls are alike if their structures are equal, and their forms (`qkv.call.forms`). A call that
-is like an earlier one writes addresses into a prepared block of arguments and runs. The latest call
-of each structure is tried first, since working a form out takes longer than a short call.
+Two calls are alike if their structures are equal but for the position of the queries, and their
+forms (`qkv.call.forms`). A call that is like an earlier one is told addresses and runs. The latest
+call of each structure is tried first, since working a form out takes longer than a short call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Attended(NamedTuple):
     `lse` and `lse_rest` (the rounding error of lse, None if unknown) are undefined unless they were
     requested. `unrounded` is for the backward pass: a NumPy array in the type of computation and in
     the layout of the call, None if the output is of that type, or is all that there is. `call` and
-    `partial`, what the backward pass reads, are set if the call was checked.
+    `partial`, what the backward pass reads, are set if it was asked for and the call was checked.
     """
 
     out: Any
@@ -121,7 +121,7 @@ def _run(known: PreparedCall, bound: BoundCall, views: Views, rows: bool) -> Any
 
 
 def _repeat(first: PreparedCall, bound: BoundCall, rows: bool) -> Attended | None:
-    """The results of the latest call of this structure, if the arrays are like those it had."""
+    """The results of a prepared call of this structure, if the arrays are as it asks."""
     structure, leaves = bound
     query, key, value = leaves[:3]
     if not type(query) is type(key) is type(value) is np.ndarray:

@@ -1,7 +1,7 @@
 """The cache of prepared calls: an entry for each structure, bounded, safe under threads and forks.
 
-An entry holds the prepared calls of one structure by their forms (`qkv.call.forms`), and for each
-library of arrays the one that is tried first.
+An entry holds the prepared calls of one structure by their forms (`qkv.call.forms`), and those that
+are tried first: of NumPy arrays or views, and of tensors.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Entry:
     first_of_arrays : PreparedCall or None
         The latest of NumPy arrays; it is tried first.
     first_of_tensors : object
-        The same of tensors of torch.
+        The latest `Run` of tensors of torch.
     """
 
     __slots__ = ("calls", "first_of_arrays", "first_of_tensors")
@@ -125,7 +125,7 @@ class CallCache:
     """Entries by structure.
 
     A call is prepared when its form is seen a second time, because preparing would not pay off for
-    lengths that change from call to call. Looking a call up takes no lock.
+    lengths that change from call to call. Looking a call up takes no lock, unless conditions changed.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:

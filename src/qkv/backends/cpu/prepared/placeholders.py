@@ -1,4 +1,4 @@
-"""Problems whose arrays hold one element in the place of all: prepared calls keep no values."""
+"""Problems whose arrays hold one element in the place of all: prepared calls keep none."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Decoding steps of any length: prepared once for any number of keys.
 
-Nothing about a step is worked out in Python. A call writes addresses, strides and lengths into an
+A call writes addresses, strides and lengths into an
 argument block, and the kernel finds out which keys it reads. What code depends on, above all how
 wide integers are, is found once for all lengths and shifts up to `LONGEST`.
 """
@@ -35,7 +35,7 @@ _KV_LEN, _Q_SHIFT = (word_index(name, FIELDS) for name in ("kv_len", "q_shift"))
 def steps_kernel(problem: Problem, form: AnyLengthForm, arrays: tuple[Array, ...]) -> Kernel:
     """The kernel of steps like this problem, with `arrays` that each step brings.
 
-    All steps cost the same, whatever their number of keys and the position of their queries.
+    Preparing a step takes the same time, whatever its number of keys and the position of its queries.
     """
     shifts, at_end = shift_tables(problem), problem.operands.positions.align == "end"
     problem, _ = without_values(problem, arrays)

@@ -25,8 +25,8 @@ CALL_WORDS = (
 """What is expected of a call begins with these words: the addresses of `PyLong_FromLongLong`,
 `PyLong_AsLongLong`, `PyTuple_Size`, `PyTuple_GetItem` and None; the argument block; a job that is
 run at once, or 0, its second argument, and the most keys that it takes if their number is not
-fixed. The number of keys is at most `longest`. The first query stands at 0, or, if `at_end` is 1,
-the last one at the last key. A call has so many `results` and `arrays` of variants. `PLACES` say
+fixed. The number of keys is at most `longest`. The first of `q_len` queries stands at 0, or, if
+`at_end` is 1, the last one at the last key. A call has so many `results` and `arrays` of variants. `PLACES` say
 where in the block something is, in bytes; `kv_len` is 0 if the number of keys is fixed, and
 `not_finite` if the job does not tell."""
 OPERAND_WORDS = ("place", "dtype", "item", "ndim")
@@ -67,7 +67,7 @@ def emit_calls(header: int) -> str:
     `step(q_shift, in_elements, *addresses, *layouts)` is for any number of keys. It takes the
     position of the first query, whether strides are in elements, not bytes, the addresses, which
     are not 0 but for results, and of query, key, value and each array a tuple of its sizes and one
-    of its strides.
+    of its strides. Both give what `read` does.
     """
     e = Emitter("qkv_calls", 1)
     _Calls(e, header).emit()

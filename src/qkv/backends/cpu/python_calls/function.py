@@ -31,7 +31,7 @@ _methods: dict[int, _Method] = {}
 def python_function(address: int, own: object) -> Callable[..., Any]:
     """The function of compiled code `(own, arguments, count)`, which returns a new reference.
 
-    It runs while Python is locked, and must not fail.
+    It runs while Python is locked, if this one locks, and must not fail.
     """
     method = _methods.setdefault(address, _Method(b"qkv_compiled", address, _FASTCALL, None))
     made: Callable[..., Any] = _new_function(ctypes.byref(method), own, None)
