@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from qkv.backends.cpu.compiler.compile import Code, build
 from qkv.backends.cpu.passes import backward, decode, forward, replay
-from qkv.call.cache import CALLS
+from watched import forget_prepared_calls
 
 PASSES = (forward, backward, decode, replay)
 
@@ -28,7 +28,7 @@ def rebuilt_kernels() -> Iterator[list[tuple[Callable[..., str], Any]]]:
         return build(emit, arguments, *rest)
 
     def forget() -> None:
-        CALLS.clear()
+        forget_prepared_calls()
         for module in PASSES:
             module._kernel.cache_clear()
 

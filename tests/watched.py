@@ -1,9 +1,7 @@
 """The backend "cpu" that counts what it is asked, as a backend of one's own would see it."""
 
 import sys
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,12 +12,11 @@ from qkv.backends.cpu import CpuBackend
 
 
 class Watched(CpuBackend):
-    """`computed` counts passes over checked problems, `ran` the prepared functions by name."""
+    """`computed` counts passes over checked problems."""
 
     def __init__(self) -> None:
         super().__init__()
         self.computed = 0
-        self.ran: Counter[str] = Counter()
         self._made: list[tuple[Passes, bool]] = []
 
     def prepared(self, *passes: Passes, any_length: bool | None = None) -> int:
@@ -46,20 +43,7 @@ class Watched(CpuBackend):
         made = super().prepare(problem, passes, **given)
         if made is not None:
             self._made.append((passes, given.get("any_length", False)))
-        return self._watched(made)
-
-    def _watched(self, made: Prepared | None) -> Prepared | None:
-        if made is None:
-            return None
-        if_alike = None if made.if_alike is None else self._counted("if_alike", made.if_alike)
-        return replace(made, run=self._counted("run", made.run), if_alike=if_alike)
-
-    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*given: Any, **named: Any) -> Any:
-            self.ran[name] += 1
-            return function(*given, **named)
-
-        return run
+        return made
 
 
 class _NeverChosen:

@@ -11,6 +11,7 @@ import qkv
 from qkv.backends.cpu import CpuBackend
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.prepared.any_length import LONGEST
+from qkv.call.numpy_port import run_on_arrays
 from qkv.problem.check import check
 
 CPU = CpuBackend()
@@ -47,7 +48,13 @@ VARIANTS = {
 def prepared(query, key, value, variants=(), arrays=(), **keywords):
     """What makes steps of NumPy arrays, None if nothing is prepared."""
     made = prepared_by_cpu(query, key, value, variants, arrays, **keywords)
-    return None if made is None else made.call
+    if made is None:
+        return None
+
+    def step(query, key, value, rows, arrays, q_shift):
+        return run_on_arrays(made, (query, key, value), arrays, rows=rows, q_shift=q_shift)
+
+    return step
 
 
 def prepared_by_cpu(query, key, value, variants=(), arrays=(), **keywords):
@@ -76,12 +83,11 @@ def test_a_step_gives_the_bits_of_a_first_call(name, q_len) -> None:
         query = normal(2, 4, q_len, 24, seed=seed)
         rows = keys[:, :, :length], values[:, :, :length]
         for key, value in (rows, [np.ascontiguousarray(r) for r in rows]):
-            out, lse, rest, _ = steps(query, key, value, True, (), length - q_len)
+            out, lse = steps(query, key, value, True, (), length - q_len)
             expected = first_call(query, key, value, variants, q_offset="end")
             assert out.tobytes() == expected[0].tobytes()
             assert lse.tobytes() == expected[1].tobytes()
-            assert rest is None
-            alone, none, *_ = steps(query, key, value, False, (), length - q_len)
+            alone, none = steps(query, key, value, False, (), length - q_len)
             assert alone.tobytes() == out.tobytes()
             assert none is None
         right = qkv.attention(query, *rows, *variants, q_offset="end", backend="reference")
@@ -97,7 +103,7 @@ def test_every_type(dtype) -> None:
     steps = prepared(query, keys, values, (qkv.SlidingWindow(90, 0),), q_offset="end")
     for length in (30, 601):
         key, value = keys[:, :, :length], values[:, :, :length]
-        out, *_ = steps(query, key, value, False, (), length - 1)
+        out, _ = steps(query, key, value, False, (), length - 1)
         assert out.dtype == query.dtype
         keywords = {"q_offset": "end", "backend": "reference"}
         right = qkv.attention(query, key, value, qkv.SlidingWindow(90, 0), **keywords)
@@ -119,7 +125,7 @@ def test_strides_may_change_with_each_step(batch) -> None:
         doubled = np.repeat(query, 2, axis=-1)[..., ::2]
         for key, value in (views, turned, backwards, same, (views[0], same[1])):
             for asked in (query, doubled, np.ascontiguousarray(query[..., ::-1])[..., ::-1]):
-                out, lse, *_ = steps(asked, key, value, True, (), 0)
+                out, lse = steps(asked, key, value, True, (), 0)
                 expected = first_call(query, key, value, ())
                 assert out.tobytes() == expected[0].tobytes()
                 assert lse.tobytes() == expected[1].tobytes()
@@ -148,7 +154,7 @@ def test_arrays_along_the_keys_are_read_where_they_lie(shape) -> None:
         key, value = keys[:, :, :length], values[:, :, :length]
         mask, bias = drawn(length)
         for m, b in ((mask, bias), (mask[..., ::-1], np.repeat(bias, 3, axis=-1)[..., ::3])):
-            out, lse, *_ = steps(query, key, value, True, (m, b), length - 1)
+            out, lse = steps(query, key, value, True, (m, b), length - 1)
             variants = qkv.Mask(m), qkv.Bias(b), qkv.Causal()
             expected = first_call(query, key, value, variants, q_offset="end")
             assert out.tobytes() == expected[0].tobytes()
@@ -170,7 +176,7 @@ def test_what_a_mask_forbids_does_not_leak() -> None:
     again = steps(query, key, value, True, (mask,), 0)
     assert [a.tobytes() for a in clean[:2]] == [a.tobytes() for a in again[:2]]
     nothing = np.zeros_like(mask)
-    out, lse, *_ = steps(query, key, value, True, (nothing,), 0)
+    out, lse = steps(query, key, value, True, (nothing,), 0)
     assert not out.any()
     assert np.isneginf(lse).all()
 
@@ -187,7 +193,7 @@ def test_arrays_of_another_form_are_not_taken() -> None:
     assert steps(query, *rows, False, (mask, mask), 0) is None
     # A dimension that is the same for all may be long if its stride is 0.
     same = np.broadcast_to(mask, (2, 4, 1, 50))
-    out, *_ = steps(query, *rows, False, (same,), 0)
+    out, _ = steps(query, *rows, False, (same,), 0)
     assert out.tobytes() == steps(query, *rows, False, (mask,), 0)[0].tobytes()
 
 
@@ -213,7 +219,7 @@ def test_lengths_and_shifts_beyond_what_was_prepared_for() -> None:
     assert steps(query, key[:, :, :0], key[:, :, :0], False, (), 0) is None
     whole = prepared(query, key, key)(query, key, key, False, (), 0)[0]
     assert steps(query, key, key, False, (), LONGEST)[0].tobytes() == whole.tobytes()
-    out, lse, *_ = steps(query, key, key, True, (), -LONGEST)
+    out, lse = steps(query, key, key, True, (), -LONGEST)
     assert not out.any()
     assert np.isneginf(lse).all()
 
@@ -235,23 +241,20 @@ def test_a_step_that_is_not_taken_gives_its_memory_back() -> None:
 def test_steps_by_address(name) -> None:
     variants, (keys, values) = VARIANTS[name], caches()
     query = normal(2, 4, 1, 24)
-    steps = prepared_by_cpu(query, keys, values, variants, q_offset="end").steps
-    assert steps is not None
-    step = steps.run
+    run = prepared_by_cpu(query, keys, values, variants, q_offset="end").run
     for length in LENGTHS:
         arrays = query, keys[:, :, :length], values[:, :, :length]
         out, lse = np.full((2, 4, 1, 24), np.nan, "float32"), np.full((2, 4, 1), np.nan, "float32")
-        operands = []
+        *read, at_out, at_lse = [array.ctypes.data for array in (*arrays, out, lse)]
+        layouts = []
         for array in arrays:
-            strides = tuple([stride // array.itemsize for stride in array.strides])
-            operands += [array.ctypes.data, array.shape, strides]
-        where = length - 1, tuple(operands), arrays
-        assert step(length, out.ctypes.data, lse.ctypes.data, *where)
+            layouts += array.shape, tuple([stride // array.itemsize for stride in array.strides])
+        assert run((*read, at_out, at_lse), arrays, layouts, length - 1, True)
         expected = first_call(*arrays, variants, q_offset="end")
         assert out.tobytes() == expected[0].tobytes()
         assert lse.tobytes() == expected[1].tobytes()
         out[:] = np.nan
-        assert step(length, out.ctypes.data, 0, *where)
+        assert run((*read, at_out, 0), arrays, layouts, length - 1, True)
         assert out.tobytes() == expected[0].tobytes()
 
 

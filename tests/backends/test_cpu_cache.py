@@ -25,10 +25,10 @@ from qkv.backends.cpu.compiler.canonical import canonical
 from qkv.backends.cpu.forward import kernel as cpu_forward
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes import forward as forward_pass
-from qkv.call.cache import CALLS
 from qkv.errors import KernelBuildError
 from qkv.problem.check import check
 from qkv.problem.expressions import SCORE, Const, Op, operation
+from watched import forget_prepared_calls
 
 X = np.random.default_rng(0).normal(size=(2, 80, 8)).astype(np.float32)
 
@@ -58,7 +58,7 @@ def compiled(monkeypatch):
 def forget_kernels() -> None:
     """And calls that hold one."""
     forward_pass._kernel.cache_clear()
-    CALLS.clear()
+    forget_prepared_calls()
 
 
 def attend():

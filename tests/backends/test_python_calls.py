@@ -92,6 +92,8 @@ def test_arrays_of_variants_are_read(keys) -> None:
     # One row that is repeated is as good as one row.
     repeated_rows = np.broadcast_to(arrays[0], (7, keys))
     assert filled.read(query, key, key, out, None, repeated_rows, arrays[1]) == keys
+    for others in ((), arrays[:1], (*arrays, arrays[1])):
+        assert filled.read(query, key, key, out, None, *others) == 0
     for changed in UNLIKE_ARRAYS.values():
         assert filled.read(query, key, key, out, None, *changed(*arrays)) == 0
     bias, blocks = arrays
@@ -161,6 +163,8 @@ def test_a_step_is_told_of_the_arrays_of_variants(keys) -> None:
     # One row that is repeated is as good as one row, but one of four rows is not.
     repeated_rows = np.broadcast_to(arrays[0], (7, keys))
     assert filled.write(0, True, *_described(query, key, key, repeated_rows, arrays[1])) == keys
+    for others in ((), arrays[:1], (*arrays, arrays[1])):
+        assert filled.write(0, True, *_described(query, key, key, *others)) == 0
     for changed in UNLIKE_ARRAYS.values():
         assert filled.write(0, True, *_described(query, key, key, *changed(*arrays))) == 0
 

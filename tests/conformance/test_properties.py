@@ -5,12 +5,12 @@ The cases are those of the suite, and those of variants that live outside `qkv.v
 
 import pytest
 
-from qkv.backends import Prepared, backends
+from qkv.backends import Prepared, ResultForm, array_at, backends
 from qkv.backends.blocked import BlockedBackend
 from qkv.backends.cpu import CpuBackend
 from qkv.hf.groups import SameGroup
 from qkv.inspection.earlier_tokens import EarlierToken
-from qkv.partial import finish
+from qkv.partial import Partial, finish
 from qkv.testing import CHECKS, Case, cases, cases_of, check_case
 
 # They are said of batches.
@@ -58,6 +58,21 @@ class WrongGradients(BlockedBackend):
         return found
 
 
+def gives_always(found: Partial) -> Prepared:
+    """A prepared call that gives these results, whatever it is told."""
+    results = [ResultForm(array.shape, array.dtype) for array in (found.out, found.lse)]
+
+    def run(addresses, *_) -> bool:
+        for form, address, array in zip(
+            results, addresses[3:5], (found.out, found.lse), strict=True
+        ):
+            if address:
+                array_at(address, form)[...] = array
+        return True
+
+    return Prepared(run, results)
+
+
 class WrongWhenPrepared(BlockedBackend):
     """What it prepares, it prepares for one call."""
 
@@ -66,8 +81,7 @@ class WrongWhenPrepared(BlockedBackend):
     def prepare(self, problem, passes, *, any_length=False, arrays=(), inputs=None):
         if passes != "forward" or any_length:
             return None
-        found = self.run(problem)
-        return Prepared(lambda *given: (found.out, found.lse, found.lse_rest, None))
+        return gives_always(self.run(problem))
 
     def add_sinks(self, problem, partial):
         return finish(partial, problem.operands.sinks)
@@ -81,8 +95,7 @@ class WrongSteps(BlockedBackend):
     def prepare(self, problem, passes, *, any_length=False, arrays=(), inputs=None):
         if not any_length:
             return None
-        found = self.run(problem)
-        return Prepared(lambda *given: (found.out, found.lse, None, None))
+        return gives_always(self.run(problem))
 
     def add_sinks(self, problem, partial):
         return finish(partial, problem.operands.sinks)

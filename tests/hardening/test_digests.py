@@ -9,8 +9,8 @@ from digests import CASES, RECORDED, digests, results
 
 from forced import as_it_runs, runs_here
 from qkv.backends.cpu.machine.host import EMULATED
-from qkv.call.cache import CALLS
 from qkv.testing import Case
+from watched import forget_prepared_calls
 
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 KNOWN = json.loads(RECORDED.read_text())
@@ -43,7 +43,7 @@ def test_real_and_emulated_tiles_agree(
     found = []
     for isa in ("amx" + EMULATED, "amx" if runs_here("amx") else as_it_runs("avx2")):
         monkeypatch.setenv("QKV_ISA", isa)
-        CALLS.clear()
+        forget_prepared_calls()
         found.append(results(case))
     (dtype,) = case.dtypes
     for kind in ("out", "lse", "gradients"):

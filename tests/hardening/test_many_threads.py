@@ -290,15 +290,15 @@ class FailsOnce(Watched):
         made = super().prepare(problem, *passes, **given)
         assert made is not None
 
-        def call(*arrays: Any) -> Any:
+        def run(*given: Any) -> bool:
             if not is_first:
-                return made.call(*arrays)
+                return made.run(*given)
             if not is_main_thread():
                 self.runs.set()
                 self.may_fail.wait(SECONDS)
-            return None
+            return False
 
-        return Prepared(call)
+        return Prepared(run, made.results)
 
 
 def is_main_thread() -> bool:

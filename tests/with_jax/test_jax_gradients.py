@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from written_out import OWN, attention
 
 import qkv
-from qkv.call.cache import CALLS
 from qkv.problem.builder import Shape
 from qkv.testing import truth
 from qkv.variants import ALL
+from watched import forget_prepared_calls
 
 SHAPE = Shape((2,), 4, 2, 7, 9, 6, 5)
 EPS = 64 * 2.0**-52
@@ -388,7 +388,7 @@ def test_16_bits(dtype: str) -> None:
 @pytest.mark.parametrize("batched", [False, True])
 def test_many_steps(watched, batched: bool) -> None:
     """The later ones are recalled, and read their own arrays."""
-    CALLS.clear()
+    forget_prepared_calls()
     shape = Shape((2,), 4, 2, 17, 17, 8, 8)
 
     def loss(q: Any, k: Any, v: Any) -> Any:

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 import qkv
-from qkv.call.cache import CALLS
 from qkv.errors import QkvError
+from watched import forget_prepared_calls
 
 warnings.simplefilter("ignore")
 BASE = torch.randn(2, 3, 16, 8, generator=torch.Generator().manual_seed(0))
@@ -159,7 +159,7 @@ def main() -> None:
     for name, make in TENSORS.items():
         tensor = make()
         for place, (ordinary, call) in calls(tensor).items():
-            CALLS.clear()
+            forget_prepared_calls()
             seen = {"cold": raised(call)}
             for _ in range(4):
                 ordinary()

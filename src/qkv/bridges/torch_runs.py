@@ -161,7 +161,7 @@ Run: TypeAlias = OnePass | Step | BothPasses
 def run_of(
     prepared: PreparedCall, bound: BoundCall, read: Sequence[Tensor], wants_gradients: bool
 ) -> Run | None:
-    """How a prepared call runs on tensors like these; None if it has to be told of NumPy views."""
+    """How a prepared call runs on tensors like these; None if it is to be told of NumPy views."""
     values, given = leaf_values(bound), bound.structure.options.q_offset
     if values is None:
         return None

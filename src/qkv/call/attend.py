@@ -128,15 +128,20 @@ def _repeat(first: PreparedCall, bound: BoundCall, rows: bool) -> Attended | Non
         return None
     if (len(leaves) > 3 or first.form.values) and values_of(bound) != first.form.values:
         return None
-    first.used = CALLS.clock
     if_alike: Any = first.if_alike
     arrays = () if len(leaves) == 3 else in_place(bound)
     if structure.options.layout == "bhld":
         results = if_alike(query, key, value, rows, arrays)
-        return None if results is None else Attended(*results)
+        if results is None:
+            return None
+        first.used = CALLS.clock
+        return Attended(*results)
     views = heads_first(bound)
     results = None if views is None else if_alike(*views, rows, arrays)
-    return None if results is None else _restored(results, bound)
+    if results is None:
+        return None
+    first.used = CALLS.clock
+    return _restored(results, bound)
 
 
 def _restored(results: Sequence[Any], bound: BoundCall) -> Attended:

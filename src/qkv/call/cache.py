@@ -125,7 +125,8 @@ class CallCache:
     """Entries by structure.
 
     A call is prepared when its form is seen a second time, because preparing would not pay off for
-    lengths that change from call to call. Looking a call up takes no lock, unless conditions changed.
+    lengths that change from call to call. Looking a call up takes no lock, unless conditions
+    changed.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:

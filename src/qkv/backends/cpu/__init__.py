@@ -32,7 +32,8 @@ written `out` and `lse` into the arrays of a `Partial`, which `run` returns. Few
 `passes.decode` instead, gradients through `passes.gradient`, inspection through `passes.replay`.
 
 The second call of a kind is prepared (`prepared`), and further ones go straight to
-`prepared.kernel.Attend.if_alike`: compiled code looks at the arrays, fills the block, and runs the job.
+`prepared.kernel.Attend.if_alike`: compiled code looks at the arrays, fills the block, and runs the
+job.
 """
 
 from qkv.backends.cpu.backend import CpuBackend, describe_host

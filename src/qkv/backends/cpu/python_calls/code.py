@@ -26,9 +26,9 @@ CALL_WORDS = (
 `PyLong_AsLongLong`, `PyTuple_Size`, `PyTuple_GetItem` and None; the argument block; a job that is
 run at once, or 0, its second argument, and the most keys that it takes if their number is not
 fixed. The number of keys is at most `longest`. The first of `q_len` queries stands at 0, or, if
-`at_end` is 1, the last one at the last key. A call has so many `results` and `arrays` of variants. `PLACES` say
-where in the block something is, in bytes; `kv_len` is 0 if the number of keys is fixed, and
-`not_finite` if the job does not tell."""
+`at_end` is 1, the last one at the last key. A call has so many `results` and `arrays` of variants.
+`PLACES` say where in the block something is, in bytes; `kv_len` is 0 if the number of keys is
+fixed, and `not_finite` if the job does not tell."""
 OPERAND_WORDS = ("place", "dtype", "item", "ndim")
 """Then, for query, key and value, each result and each array: where the address goes, the dtype
 object, the bytes of an element, and the number of axes. Of results nothing else is expected."""
@@ -59,7 +59,7 @@ def emit_calls(header: int) -> str:
     wanted. It writes their addresses, and what may differ from call to call, into the block, and
     runs the job if there is one for so many keys. The result is 0 if an operand is not as expected
     or the job's output is not finite; -1 if the job is done; else the number of keys, or 1 if that
-    is fixed.
+    is fixed. Another number of arguments is unlike too.
 
     `write(*addresses)` takes a number for each of these; they are known to be as expected, and the
     number of keys is fixed.
@@ -153,10 +153,13 @@ class _Calls:
     def _emit_read(self, run_job: Value) -> None:
         e, fits_axes = self.e, self._axes_function()
         with e.function("read", [POINTER, POINTER, INT64], POINTER, public=True) as (_, arguments):
-            own, objects, _ = arguments
+            own, objects, count = arguments
             b, checks = e.builder, _Checks(self, own)
             expected, call, block = checks.expected, checks.call, checks.block
             require = checks.require
+            first_array = e.add(call["results"], _OPERANDS)
+            end = e.add(first_array, call["arrays"])
+            require(b.icmp_signed("==", count, end))
             place, keys = e.at(expected, WORD * len(CALL_WORDS)), e.index(_ANY)
 
             def given(n: Any) -> Value:
@@ -194,9 +197,7 @@ class _Calls:
                 read(n, place, keys, 1)
                 return [self.next_operand(place)]
 
-            first_array = e.add(call["results"], _OPERANDS)
             (place,) = e.loop(_OPERANDS, first_array, 1, [place], read_result)
-            end = e.add(first_array, call["arrays"])
             e.loop(first_array, end, 1, [place], read_array)
             with b.if_then(b.icmp_signed("==", call["kv_len"], e.index(0))):
                 self.give(expected, b.call(run_job, [expected, block]))
@@ -209,10 +210,15 @@ class _Calls:
     def _emit_step(self, run_job: Value) -> None:
         e = self.e
         with e.function("step", [POINTER, POINTER, INT64], POINTER, public=True) as (_, arguments):
-            own, objects, _ = arguments
+            own, objects, count = arguments
             b, checks = e.builder, _Checks(self, own)
             expected, call, block = checks.expected, checks.call, checks.block
             require = checks.require
+            first_address = 2
+            first_array = e.add(call["results"], first_address + _OPERANDS)
+            layouts = e.add(first_array, call["arrays"])
+            end = e.add(layouts, e.mul(2, e.add(call["arrays"], _OPERANDS)))
+            require(b.icmp_signed("==", count, end))
             as_number = b.inttoptr(call["as_long_long"], _AS_LONG_LONG)
             tuple_size = b.inttoptr(call["tuple_size"], _TUPLE_SIZE)
             tuple_item = b.inttoptr(call["tuple_item"], _TUPLE_ITEM)
@@ -228,9 +234,6 @@ class _Calls:
 
             shift, longest = argument(e.index(0)), call["longest"]
             in_elements = b.icmp_signed("!=", argument(e.index(1)), e.index(0))
-            first_address = 2
-            first_array = e.add(call["results"], first_address + _OPERANDS)
-            layouts = e.add(first_array, call["arrays"])
 
             def read(at: Any, layout: Value, place: Value, keys: Value, is_array: int) -> Value:
                 """Read what must be as expected; the number of keys."""
