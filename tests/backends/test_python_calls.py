@@ -138,6 +138,7 @@ def test_a_step_is_told_sizes_and_strides(in_elements) -> None:
             (query[:1], key[:1], value[:1]),
             (query[0], key, value),
             (query[None], key, value),
+            (np.broadcast_to(query, (2, 3, 5, 5)), key, value),
         ):
             assert step(0, *unlike) == 0
         for place in (0, 1, 2):

@@ -111,6 +111,25 @@ def test_as_many_queries_as_keys_are_no_step() -> None:
             qkv.attention(*arrays_of(1, length), qkv.Causal())
 
 
+@pytest.mark.parametrize("lengths", [(1, 100), (3, 700), (16, 16), (64, 64)])
+def test_arrays_of_variants_are_those_of_each_call(watched, lengths) -> None:
+    """Two of the same shape, whose order matters: softmax(tanh(s + first) + second)."""
+    for seed in range(8):
+        if seed == 4:
+            computed = watched.computed
+        query, key, value = arrays_of(*lengths, seed=seed)
+        first, second = (normal(4, *lengths, seed=40 + 2 * seed + n) for n in (0, 1))
+        variants = qkv.Bias(first), qkv.Softcap(1.0), qkv.Bias(second)
+        found = qkv.attention(query, key, value, *variants)
+        query, key, value = (np.asarray(a, np.float64) for a in (query, key, value))
+        key, value = np.repeat(key, 2, axis=-3), np.repeat(value, 2, axis=-3)
+        scores = np.tanh(query @ key.swapaxes(-1, -2) / 3.0 + first) + second
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        expected = weights / weights.sum(-1, keepdims=True) @ value
+        np.testing.assert_allclose(found, expected, atol=3e-6)
+    assert watched.computed == computed
+
+
 @pytest.mark.parametrize("lengths", LENGTHS[:5])
 def test_what_does_not_fit_is_refused(lengths) -> None:
     query, key, value = arrays_of(*lengths)

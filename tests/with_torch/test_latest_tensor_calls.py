@@ -100,6 +100,47 @@ def test_rotation_and_sinks(watched, length, with_sinks) -> None:
     assert watched.computed == computed
 
 
+class NotesRefusals(Watched):
+    """Notes whether prepared calls refused what they were told, so that it was computed anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused = []
+
+    def prepare(self, problem, passes, **given):
+        made = super().prepare(problem, passes, **given)
+
+        def run(*told):
+            done = made.run(*told)
+            self.refused.append(not done)
+            return done
+
+        return replace(made, run=run)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_steps_are_rotated_at_their_own_position(watched, with_sinks) -> None:
+    """Keys are rows of one buffer, which grows, so that strides are not those of dense tensors."""
+    backend = NotesRefusals()
+    register(backend)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    variants = (qkv.Causal("end"), qkv.RoPE(), *([qkv.Sinks(sinks)] if with_sinks else []))
+    query, *buffers = operands(60, 60)
+    for length in range(20, 60):
+        if length == 25:
+            computed = backend.computed
+        key, value = (buffer[:, :, :length] for buffer in buffers)
+        found = qkv.attention(query[:, :, length - 1 : length], key, value, *variants)
+        scores = turned(query)[:, :, length - 1 : length] @ turned(key).mT / key.shape[-1] ** 0.5
+        if with_sinks:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(2, 4, 1, 1)], -1)
+        expected = scores.softmax(-1)[..., :length] @ value.double()
+        torch.testing.assert_close(found.double(), expected, atol=3e-6, rtol=0)
+    assert backend.computed == computed
+    assert backend.refused
+    assert not any(backend.refused)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_steps_and_calls_take_turns(dtype) -> None:
     lengths = [*LENGTHS, (1, 101), (1, 101), (1, 101), (1, 100), (1, 100), (16, 17)]
