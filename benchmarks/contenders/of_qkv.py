@@ -72,17 +72,15 @@ def prepare_torch(workload: Workload, inputs: Inputs, threads: int) -> Prepared:
 
 def prepare_kernel(workload: Workload, inputs: Inputs, threads: int) -> Prepared:
     """The backend alone: arguments are checked, and what it prepares is made, outside the time."""
-    call = _bound(workload, inputs)
+    call, arrays = _bound(workload, inputs), _arrays(inputs)
     prepare = getattr(call.choice.backend, "prepare", None)
-    made = prepare(call.problem) if prepare else None
-    ready = getattr(made, "call", made)  # Of versions before this one, it is called itself.
+    made = prepare(call.problem, "forward") if prepare else None
+    if_alike = getattr(made, "if_alike", None)  # Some versions have none.
 
     def run() -> Any:
-        if ready:
-            return ready(*_arrays(inputs), False)
-        return call.choice.backend.run(call.problem)
+        return if_alike(*arrays, False) if if_alike else call.choice.backend.run(call.problem)
 
-    return Prepared(run, lambda found: {"out": found[0] if ready else found.out})
+    return Prepared(run, lambda found: {"out": found[0] if if_alike else found.out})
 
 
 def prepare_kernel_statistics(workload: Workload, inputs: Inputs, threads: int) -> Prepared:

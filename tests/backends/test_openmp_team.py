@@ -16,7 +16,7 @@ from qkv._openmp import caller
 from qkv.backends.cpu.threads import jobs
 from qkv.backends.cpu.threads.openmp import Team
 from qkv.backends.cpu.threads.openmp_code import emit_team
-from qkv.bridges.torch_openmp import on_torch_threads, torch_openmp
+from qkv.bridges.torch.openmp import on_torch_threads, torch_openmp
 
 if sys.platform != "linux" or not torch.backends.openmp.is_available():
     pytest.skip(

@@ -216,7 +216,7 @@ def linked_as(monkeypatch: pytest.MonkeyPatch, place: Path, name: str, system: s
     """A torch whose library has the name that it has on another system."""
     import torch
 
-    from qkv.bridges import torch_openmp
+    from qkv.bridges.torch import openmp as torch_openmp
 
     (library,) = Path(torch.__file__).parent.joinpath("lib").glob("libtorch_cpu.so*")
     (place / "lib").mkdir()
@@ -228,7 +228,7 @@ def linked_as(monkeypatch: pytest.MonkeyPatch, place: Path, name: str, system: s
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a library of Linux stands for the others'")
 def test_torch_s_threads_are_found_on_macos(monkeypatch, tmp_path) -> None:
-    from qkv.bridges.torch_openmp import torch_openmp
+    from qkv.bridges.torch.openmp import torch_openmp
 
     here = torch_openmp()
     linked_as(monkeypatch, tmp_path, "libtorch_cpu.dylib", "darwin")
@@ -242,7 +242,7 @@ def test_torch_s_threads_are_found_on_macos(monkeypatch, tmp_path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="a library of Linux stands for the others'")
 def test_torch_s_threads_are_left_alone_on_windows(monkeypatch, tmp_path) -> None:
     """Its OpenMP library has no functions that are called as GNU's, and `os` no RTLD_NOLOAD."""
-    from qkv.bridges.torch_openmp import torch_openmp
+    from qkv.bridges.torch.openmp import torch_openmp
 
     linked_as(monkeypatch, tmp_path, "torch_cpu.dll", "win32")
     for name in ("RTLD_LAZY", "RTLD_NOLOAD"):

@@ -47,7 +47,7 @@ def test_what_values_tell_is_an_error_of_jax() -> None:
 def test_any_exception_in_the_callback_is_an_error_of_jax(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from qkv.bridges import jax_operations
+    from qkv.bridges.jax import operations as jax_operations
 
     f = jax.jit(lambda x: qkv.attention(x, x, x))
     for error, seen in (
@@ -155,7 +155,7 @@ def exported(f: Any) -> Any:
 
 def test_exported_code_does_not_mix_up_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Score mods are written into the program, which means the same in another process."""
-    from qkv.bridges import jax_operations
+    from qkv.bridges.jax import operations as jax_operations
 
     mod = qkv.ScoreMod(lambda score, batch, head, q_pos, kv_pos: score * 2)
     plain, modified = (

@@ -206,7 +206,7 @@ def test_a_hessian_of_matrices(layout: str) -> None:
 @pytest.mark.usefixtures("x64")
 def test_only_what_is_followed_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bias that nobody differentiates costs no gradient of its size."""
-    from qkv.bridges import jax_operations
+    from qkv.bridges.jax import operations as jax_operations
 
     seen: list[Any] = []
     run = jax_operations._backward
@@ -272,7 +272,7 @@ def test_the_way_back_runs_no_forward_pass(
     """
     from qkv.backends import register, unregister
     from qkv.backends.cpu import CpuBackend
-    from qkv.bridges import jax_rules
+    from qkv.bridges.jax import rules as jax_rules
 
     runs: list[Any] = []
 

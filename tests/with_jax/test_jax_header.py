@@ -10,7 +10,7 @@ pytest.importorskip("jax", minversion="0.10", reason="compared with jax 0.10 or 
 
 import jax
 
-from qkv.bridges import jax_ffi
+from qkv.bridges.jax import ffi as jax_ffi
 
 SIMPLE = {
     "size_t": ctypes.c_size_t,

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from several_devices import run_on_devices
 
 import qkv
-from qkv.bridges import jax_operations, jax_rules
+from qkv.bridges.jax import operations as jax_operations
+from qkv.bridges.jax import rules as jax_rules
 from qkv.testing import truth
 
 

@@ -40,10 +40,10 @@ ORDERS = {
 def test_the_compiler_is_told_whoever_imports_it(order: str) -> None:
     program = f"""
 {ORDERS[order]}
-import sys, qkv.call.attend, qkv.bridges.torch_calls
+import sys, qkv.call.attend, qkv.bridges.torch.calls
 from torch._dynamo.trace_rules import check_file
 print(check_file(qkv.call.attend.__file__).skipped)
-print(check_file(qkv.bridges.torch_calls.__file__).skipped)
+print(check_file(qkv.bridges.torch.calls.__file__).skipped)
 print(any("qkv" in type(finder).__module__ for finder in sys.meta_path))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

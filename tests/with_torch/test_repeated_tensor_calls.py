@@ -9,7 +9,8 @@ torch = pytest.importorskip("torch")
 
 import qkv  # noqa: E402
 import qkv.torch  # noqa: E402
-from qkv.bridges import torch_guards, torch_layouts  # noqa: E402
+from qkv.bridges.torch.repeated import guards as torch_guards  # noqa: E402
+from qkv.bridges.torch.repeated import layouts as torch_layouts  # noqa: E402
 from qkv.errors import QkvError, ShapeError  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")

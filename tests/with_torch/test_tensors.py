@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
 import qkv
-from qkv.bridges import torch_operators as operators
+from qkv.bridges.torch.operations import operators
 
 # torch's compiler uses what torch has deprecated.
 pytestmark = [

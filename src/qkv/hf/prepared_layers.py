@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from qkv.bridges.torch_layouts import array_bytes, leaf_values
-from qkv.bridges.torch_prepared import step_of
-from qkv.bridges.torch_runs import Step
+from qkv.bridges.torch.repeated.layouts import array_bytes, leaf_values
+from qkv.bridges.torch.repeated.prepared import step_of
+from qkv.bridges.torch.repeated.runs import Step
 from qkv.call.bound import BoundCall, Structure, bind
 from qkv.call.flatten import Leaves, flatten
 from qkv.call.options import DEFAULTS, OptionValues

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qkv._api import attention
-from qkv.bridges.jax_rules import is_registered
+from qkv.bridges.jax.rules import is_registered
 from qkv.call.unknown_keywords import drop_in_error, with_signature_of_theirs
 from qkv.declarations import checked
 from qkv.errors import ArgumentError, DTypeError, ShapeError

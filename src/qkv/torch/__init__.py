@@ -4,7 +4,7 @@
 """
 
 # Registers the operators, which programs that were exported name.
-from qkv.bridges import torch_operators as _operators  # noqa: F401
+from qkv.bridges.torch.operations import operators as _operators  # noqa: F401
 from qkv.torch.drop_in import scaled_dot_product_attention
 from qkv.torch.modules import Cache, MultiHeadAttention, ScaledDotProductAttention
 

@@ -1,4 +1,4 @@
-"""The groups in which torch's functions take their tensors; see `torch_functions`."""
+"""The groups in which torch's functions take their tensors; see `functions`."""
 
 from __future__ import annotations
 

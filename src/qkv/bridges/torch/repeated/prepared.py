@@ -1,7 +1,7 @@
 """Prepared calls of tensors: those that `qkv.call` has prepared for NumPy arrays of the same form.
 
 A call goes there if torch does not observe it. Whether tensors are like the latest of a structure,
-torch answers in one call (`torch_guards`). If they are not, the form of NumPy views of them is
+torch answers in one call (`guards`). If they are not, the form of NumPy views of them is
 looked up, as for arrays.
 """
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from qkv.bridges.torch_layouts import are_dense, gradients_wanted, leaf_values
-from qkv.bridges.torch_observers import looks_on
-from qkv.bridges.torch_openmp import on_torch_threads
-from qkv.bridges.torch_operands import view_of
-from qkv.bridges.torch_runs import Run, Step, run_of
+from qkv.bridges.torch.repeated.layouts import are_dense, gradients_wanted, leaf_values
+from qkv.bridges.torch.observers import looks_on
+from qkv.bridges.torch.openmp import on_torch_threads
+from qkv.bridges.torch.operands import view_of
+from qkv.bridges.torch.repeated.runs import Run, Step, run_of
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS, Entry, PreparedCall
 from qkv.call.forms import Views, form_of, has_form, heads_first

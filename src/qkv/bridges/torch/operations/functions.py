@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from qkv.bridges import torch_operators as operators
-from qkv.bridges.torch_batches import apply, batched, is_old_batch
-from qkv.bridges.torch_groups import (
+from qkv.bridges.torch.operations import operators
+from qkv.bridges.torch.operations.batches import apply, batched, is_old_batch
+from qkv.bridges.torch.operations.groups import (
     RESULTS,
     along_of,
     numbers,
@@ -40,8 +40,8 @@ from qkv.bridges.torch_groups import (
     parted,
     results_first,
 )
-from qkv.bridges.torch_observers import follows
-from qkv.bridges.torch_passes import PreparedPasses
+from qkv.bridges.torch.observers import follows
+from qkv.bridges.torch.repeated.passes import PreparedPasses
 from qkv.call.bound import Structure
 from qkv.errors import UnsupportedError
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from qkv.arrays import library_of
 from qkv.arrays.jax_arrays import JaxArrays
 from qkv.arrays.views import view_beside
-from qkv.bridges import jax_derivatives
-from qkv.bridges.jax_operations import PROCESS, Operation
-from qkv.bridges.jax_rules import varying
+from qkv.bridges.jax import derivatives
+from qkv.bridges.jax.operations import PROCESS, Operation
+from qkv.bridges.jax.rules import varying
 from qkv.bridges.learnable import with_scale
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, bind
@@ -55,7 +55,7 @@ def attention(
             uses_batch_index=structure.uses_batch_index,
             process=0 if structure.is_portable else PROCESS,
         )
-        results = jax_derivatives.attend(operation, inputs)[:2]
+        results = derivatives.attend(operation, inputs)[:2]
         return results if return_lse else results[0]
     if not structure.is_plain:
         attended = attend(bound)

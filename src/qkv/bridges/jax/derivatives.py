@@ -17,7 +17,7 @@ are all that it computes. `bend` itself is not computed, only its transposed is:
 mode over forward mode. What is refused is forward mode over forward mode, and a third derivative.
 
 Dimensions of `jax.vmap` stand in front of all arrays, of size 1 where a constant array is the same
-for all, as `qkv.bridges.jax_operations` takes them.
+for all, as `qkv.bridges.jax.operations` takes them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from qkv.bridges.jax_operations import Operation
-from qkv.bridges.jax_rules import Shapes, call_operation, shapes_of_results, stand_in, varying
+from qkv.bridges.jax.operations import Operation
+from qkv.bridges.jax.rules import Shapes, call_operation, shapes_of_results, stand_in, varying
 from qkv.call.bound import BoundCall, Structure
 from qkv.errors import UnsupportedError
 
@@ -91,7 +91,7 @@ def _bind(kind: str, operation: Operation, constant: Sequence[Any], linear: Sequ
 
 
 def _run(*arrays: Any, kind: str, operation: Operation, constants: int) -> Any:
-    """What is computed, by operations of `qkv.bridges.jax_operations`."""
+    """What is computed, by operations of `qkv.bridges.jax.operations`."""
     count = len(operation.ndims)
     shapes = _shapes(kind, operation, arrays)
     inputs, kept, more = _split(arrays, count, count + KEPT)

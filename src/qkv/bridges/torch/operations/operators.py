@@ -10,7 +10,7 @@ and value; `wanted` numbers those of them that are to have gradients, `direction
 change. `backward` says that a backward pass will follow. `lse_rest` is what rounding took from lse,
 NaN where that is not known. `unrounded` is the output before it was rounded to 16 bits, without any
 element in its rows where it was not, or where no backward pass follows; `attention_backward` takes
-either as `out`. Operators know nothing of derivatives: `torch_functions` says which belongs to
+either as `out`. Operators know nothing of derivatives: `functions` says which belongs to
 which. The first two are functions too, for when nobody would see that an operator was called; these
 take the structure itself.
 """
@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.bridges.torch_openmp import on_torch_threads
-from qkv.bridges.torch_operands import LIBRARY, view_of
+from qkv.bridges.torch.openmp import on_torch_threads
+from qkv.bridges.torch.operands import LIBRARY, view_of
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, Structure
 from qkv.call.derivatives.jvp import Tangents, jvp_of, second_vjp
@@ -113,7 +113,7 @@ def compute_gradients(
     structure: Structure,
     wanted: Sequence[int],
 ) -> list[Tensor]:
-    """Gradients of query, key, value and the wanted arrays; see the groups in `torch_functions`."""
+    """Gradients of query, key, value and the wanted arrays; see the groups in `functions`."""
     bound = BoundCall(structure, tuple(map(view_of, inputs)))
     residuals, leaves = Residuals(*map(view_of, results)), [3 + n for n in wanted]
     grad_out, grad_lse = map(view_of, cotangents)

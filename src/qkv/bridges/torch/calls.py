@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.bridges import torch_compiled, torch_eager
+from qkv.bridges.torch import compiled
+from qkv.bridges.torch import eager
 from qkv.bridges.learnable import with_scale
-from qkv.bridges.torch_compiled import merge_in_graph
-from qkv.bridges.torch_operands import LIBRARY, PLAIN, is_tracked
-from qkv.bridges.torch_prepared import run_alike, run_prepared
+from qkv.bridges.torch.compiled import merge_in_graph
+from qkv.bridges.torch.operands import LIBRARY, PLAIN, is_tracked
+from qkv.bridges.torch.repeated.prepared import run_alike, run_prepared
 from qkv.call.bound import bind
 from qkv.call.cache import CALLS
 from qkv.call.options import OptionValues
@@ -32,7 +33,7 @@ def attention(
     if isinstance(options.scale, Tensor) and _is_learned(options.scale, query):
         query, options = with_scale(query, options)
     if torch.compiler.is_dynamo_compiling():
-        return torch_compiled.attention(query, key, value, variants, options, return_lse, at_once)
+        return compiled.attention(query, key, value, variants, options, return_lse, at_once)
     return at_once(query, key, value, variants, options, return_lse)
 
 
@@ -52,7 +53,7 @@ def at_once(
             results = run_prepared(entry, bound, return_lse)
             if results is not None:
                 return results
-        return torch_eager.attention(bound, variants, return_lse)
+        return eager.attention(bound, variants, return_lse)
     except QkvError as error:
         raise error.with_action(LIBRARY.in_words(error.action)) from None
 

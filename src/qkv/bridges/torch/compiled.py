@@ -11,12 +11,12 @@ from torch import Tensor
 
 from qkv._dynamo import constant_result
 from qkv.backends import device_backend
-from qkv.bridges import torch_functions as functions
-from qkv.bridges import torch_score_mods
+from qkv.bridges.torch.operations import functions
+from qkv.bridges.torch import score_mods
 from qkv.bridges.learnable import refuse_constants
-from qkv.bridges.torch_eager import attend_on_device, refuse_export
-from qkv.bridges.torch_onnx import refuse_sizes
-from qkv.bridges.torch_operands import as_tensor, autocast
+from qkv.bridges.torch.eager import attend_on_device, refuse_export
+from qkv.bridges.torch.onnx import refuse_sizes
+from qkv.bridges.torch.operands import as_tensor, autocast
 from qkv.call.bound import BoundCall, Structure, bind
 from qkv.call.flatten import declared_fields
 from qkv.call.merging import merge_parts
@@ -52,7 +52,7 @@ def attention(
     refuse_constants(variants, _wants_gradient, ".detach()")
     given = [_with_functions(variant) for variant in variants]
     if any(variant is None for variant in given):
-        from qkv.bridges.torch_outside import call_outside
+        from qkv.bridges.torch.outside import call_outside
 
         return call_outside(at_once, query, key, value, variants, options, return_lse)
     variants = tuple(given)
@@ -77,7 +77,7 @@ def _with_functions(variant: Any) -> Any:
     if whole and _kept_number(variant) >= 0:
         return variant
     if not isinstance(variant, np.ndarray) and hasattr(type(variant), "with_functions"):
-        return variant.with_functions(torch_score_mods.read)
+        return variant.with_functions(score_mods.read)
     return None if whole else variant
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.bridges.torch_operands import PLAIN, view_of
+from qkv.bridges.torch.operands import PLAIN, view_of
 from qkv.call.bound import BoundCall
 from qkv.call.forms import MAX_VALUE_BYTES
 

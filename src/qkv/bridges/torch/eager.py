@@ -14,12 +14,12 @@ from torch import Tensor
 from qkv._dynamo import ends_graph
 from qkv.arrays.torch_arrays import check_beside, check_dense
 from qkv.arrays.views import view_beside
-from qkv.bridges import torch_functions as functions
+from qkv.bridges.torch.operations import functions
 from qkv.bridges.learnable import refuse_constants
-from qkv.bridges.torch_observers import looks_on
-from qkv.bridges.torch_onnx import as_torch_operations
-from qkv.bridges.torch_openmp import on_torch_threads
-from qkv.bridges.torch_operands import (
+from qkv.bridges.torch.observers import looks_on
+from qkv.bridges.torch.onnx import as_torch_operations
+from qkv.bridges.torch.openmp import on_torch_threads
+from qkv.bridges.torch.operands import (
     LIBRARY,
     PLAIN,
     as_tensor,
@@ -29,7 +29,7 @@ from qkv.bridges.torch_operands import (
     kept_tensor,
     operand,
 )
-from qkv.bridges.torch_operators import contiguous
+from qkv.bridges.torch.operations.operators import contiguous
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, Structure, bind
 from qkv.call.device_call import check_device_call, names_device_backend

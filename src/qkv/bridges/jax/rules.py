@@ -1,4 +1,4 @@
-"""How XLA is asked for an operation of `qkv.bridges.jax_operations`, and what it will give.
+"""How XLA is asked for an operation of `qkv.bridges.jax.operations`, and what it will give.
 
 Each operation is one call of a foreign function, which XLA makes on its own memory; where XLA does
 not take it (another device than the CPU), one of `jax.pure_callback`.
@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from qkv.bridges.jax_ffi import ANSWER_PATH, cancelled, handler
-from qkv.bridges.jax_operations import Operation, compute
+from qkv.bridges.jax.ffi import ANSWER_PATH, cancelled, handler
+from qkv.bridges.jax.operations import Operation, compute
 from qkv.call.bound import BoundCall, Structure
 from qkv.call.checked import check_call
 from qkv.call.dispatch import checked
