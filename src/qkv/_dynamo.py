@@ -29,10 +29,9 @@ _RULES = "torch._dynamo.trace_rules"
 READABLE = (
     "__init__.py", "_api.py", "_dynamo.py", "arrays/__init__.py", "backends/__init__.py",
     "backends/torch",
-    "bridges/__init__.py", "bridges/learnable.py", "bridges/torch/operations/batches.py",
-    "bridges/torch/calls.py", "bridges/torch/compiled.py", "bridges/torch/operations/functions.py",
-    "bridges/torch/operations/groups.py", "bridges/torch/operands.py", "bridges/torch/operations/operators.py",
-    "bridges/torch/score_mods.py",
+    "bridges/__init__.py", "bridges/learnable.py", "bridges/torch/__init__.py",
+    "bridges/torch/calls.py", "bridges/torch/compiled.py", "bridges/torch/operands.py",
+    "bridges/torch/operations", "bridges/torch/score_mods.py",
     "call/__init__.py", "call/bound.py", "call/flatten.py", "call/numbered.py", "call/options.py",
     "call/structure_text.py",
     "call/unknown_keywords.py", "declarations.py", "errors.py", "hf", "mechanisms", "positions",

@@ -92,6 +92,8 @@ def library_of_type(type_of_array: type) -> str | None:
 
     Modules, generators and types of these libraries are no arrays.
     """
+    if type_of_array is np.ndarray:
+        return "numpy"
     for base in type_of_array.__mro__:
         name = base.__module__.partition(".")[0]
         if name in NAMES and (name == "jax" or base.__name__ in _BASES):

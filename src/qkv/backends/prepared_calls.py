@@ -78,10 +78,21 @@ def array_at(address: int, form: ResultForm, strides: Sequence[int] | None = Non
     >>> row
     array([0., 7., 2.])
     """
-    begin, size = 0, math.prod(form.shape) * form.dtype.itemsize
+    return array_reader(form, strides)(address)
+
+
+def array_reader(form: ResultForm, strides: Sequence[int] | None = None) -> Callable[[int], Array]:
+    """`array_at` of any address, made once for many."""
+    shape, dtype, _ = form
+    begin, size = 0, math.prod(shape) * dtype.itemsize
     if strides is not None:
-        spans = [(n - 1) * stride for n, stride in zip(form.shape, strides, strict=True)]
+        spans = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True)]
         begin = sum([min(span, 0) for span in spans])
-        size = form.dtype.itemsize + sum(map(abs, spans))
-    memory: Any = (ctypes.c_char * size).from_address(address + begin)
-    return np.ndarray(form.shape, form.dtype, memory, -begin, strides)
+        size = dtype.itemsize + sum(map(abs, spans))
+    memory = ctypes.c_char * size
+
+    def read(address: int) -> Array:
+        owner: Any = memory.from_address(address + begin)
+        return np.ndarray(shape, dtype, owner, -begin, strides)
+
+    return read

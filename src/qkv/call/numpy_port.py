@@ -17,7 +17,7 @@ __all__ = ["run_on_arrays"]
 
 def run_on_arrays(
     prepared: Prepared,
-    read: Sequence[Array | None],
+    read: Sequence[Any],
     arrays: Sequence[Array] = (),
     *,
     rows: bool = True,
@@ -30,7 +30,7 @@ def run_on_arrays(
     prepared : Prepared
     read : sequence of array
         Query, key and value with heads before rows, and what else the passes read;
-        None for zeros.
+        the last may be None, for zeros.
     arrays : sequence of array
         Those of variants.
     rows : bool
@@ -45,8 +45,9 @@ def run_on_arrays(
     """
     at = quick_address_of
     results: list[Any] = [new(shape, dtype) for shape, dtype, new in prepared.results]
-    places = [0 if array is None else at(array) for array in read]
-    addresses = [*places, *map(at, results), *map(at, arrays)]
+    known = read if read[-1] is not None else read[:-1]
+    addresses = [*map(at, known), *[0] * (len(read) - len(known))]
+    addresses += [*map(at, results), *map(at, arrays)]
     if not rows:
         results[1], addresses[len(read) + 1] = None, 0
     held = read, results, arrays
@@ -54,6 +55,5 @@ def run_on_arrays(
         return results if prepared.run(addresses, held) else None
     layouts: list[Any] = []
     for array in (*read, *arrays):
-        if array is not None:
-            layouts += array.shape, array.strides
+        layouts += array.shape, array.strides
     return results if prepared.run(addresses, held, layouts, q_shift) else None

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.bridges.torch import compiled
-from qkv.bridges.torch import eager
 from qkv.bridges.learnable import with_scale
+from qkv.bridges.torch import compiled, eager
 from qkv.bridges.torch.compiled import merge_in_graph
 from qkv.bridges.torch.operands import LIBRARY, PLAIN, is_tracked
 from qkv.bridges.torch.repeated.prepared import run_alike, run_prepared

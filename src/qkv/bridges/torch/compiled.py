@@ -11,12 +11,12 @@ from torch import Tensor
 
 from qkv._dynamo import constant_result
 from qkv.backends import device_backend
-from qkv.bridges.torch.operations import functions
-from qkv.bridges.torch import score_mods
 from qkv.bridges.learnable import refuse_constants
+from qkv.bridges.torch import score_mods
 from qkv.bridges.torch.eager import attend_on_device, refuse_export
 from qkv.bridges.torch.onnx import refuse_sizes
 from qkv.bridges.torch.operands import as_tensor, autocast
+from qkv.bridges.torch.operations import functions
 from qkv.call.bound import BoundCall, Structure, bind
 from qkv.call.flatten import declared_fields
 from qkv.call.merging import merge_parts

@@ -14,7 +14,6 @@ from torch import Tensor
 from qkv._dynamo import ends_graph
 from qkv.arrays.torch_arrays import check_beside, check_dense
 from qkv.arrays.views import view_beside
-from qkv.bridges.torch.operations import functions
 from qkv.bridges.learnable import refuse_constants
 from qkv.bridges.torch.observers import looks_on
 from qkv.bridges.torch.onnx import as_torch_operations
@@ -29,6 +28,7 @@ from qkv.bridges.torch.operands import (
     kept_tensor,
     operand,
 )
+from qkv.bridges.torch.operations import functions
 from qkv.bridges.torch.operations.operators import contiguous
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, Structure, bind

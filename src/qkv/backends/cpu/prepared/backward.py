@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays.addresses import quick_address_of
-from qkv.backends import Prepared, ResultForm, array_at
+from qkv.backends import Prepared, ResultForm
 from qkv.backends.cpu.backward.frame import fields_with
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.emit.frame import WORD
@@ -33,6 +33,7 @@ from qkv.backends.cpu.passes.gradient import is_faint, needs_delta_correction
 from qkv.backends.cpu.passes.scratch import Pool, return_scratch, take_scratch
 from qkv.backends.cpu.prepared.placeholders import placeholder, without_values
 from qkv.backends.cpu.prepared.stages import Rotate, RotateGradients, rotated_form
+from qkv.backends.prepared_calls import array_reader
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.spec import Problem
 
@@ -62,9 +63,8 @@ class PassesOfGradients:
         self._outputs = _outputs_of(problem, results)
         self._writes_results = self._rotate is None and not any(o.sums for o in self._outputs)
         assert inputs.lse_rest is not None
-        self._lse, self._rest, self._grad_out, self._grad_lse = (
-            (ResultForm(a.shape, a.dtype), None if a.flags.c_contiguous else a.strides)
-            for a in (inputs.lse, inputs.lse_rest, inputs.grad_out, inputs.grad_lse)
+        self._lse, self._rest, self._grad_out, self._grad_lse = map(
+            _reader_of, (inputs.lse, inputs.lse_rest, inputs.grad_out, inputs.grad_lse)
         )
         inputs = replace(inputs, out=placeholder(inputs.out), grad_out=placeholder(inputs.grad_out))
         rows = RowArrays(problem, inputs, 0)
@@ -90,11 +90,11 @@ class PassesOfGradients:
         """See `qkv.backends.Prepared`."""
         query, key, value, out, lse, lse_rest, grad_out, grad_lse, *more = addresses
         results, arrays = more[:3], more[3:]
-        along_lse = array_at(grad_lse, *self._grad_lse) if grad_lse else self._zeros
-        rows, rest = array_at(lse, *self._lse), array_at(lse_rest, *self._rest)
+        along_lse = self._grad_lse(grad_lse) if grad_lse else self._zeros
+        rows, rest = self._lse(lse), self._rest(lse_rest)
         if np.isnan(rest).any():
             return False
-        if self._pass.splits_float32 and is_faint(array_at(grad_out, *self._grad_out), along_lse):
+        if self._pass.splits_float32 and is_faint(self._grad_out(grad_out), along_lse):
             return False
         if not rows.min() > -np.inf:  # Some row has no key.
             if needs_delta_correction(rows):
@@ -152,6 +152,12 @@ class PassesOfGradients:
                 sums = quick_address_of(held[-1])
             addresses += address, sums
         return addresses, held
+
+
+def _reader_of(array: Array) -> Callable[[int], Array]:
+    """Gives the array at another address with this layout."""
+    strides = None if array.flags.c_contiguous else array.strides
+    return array_reader(ResultForm(array.shape, array.dtype), strides)
 
 
 class _Output(NamedTuple):

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from qkv.bridges.torch.observers import follows
 from qkv.bridges.torch.operations import operators
 from qkv.bridges.torch.operations.batches import apply, batched, is_old_batch
 from qkv.bridges.torch.operations.groups import (
@@ -40,7 +41,6 @@ from qkv.bridges.torch.operations.groups import (
     parted,
     results_first,
 )
-from qkv.bridges.torch.observers import follows
 from qkv.bridges.torch.repeated.passes import PreparedPasses
 from qkv.call.bound import Structure
 from qkv.errors import UnsupportedError

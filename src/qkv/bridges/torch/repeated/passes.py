@@ -9,9 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from qkv.backends import Prepared, conditions
-from qkv.bridges.torch.repeated.guards import Guard, gradient_guard
 from qkv.bridges.torch.openmp import on_torch_threads
 from qkv.bridges.torch.operands import LIBRARY, view_of
+from qkv.bridges.torch.repeated.guards import Guard, gradient_guard
 from qkv.call.bound import BoundCall, Structure
 from qkv.call.cache import PreparedCall
 from qkv.call.derivatives.pull_back import Residuals, prepared_gradients
@@ -45,7 +45,7 @@ class PreparedPasses:
         self._in_place = [n for n in range(3, leaves) if n not in structure.by_value]
 
     def attend(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """As `qkv.bridges.torch.operations.operators.compute_attention`; None if that has to be called."""
+        """As `compute_attention` of the operators; None if that has to be called."""
         query, key, value = map(self._view, inputs[:3])
         with on_torch_threads():
             read = query, key, value

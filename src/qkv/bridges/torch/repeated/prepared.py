@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from qkv.bridges.torch.repeated.layouts import are_dense, gradients_wanted, leaf_values
 from qkv.bridges.torch.observers import looks_on
 from qkv.bridges.torch.openmp import on_torch_threads
 from qkv.bridges.torch.operands import view_of
+from qkv.bridges.torch.repeated.layouts import are_dense, gradients_wanted, leaf_values
 from qkv.bridges.torch.repeated.runs import Run, Step, run_of
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS, Entry, PreparedCall

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from qkv.backends import conditions
-from qkv.bridges.torch.operations import functions
-from qkv.bridges.torch.repeated.guards import Guard, form_guard, gradient_guard, guard
-from qkv.bridges.torch.repeated.layouts import empty_maker, leaf_values
 from qkv.bridges.torch.observers import looks_on
 from qkv.bridges.torch.openmp import on_torch_threads
 from qkv.bridges.torch.operands import as_tensor
+from qkv.bridges.torch.operations import functions
+from qkv.bridges.torch.repeated.guards import Guard, form_guard, gradient_guard, guard
+from qkv.bridges.torch.repeated.layouts import empty_maker, leaf_values
 from qkv.bridges.torch.repeated.passes import PreparedPasses
 from qkv.call.bound import BoundCall
 from qkv.call.cache import PreparedCall
