@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from qkv._forks import importing
 from qkv.backends.conditions import Conditions, backends_changed, conditions
-from qkv.backends.prepared_calls import Passes, Prepared, ResultForm, array_at
+from qkv.backends.prepared_calls import Passes, Prepared, ResultForm, array_at, array_reader
 from qkv.backends.protocols import (
     Backend,
     DeviceBackend,
@@ -51,6 +51,7 @@ __all__ = [
     "ResultForm",
     "WeightBlocks",
     "array_at",
+    "array_reader",
     "backends",
     "broken_backends",
     "choose",

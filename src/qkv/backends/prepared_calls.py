@@ -82,7 +82,16 @@ def array_at(address: int, form: ResultForm, strides: Sequence[int] | None = Non
 
 
 def array_reader(form: ResultForm, strides: Sequence[int] | None = None) -> Callable[[int], Array]:
-    """`array_at` of any address, made once for many."""
+    """`array_at` of any address, made once for many.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.backends import ResultForm, array_reader
+    >>> row = np.arange(3.0)
+    >>> array_reader(ResultForm((3,), row.dtype), (-8,))(row[2:].ctypes.data)
+    array([2., 1., 0.])
+    """
     shape, dtype, _ = form
     begin, size = 0, math.prod(shape) * dtype.itemsize
     if strides is not None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays.addresses import quick_address_of
-from qkv.backends import Prepared, ResultForm
+from qkv.backends import Prepared, ResultForm, array_reader
 from qkv.backends.cpu.backward.frame import fields_with
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.emit.frame import WORD
@@ -33,7 +33,6 @@ from qkv.backends.cpu.passes.gradient import is_faint, needs_delta_correction
 from qkv.backends.cpu.passes.scratch import Pool, return_scratch, take_scratch
 from qkv.backends.cpu.prepared.placeholders import placeholder, without_values
 from qkv.backends.cpu.prepared.stages import Rotate, RotateGradients, rotated_form
-from qkv.backends.prepared_calls import array_reader
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.spec import Problem
 
