@@ -56,8 +56,8 @@ class Prepared:
     if_alike : callable (query, key, value, rows, arrays=()), optional
         Takes arrays of NumPy, and asks by itself whether they are as expected, which saves 6 of 11
         microseconds of a call of one token, and 20 of 32 of a step over 100 keys. Gives new
-        results, lse only if `rows`, or None. If the number of keys is free, queries stand where the
-        problem aligns them.
+        results, lse only if `rows`, or None; for "forward" alone. If the number of keys is free,
+        queries stand where the problem aligns them.
     """
 
     run: Callable[..., bool]

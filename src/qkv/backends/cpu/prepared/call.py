@@ -80,12 +80,12 @@ class PassesOfCall:
         if rotates:
             if_alike = self._if_alike_rotated
         elif self._sinks is not None:
-            if_alike = None if self._keeps or len(self._results) > 2 else self._if_alike_with_sinks
+            if_alike = self._if_alike_with_sinks
         return Prepared(
             attend.run if is_alone else self._run,
             self._results,
             attend.brief_keys if is_alone else 0,
-            None if self._folds else if_alike,
+            None if self._folds or len(self._results) > 2 else if_alike,
         )
 
     def _run(
@@ -165,8 +165,7 @@ class PassesOfCall:
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
     ) -> Sequence[Array | None] | None:
         """The same where query and key are rotated first."""
-        results: list[Array | None] = [np.empty(*form[:2]) for form in self._results]
-        results[1] = results[1] if rows else None
+        results = np.empty(*self._out), np.empty(*self._lse) if rows else None
         read = query, key, value, *results, *arrays
         own = self._pool.take()
         if own.asks is None or not own.asks(*read):

@@ -65,7 +65,7 @@ class Attend:
 
     def __init__(self, kernel: Kernel, results: Sequence[ResultForm]) -> None:
         self._kernel = kernel
-        self._out, self._lse, *self._more = [form[:2] for form in results]
+        self._out, self._lse, *_ = [form[:2] for form in results]
         self._expected = [*kernel.operands, *map(Operand, kernel.results), *kernel.arrays]
         self._words = {
             **kernel.words, "results": len(kernel.results), "arrays": len(kernel.arrays),
@@ -104,25 +104,22 @@ class Attend:
     def if_alike(
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
     ) -> Sequence[Any] | None:
-        """See `qkv.backends.Prepared`."""
+        """See `qkv.backends.Prepared`; there are no results but out and lse."""
         out = np.empty(*self._out)
         lse = np.empty(*self._lse) if rows else None
-        results: Sequence[Any] = (out, lse)
-        if self._more:
-            results = (out, lse, *[np.empty(*form) for form in self._more])
         brief = self._brief
         if brief is not None and brief.read is not None:
-            done = brief.read(query, key, value, *results, *arrays)
+            done = brief.read(query, key, value, out, lse, *arrays)
             if done <= 0:  # A step over many keys is not brief.
-                return results if done else None
+                return (out, lse) if done else None
         own = self._pool.take()
         if own is None or own.read is None:
             return None
-        read = query, key, value, *results, *arrays
+        read = query, key, value, out, lse, *arrays
         kv_len = own.read(*read)
         is_done = kv_len > 0 and self._kernel.run(own.block, kv_len, read, False)
         self._pool.give_back(own)
-        return results if is_done else None
+        return (out, lse) if is_done else None
 
     def _filled(self, block: ArgumentBlock) -> FilledBlock | None:
         return FilledBlock.if_possible(

@@ -64,6 +64,8 @@ class Rotate:
         self._rotation, self._layouts, self.angles = rotation, layouts, angles
         of_query, of_key = _areas(layouts, rotation)
         self._key_at, self.bytes = of_query, of_query + of_key
+        self._of_query, self._of_key = rotation.words(layouts, angles)
+        self._entries = sum([layout.entries for layout in layouts])
 
     @classmethod
     def of(cls, problem: Problem) -> Rotate:
@@ -76,9 +78,12 @@ class Rotate:
 
     def __call__(self, query: int, key: int, at: int, keep_alive: Any) -> tuple[int, int]:
         """Rotate what lies at these addresses; where it lies then."""
-        rotated = at, at + self._key_at
-        self._rotation((query, key), self._layouts, self.angles, rotated, keep_alive)
-        return rotated
+        rotated_key = at + self._key_at
+        self._rotation.run(
+            (query, at, *self._of_query, key, rotated_key, *self._of_key),
+            self._entries, (keep_alive, self),
+        )  # fmt: skip
+        return at, rotated_key
 
     @property
     def layouts(self) -> list[tuple[int, ...]]:

@@ -169,11 +169,23 @@ class Rotation:
 
         `keep_alive` owns the memory.
         """
+        words = self.words(layouts, angles)
         numbers: list[int] = []
-        for address, layout, table, out in zip(addresses, layouts, angles, outputs, strict=True):
-            numbers += (address, *layout.numbers, out, *table.numbers)
+        for address, out, of_array in zip(addresses, outputs, words, strict=True):
+            numbers += (address, out, *of_array)
         entries = sum([layout.entries for layout in layouts])
-        self._pass.run(numbers, entries, (keep_alive, angles, layouts))
+        self.run(numbers, entries, (keep_alive, angles, layouts))
+
+    def words(
+        self, layouts: Sequence[RowLayout], angles: Sequence[CosSin]
+    ) -> list[tuple[int, ...]]:
+        """What `run` takes for each array after the addresses of its rows and of the output."""
+        pairs = zip(layouts, angles, strict=True)
+        return [(*layout.numbers, *table.numbers) for layout, table in pairs]
+
+    def run(self, numbers: Sequence[int], entries: int, keep_alive: Any) -> None:
+        """Rotate so many entries of rows, as these addresses and words say."""
+        self._pass.run(numbers, entries, keep_alive)
 
     def arrays(self, arrays: Sequence[Array], angles: Sequence[CosSin]) -> list[Array]:
         """Arrays rotated by these angles, in the type of computation."""
@@ -186,7 +198,7 @@ class Rotation:
 _WORDS = [
     word_indices(
         FIELDS, *[f"{name}_{n}" for name in (
-            "rows", "batches", "head_stride", "row_stride", "element_stride", "length", "out",
+            "rows", "out", "batches", "head_stride", "row_stride", "element_stride", "length",
             "cosines", "sines", "table_bytes",
         )]
     )

@@ -52,9 +52,11 @@ class Common(NamedTuple):
 
 
 class OnePass(NamedTuple):
-    """A call of tensors of these sizes and strides."""
+    """A call of tensors of these sizes and strides; `run` and `is_brief` are of its `Prepared`."""
 
     common: Common
+    run: Callable[..., bool]
+    is_brief: bool
     empty_out: Empty
     empty_lse: Empty
     rows_first: bool
@@ -71,14 +73,14 @@ class OnePass(NamedTuple):
         out = self.empty_out()
         lse = self.empty_lse() if rows else None
         at_out, at_lse = out.data_ptr(), 0 if lse is None else lse.data_ptr()
-        places = [array.data_ptr() for array in arrays]
-        addresses = at_query, at_key, at_value, at_out, at_lse, *places
-        prepared = self.common.prepared.prepared
-        if prepared.brief_keys:
-            done = prepared.run(addresses)
+        addresses: tuple[int, ...] = at_query, at_key, at_value, at_out, at_lse
+        if arrays:
+            addresses = (*addresses, *[array.data_ptr() for array in arrays])
+        if self.is_brief:
+            done = self.run(addresses)
         else:
             with on_torch_threads():
-                done = prepared.run(addresses, (read, out, lse))
+                done = self.run(addresses, (read, out, lse))
         if not done:
             return None
         if self.rows_first:
@@ -174,7 +176,8 @@ def run_of(
         return BothPasses(Common(prepared, gradient_guard(*read), values, fixed), by_value, passes)
     rows_first = bound.structure.layout == "blhd"
     makers = _makers([t.transpose(-3, -2) if rows_first else t for t in read[:3]])
-    return OnePass(Common(prepared, guard(*read), values, fixed), *makers, rows_first)
+    made, common = prepared.prepared, Common(prepared, guard(*read), values, fixed)
+    return OnePass(common, made.run, bool(made.brief_keys), *makers, rows_first)
 
 
 def _step(
