@@ -20,7 +20,7 @@ from qkv.arrays.addresses import quick_address_of
 from qkv.backends import Prepared, ResultForm
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.passes.decode import batch_stride
-from qkv.backends.cpu.passes.scratch import Pool, Scratch
+from qkv.backends.cpu.passes.scratch import Pool, Scratch, return_scratch, take_scratch
 from qkv.backends.cpu.prepared.kernel import Attend, Kernel, expected_of
 from qkv.backends.cpu.prepared.stages import Rotate, RotateSteps, ShareWithSinks
 from qkv.backends.cpu.python_calls.filled_block import FilledBlock, Operand
@@ -31,7 +31,9 @@ Array = NDArray[Any]
 __all__ = ["PassesOfCall"]
 
 _MOST_KEPT = 2**20
-"""The most bytes of rotated rows and the like that a prepared call keeps for the next one."""
+"""The most bytes of rotated rows and the like that a prepared call keeps for the next one. Larger
+memory is given back for other calls to use."""
+_NO_SCRATCH = Scratch(0)
 _ADDRESSES = 1
 """The first word of addresses in a block that serves to ask for them."""
 
@@ -164,7 +166,7 @@ class PassesOfCall:
     def _if_alike_rotated(
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
     ) -> Sequence[Array | None] | None:
-        """The same where query and key are rotated first."""
+        """See `qkv.backends.Prepared`; query and key are rotated first."""
         results = np.empty(*self._out), np.empty(*self._lse) if rows else None
         read = query, key, value, *results, *arrays
         own = self._pool.take()
@@ -204,8 +206,10 @@ class PassesOfCall:
         return told
 
     def _give_back(self, own: _Memory) -> None:
-        if own.scratch.size <= _MOST_KEPT:
-            self._pool.give_back(own)
+        if own.scratch.size > _MOST_KEPT:
+            return_scratch(own.scratch)
+            own.scratch = _NO_SCRATCH
+        self._pool.give_back(own)
 
     def _new_memory(self) -> _Memory:
         return _Memory(*self._asking_block())
@@ -245,13 +249,13 @@ class _Memory:
 
     def __init__(self, words: memoryview, asks: Callable[..., int] | None) -> None:
         self.words, self.asks = words, asks
-        self.scratch = Scratch(0)
+        self.scratch = _NO_SCRATCH
 
     def room(self, size: int) -> int:
         """The address of so many bytes, for what one pass leaves to the next."""
         if self.scratch.size < size:
             # Steps of a few keys more find room in the same memory.
-            self.scratch = Scratch(size + size // 4)
+            self.scratch = take_scratch(size, size // 4)
         return self.scratch.address
 
 
