@@ -194,12 +194,9 @@ def bind(
         # Not while another library compiles, which would have to read `lru_cache`.
         if whole is None and type(options.q_offset) is not int and _are_simple(*options):
             return BoundCall(_plain_structure(*options), [query, key, value])
-    leaves = Leaves.none()
-    operands, arrays = _PLAIN, leaves.arrays
-    if is_plain:
-        arrays += query, key, value
-    else:
-        arrays.append(query)
+    leaves = Leaves([query, key, value] if is_plain else [query], [], [], [])
+    operands = _PLAIN
+    if not is_plain:
         operands = (ReadInPlace, _operand(key, leaves), _operand(value, leaves))
     trees = tuple([flatten(variant, leaves, "in_place", whole) for variant in variants])
     option_trees = _DEFAULT_OPTIONS
@@ -211,7 +208,7 @@ def bind(
         else:
             option_trees = _simple_options(*options)
     read = map(tuple, leaves[1:]) if leaves.by_value else ()
-    return BoundCall(Structure(operands, trees, option_trees, *read), arrays)
+    return BoundCall(Structure(operands, trees, option_trees, *read), leaves.arrays)
 
 
 def _are_simple(

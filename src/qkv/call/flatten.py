@@ -103,7 +103,7 @@ def flatten(value: Any, leaves: Leaves, role: Role = "value", whole: Whole | Non
         of_class = declared_fields(kind)
         if of_class:
             return (kind, *[flatten(getattr(value, n), leaves, r, whole) for n, r in of_class])
-    named = _fields_of(kind, value)
+    named = _declared.get(kind) or _fields_of(kind, value)
     if named is not None:
         parts = []
         for name, field_role in named:

@@ -34,7 +34,9 @@ def run_prepared(entry: Entry, bound: BoundCall, rows: bool) -> Any:
         return None
     run: Run | None = entry.first_of_tensors
     if run is not None:
-        read = bound.read_in_place
+        structure, read = bound
+        if structure.by_value:
+            read = bound.read_in_place
         if _fits(run, bound, read):
             results = run.compute(bound, read, rows)
             if results is not None:
@@ -77,7 +79,7 @@ def _fits(run: Run, bound: BoundCall, read: Sequence[Any]) -> bool:
     _, fits, values, position = run.common
     if position is not None and position != bound.structure.options.q_offset:
         return False
-    if len(bound.leaves) > 3 and leaf_values(bound) != values:
+    if values and leaf_values(bound) != values:
         return False
     try:
         for tensor in read:

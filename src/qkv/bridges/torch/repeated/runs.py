@@ -66,24 +66,25 @@ class OnePass(NamedTuple):
 
         `read` are the leaves that are read in place.
         """
+        _, run, is_brief, empty_out, empty_lse, rows_first = self
         query, key, value, *arrays = read
         at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
         if not (at_query and at_key and at_value):  # Their memory has been freed, as FSDP does.
             return None
-        out = self.empty_out()
-        lse = self.empty_lse() if rows else None
+        out = empty_out()
+        lse = empty_lse() if rows else None
         at_out, at_lse = out.data_ptr(), 0 if lse is None else lse.data_ptr()
         addresses: tuple[int, ...] = at_query, at_key, at_value, at_out, at_lse
         if arrays:
             addresses = (*addresses, *[array.data_ptr() for array in arrays])
-        if self.is_brief:
-            done = self.run(addresses)
+        if is_brief:
+            done = run(addresses)
         else:
             with on_torch_threads():
-                done = self.run(addresses, (read, out, lse))
+                done = run(addresses, (read, out, lse))
         if not done:
             return None
-        if self.rows_first:
+        if rows_first:
             out = out.transpose(-3, -2).contiguous()
         return out if lse is None else (out, lse)
 
@@ -91,11 +92,13 @@ class OnePass(NamedTuple):
 class Step(NamedTuple):
     """A decoding step of tensors of any number of keys, any strides and any position.
 
-    `empty_rows_first` makes the output of models, (*batch, q_len, num_heads, dim), in memory in the
-    order of `empty_out`.
+    `run` and `brief_keys` are of its `Prepared`. `empty_rows_first` makes the output of models,
+    (*batch, q_len, num_heads, dim), in memory in the order of `empty_out`.
     """
 
     common: Common
+    run: Callable[..., bool]
+    brief_keys: int
     q_len: int
     empty_out: Empty
     empty_lse: Empty
@@ -103,20 +106,21 @@ class Step(NamedTuple):
 
     def compute(self, bound: BoundCall, read: Sequence[Any], rows: bool) -> Any:
         """See `OnePass`."""
-        q_len, kv_len = self.q_len, read[1].shape[-2]
+        common, run, brief_keys, q_len, empty_out, empty_lse, _ = self
+        layouts = _layouts(read)
+        kv_len = layouts[2][-2]
         if q_len == kv_len:  # Then the positions may be left out, which is another call.
             return None
-        call = self.common.prepared
-        form: Any = call.step
+        out = empty_out()
+        lse = empty_lse() if rows else None
+        addresses = _addresses(read, out, lse)
+        form: Any = common.prepared.step
         shift = position(form, bound.structure.options.q_offset, q_len, kv_len)
-        out = self.empty_out()
-        lse = self.empty_lse() if rows else None
-        addresses, layouts = _places(read, out, lse)
-        if kv_len <= call.prepared.brief_keys:
-            done = call.prepared.run(addresses, (), layouts, shift, True)
+        if kv_len <= brief_keys:
+            done = run(addresses, (), layouts, shift, True)
         else:
             with on_torch_threads():
-                done = call.prepared.run(addresses, (read, out, lse), layouts, shift, True)
+                done = run(addresses, (read, out, lse), layouts, shift, True)
         if not done:
             return None
         return out if lse is None else (out, lse)
@@ -131,8 +135,8 @@ class Step(NamedTuple):
         if looks_on() or prepared.conditions != conditions() or not fits(*read):
             return None
         out = self.empty_rows_first()
-        addresses, layouts = _places(read, out, None)
-        done = prepared.prepared.run(addresses, (read, out), layouts, q_offset, True, True)
+        addresses, layouts = _addresses(read, out, None), _layouts(read)
+        done = self.run(addresses, (read, out), layouts, q_offset, True, True)
         return out if done else None
 
 
@@ -196,7 +200,8 @@ def _step(
         rows_first = empty_maker(turned.shape, turned.dtype)
     else:
         rows_first = partial(_turned, empty_out)
-    return Step(common, q_len, empty_out, empty_lse, rows_first)
+    made = prepared.prepared
+    return Step(common, made.run, made.brief_keys, q_len, empty_out, empty_lse, rows_first)
 
 
 def _turned(empty: Empty) -> Tensor:
@@ -217,17 +222,22 @@ def _copied(leaf: Any) -> Tensor:
     return copy
 
 
-def _places(read: Sequence[Any], out: Tensor, lse: Tensor | None) -> tuple[Any, Any]:
-    """Addresses of what a step reads and writes, and sizes and strides of what it reads."""
+def _addresses(read: Sequence[Tensor], out: Tensor, lse: Tensor | None) -> tuple[int, ...]:
+    """Where the leaves of a step and its results lie."""
     query, key, value, *arrays = read
     addresses: tuple[int, ...] = (
         query.data_ptr(), key.data_ptr(), value.data_ptr(),
         out.data_ptr(), 0 if lse is None else lse.data_ptr(),
     )  # fmt: skip
-    layouts: tuple[Any, ...] = (
+    return (*addresses, *[array.data_ptr() for array in arrays]) if arrays else addresses
+
+
+def _layouts(read: Sequence[Tensor]) -> tuple[Sequence[int], ...]:
+    """Sizes and strides of the leaves of a step."""
+    query, key, value, *arrays = read
+    layouts: tuple[Sequence[int], ...] = (
         query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
     )  # fmt: skip
     for array in arrays:
-        addresses = (*addresses, array.data_ptr())
         layouts = (*layouts, array.shape, array.stride())
-    return addresses, layouts
+    return layouts
