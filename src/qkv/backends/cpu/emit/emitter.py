@@ -378,20 +378,34 @@ class Emitter:
         return vector
 
     def sum_each(self, vectors: Sequence[Value]) -> Value:
-        """The sums of as many vectors as there are lanes: lane i is the sum of vector i."""
-        shift, vectors_left = 1, list(vectors)
+        """The sums of as many vectors as there are lanes: lane i is the sum of vector i.
+
+        Neighbours are added first. Each step takes the even parts of two vectors, and their odd
+        parts, which one instruction does within 16 bytes, and for parts of 16 bytes.
+        """
+        vectors_left = list(vectors)
+        item = 8 if vectors[0].type.element == DOUBLE else 4
+        near_lanes = min(self.lanes, 16 // item)
         while len(vectors_left) > 1:
+            within = self.lanes // len(vectors_left) < near_lanes
+            part, span = (1, near_lanes) if within else (near_lanes, self.lanes)
+            even, odd = (
+                [
+                    vector + start + i
+                    for near in range(0, self.lanes, span)
+                    for vector in (near, self.lanes + near)
+                    for start in range(first, span, 2 * part)
+                    for i in range(part)
+                ]
+                for first in (0, part)
+            )
             pairs = []
-            for first, second in zip(vectors_left[::2], vectors_left[1::2], strict=True):
-                # Lanes whose number has the bit `shift` hold sums of the second vector.
-                near = [self.lanes + i - shift if i & shift else i for i in range(self.lanes)]
-                far = [self.lanes + i if i & shift else i + shift for i in range(self.lanes)]
+            for pair in zip(vectors_left[::2], vectors_left[1::2], strict=True):
                 halves = (
-                    self.builder.shuffle_vector(first, second, self.shuffle_mask(p))
-                    for p in (near, far)
+                    self.builder.shuffle_vector(*pair, self.shuffle_mask(p)) for p in (even, odd)
                 )
                 pairs.append(self.builder.fadd(*halves))
-            shift, vectors_left = 2 * shift, pairs
+            vectors_left = pairs
         return vectors_left[0]
 
     def transpose(self, rows: list[Value]) -> list[Value]:
