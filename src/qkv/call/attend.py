@@ -148,8 +148,7 @@ def _restored(results: Sequence[Any], bound: BoundCall) -> Attended:
     attended = Attended(*results)
     if bound.structure.layout != "blhd":
         return attended
-    unrounded = attended.unrounded
-    return attended._replace(
-        out=np.ascontiguousarray(attended.out.swapaxes(-3, -2)),
-        unrounded=None if unrounded is None else unrounded.swapaxes(-3, -2),
-    )
+    out, lse, lse_rest, unrounded, *_ = attended
+    if unrounded is not None:
+        unrounded = unrounded.swapaxes(-3, -2)
+    return Attended(np.ascontiguousarray(out.swapaxes(-3, -2)), lse, lse_rest, unrounded)

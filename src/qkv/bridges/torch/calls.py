@@ -17,7 +17,7 @@ from qkv.call.cache import CALLS
 from qkv.call.options import OptionValues
 from qkv.errors import QkvError
 
-__all__ = ["PLAIN", "at_once", "attention", "merge_in_graph", "run_alike"]
+__all__ = ["PLAIN", "attention", "merge_in_graph", "run_alike"]
 
 
 def attention(
@@ -32,19 +32,7 @@ def attention(
     if isinstance(options.scale, Tensor) and _is_learned(options.scale, query):
         query, options = with_scale(query, options)
     if torch.compiler.is_dynamo_compiling():
-        return compiled.attention(query, key, value, variants, options, return_lse, at_once)
-    return at_once(query, key, value, variants, options, return_lse)
-
-
-def at_once(
-    query: Any,
-    key: Any,
-    value: Any,
-    variants: tuple[Any, ...],
-    options: OptionValues,
-    return_lse: bool,
-) -> Any:
-    """A call that no compiler reads: prepared if it repeats an earlier one."""
+        return compiled.attention(query, key, value, variants, options, return_lse, attention)
     bound = bind(query, key, value, variants, options)
     try:
         entry = CALLS.entry(bound.structure)

@@ -35,11 +35,11 @@ def attention(
     variants: tuple[Any, ...],
     options: OptionValues,
     return_lse: bool,
-    at_once: Callable[..., Any],
+    outside: Callable[..., Any],
 ) -> Any:
     """The call while Dynamo reads it: variants of one's own and functions are constants.
 
-    `at_once` takes the same call where it cannot be part of a graph.
+    `outside` takes the same call where it cannot be part of a graph.
     """
     if isinstance(key, (Paged, Quantized)) or isinstance(value, (Paged, Quantized)):
         raise UnsupportedError(
@@ -54,7 +54,7 @@ def attention(
     if any(variant is None for variant in given):
         from qkv.bridges.torch.outside import call_outside
 
-        return call_outside(at_once, query, key, value, variants, options, return_lse)
+        return call_outside(outside, query, key, value, variants, options, return_lse)
     variants = tuple(given)
     bound = bind(query, key, value, variants, options, _keep)
     query, key, value, *tensors = [as_tensor(leaf) for leaf in bound.leaves]

@@ -11,7 +11,7 @@ __all__ = ["call_outside"]
 
 
 call_outside = torch.compiler.disable(
-    lambda at_once, *given: at_once(*given),
+    lambda function, *given: function(*given),
     reason="this call of qkv.attention has a function of scores or positions that calls NumPy's "
     "functions, and reads tensors or is made inside of the compiled function. Write it with those "
     "of torch, as torch.where; or compile without fullgraph=True, or export with strict=False",
