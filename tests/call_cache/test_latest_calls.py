@@ -174,9 +174,16 @@ def what_makes_it_quick_is_missing(request, monkeypatch, no_prepared_calls) -> N
 
 @pytest.mark.usefixtures("what_makes_it_quick_is_missing")
 @pytest.mark.parametrize("lengths", LENGTHS[:5])
-def test_without_what_makes_it_quick(lengths) -> None:
+def test_without_what_makes_it_quick(lengths, monkeypatch) -> None:
     for seed in range(6):
         near(arrays_of(*lengths, seed=seed))
+    make, made = filled_block.python_function, []
+    monkeypatch.setattr(
+        filled_block, "python_function", lambda *given: made.append(given) or make(*given)
+    )
+    for seed in range(3):
+        near(arrays_of(*lengths, seed=seed))
+    assert not made, "functions of earlier calls were made again"
 
 
 def test_another_machine_is_seen(monkeypatch) -> None:

@@ -113,11 +113,12 @@ class Attend:
             if done <= 0:  # A step over many keys is not brief.
                 return (out, lse) if done else None
         own = self._pool.take()
-        if own is None or own.read is None:
+        if own is None:
             return None
-        read = query, key, value, out, lse, *arrays
-        kv_len = own.read(*read)
-        is_done = kv_len > 0 and self._kernel.run(own.block, kv_len, read, False)
+        read, is_done = (query, key, value, out, lse, *arrays), False
+        if own.read is not None:
+            kv_len = own.read(*read)
+            is_done = kv_len > 0 and self._kernel.run(own.block, kv_len, read, False)
         self._pool.give_back(own)
         return (out, lse) if is_done else None
 
