@@ -118,11 +118,15 @@ class RowProducts:
             def query_row(i: int) -> Value:
                 return e.at(query, e.mul(i, head_dim, e.real_bytes))
 
+            # Of fewer keys than a group the last is repeated; a last group begins among keys that
+            # have their scores, and writes the same again.
+            offsets = [e.mul(e.least(j, e.sub(count, 1)), key_row) for j in range(keys)]
+            last = e.larger_of(e.sub(count, keys), 0)
+
             def multiply_keys(k: Value, _: list[Value]) -> None:
-                key_rows = [
-                    e.at(key, e.mul(e.least(e.add(k, j), e.sub(count, 1)), key_row))
-                    for j in range(keys)
-                ]
+                first = e.least(k, last)
+                start = e.at(key, e.mul(first, key_row))
+                key_rows = [e.at(start, offset) for offset in offsets]
                 e.loop(
                     k, e.add(k, keys), 1, [],
                     lambda j, _: self.prefetch(e.at(key, e.mul(j, key_row)), ahead, asked),
@@ -141,7 +145,7 @@ class RowProducts:
                 def store_products(products: Value) -> None:
                     for i in range(rows):
                         part = e.lanes_from(products, i * keys, keys)
-                        at = e.at(out, i * self.score_row, e.mul(k, e.real_bytes))
+                        at = e.at(out, i * self.score_row, e.mul(first, e.real_bytes))
                         e.store(part, at, e.real_bytes)
 
                 def multiply_rows() -> None:
