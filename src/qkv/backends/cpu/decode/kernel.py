@@ -350,7 +350,7 @@ class _Decode:
 
             block_row = self.block_row_bytes(dim)
             only = b.icmp_signed("==", self.frame.field(arguments_, "kv_len"), e.index(1))
-            step = e.index(PART_KV)
+            step, total = e.index(PART_KV), self.frame.bytes_of(arguments_, name)
             for size in self.products.tiles:
                 is_one_tile = b.icmp_signed("==", rows, e.index(size))
                 step = b.select(is_one_tile, e.index(BLOCK_KV), step)
@@ -367,7 +367,7 @@ class _Decode:
                     def multiply_tile(size: int, i: Value) -> None:
                         stop, p = e.add(i, size), e.at(to, e.mul(i, score_row))
                         prefetch = self.products.prefetch_share(
-                            row, e.mul(dim, item), i, stop, rows, step, ahead
+                            row, e.mul(dim, item), i, stop, rows, step, total, ahead
                         )
                         if name == "key":
                             q = e.at(matrix, e.mul(i, dim, e.real_bytes))

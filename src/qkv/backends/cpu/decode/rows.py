@@ -115,6 +115,13 @@ class DecodeFrame(Frame):
         page, page_size, table, slots = (self.field(arguments, f) for f in page_fields(name))
         return [page, page_size, e.at(e.pointer(table), e.mul(batch, slots, WORD))]
 
+    def bytes_of(self, arguments: Value, name: str) -> Value:
+        """Bytes of all keys, or of all values, without their scales."""
+        dim = "head_dim" if name == "key" else "v_head_dim"
+        names = "batch_size", "num_kv_heads", "kv_len", dim
+        numbers = [self.field(arguments, each) for each in names]
+        return self.e.mul(*numbers, storage.ITEM_BYTES[self.dtypes[name]])
+
     def page_ahead(
         self, name: str, where: list[Value], pointer: Value, first: Value, keys: Value
     ) -> Value | None:

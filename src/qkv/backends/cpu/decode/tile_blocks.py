@@ -200,7 +200,8 @@ class TileBlocks:
         dim = self.frame.field(where[0], self._dim(name))
         first = e.add(where[3], done)
         ahead = self.frame.page_ahead(name, where[:3], pointer, first, keys)
-        return self.rows.prefetch_share(row, dim, *tile, keys, ahead)
+        total = self.frame.bytes_of(where[0], name)
+        return self.rows.prefetch_share(row, dim, *tile, keys, total, ahead)
 
     def _for_each_row_left(self, units: Value, rows: Value, call: Callable[[Value], None]) -> None:
         """`call(i)` for rows from 0 to `rows` that have no unit."""

@@ -26,6 +26,10 @@ from qkv.backends.cpu.emit.emitter import (
 )
 from qkv.backends.cpu.machine.tiling import TileShape
 
+_PREFETCHED = 512 * 1024
+"""Bytes of K, or of V, from which on rows are prefetched. The machine itself follows short reads,
+and asking for rows that lie in a cache takes a tenth of the time of a step."""
+
 
 def first_lanes(e: Emitter, count: Value) -> Value:
     """A mask whose first `count` lanes are set."""
@@ -75,6 +79,7 @@ class RowProducts:
         stop: Value,
         rows: Value,
         keys: Value,
+        total: Value,
         ahead: Value | None = None,
     ) -> tuple[Value, Value]:
         """`(ahead, asked)`: how far ahead of each row a tile prefetches, and how much, in bytes.
@@ -83,17 +88,18 @@ class RowProducts:
         `first` to `stop`, of `rows`. A tile that has all rows prefetches whole rows, just in time.
         If several tiles read the same `keys` one after the other, each prefetches its share of the
         keys that follow, so that memory is never idle. If these are not in the order of memory,
-        `ahead` says how far ahead they are.
+        `ahead` says how far ahead they are. `total` are the bytes of all rows of K or V.
         """
         e, b = self.e, self.e.builder
         lines = b.sdiv(e.add(size, CACHE_LINE - 1), e.index(CACHE_LINE))
         begin, end = (e.mul(b.sdiv(e.mul(lines, i), rows), CACHE_LINE) for i in (first, stop))
+        asked = b.select(e.below(total, _PREFETCHED), e.index(0), e.sub(end, begin))
         if ahead is not None:
-            return e.add(ahead, begin), e.sub(end, begin)
+            return e.add(ahead, begin), asked
         in_reach = e.larger_of(b.sdiv(e.index(self.shape.reach), e.larger_of(size, 1)), 1)
         alone = b.icmp_signed("==", e.sub(stop, first), rows)
         rows_ahead = b.select(alone, e.least(in_reach, keys), keys)
-        return e.add(e.mul(row, rows_ahead), begin), e.sub(end, begin)
+        return e.add(e.mul(row, rows_ahead), begin), asked
 
     def prefetch(self, row: Value, ahead: Value, asked: Value) -> None:
         """Prefetch `asked` bytes line by line, in the order in which memory is read fastest."""
@@ -127,8 +133,9 @@ class RowProducts:
                 first = e.least(k, last)
                 start = e.at(key, e.mul(first, key_row))
                 key_rows = [e.at(start, offset) for offset in offsets]
+                prefetched = b.select(e.below(0, asked), e.add(k, keys), k)
                 e.loop(
-                    k, e.add(k, keys), 1, [],
+                    k, prefetched, 1, [],
                     lambda j, _: self.prefetch(e.at(key, e.mul(j, key_row)), ahead, asked),
                 )  # fmt: skip
 
