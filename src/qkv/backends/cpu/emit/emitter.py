@@ -380,15 +380,16 @@ class Emitter:
     def sum_each(self, vectors: Sequence[Value]) -> Value:
         """The sums of as many vectors as there are lanes: lane i is the sum of vector i.
 
-        Neighbours are added first. Each step takes the even parts of two vectors, and their odd
-        parts, which one instruction does within 16 bytes, and for parts of 16 bytes.
+        Neighbouring lanes are added first. Each step adds the even parts of two vectors to their
+        odd parts. A part is first a lane and then 16 bytes, because processors have instructions
+        that select either.
         """
         vectors_left = list(vectors)
         item = 8 if vectors[0].type.element == DOUBLE else 4
         near_lanes = min(self.lanes, 16 // item)
         while len(vectors_left) > 1:
-            within = self.lanes // len(vectors_left) < near_lanes
-            part, span = (1, near_lanes) if within else (near_lanes, self.lanes)
+            is_lane = self.lanes // len(vectors_left) < near_lanes
+            part, span = (1, near_lanes) if is_lane else (near_lanes, self.lanes)
             even, odd = (
                 [
                     vector + start + i

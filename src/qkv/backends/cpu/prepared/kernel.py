@@ -116,7 +116,7 @@ class Attend:
         if own is None:
             return None
         read, is_done = (query, key, value, out, lse, *arrays), False
-        if own.read is not None:
+        if own.read is not None:  # Else compiled code cannot read arrays of this NumPy.
             kv_len = own.read(*read)
             is_done = kv_len > 0 and self._kernel.run(own.block, kv_len, read, False)
         self._pool.give_back(own)

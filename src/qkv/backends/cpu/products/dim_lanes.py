@@ -26,9 +26,9 @@ from qkv.backends.cpu.emit.emitter import (
 )
 from qkv.backends.cpu.machine.tiling import TileShape
 
-_PREFETCHED = 512 * 1024
-"""Bytes of K, or of V, from which on rows are prefetched. The machine itself follows short reads,
-and asking for rows that lie in a cache takes a tenth of the time of a step."""
+_PREFETCHED_BYTES = 512 * 1024
+"""Rows are prefetched if all of K, or of V, has at least so many bytes. The processor follows
+shorter reads by itself, and prefetching what lies in a cache takes a tenth of the time."""
 
 
 def first_lanes(e: Emitter, count: Value) -> Value:
@@ -93,7 +93,7 @@ class RowProducts:
         e, b = self.e, self.e.builder
         lines = b.sdiv(e.add(size, CACHE_LINE - 1), e.index(CACHE_LINE))
         begin, end = (e.mul(b.sdiv(e.mul(lines, i), rows), CACHE_LINE) for i in (first, stop))
-        asked = b.select(e.below(total, _PREFETCHED), e.index(0), e.sub(end, begin))
+        asked = b.select(e.below(total, _PREFETCHED_BYTES), e.index(0), e.sub(end, begin))
         if ahead is not None:
             return e.add(ahead, begin), asked
         in_reach = e.larger_of(b.sdiv(e.index(self.shape.reach), e.larger_of(size, 1)), 1)
@@ -124,8 +124,8 @@ class RowProducts:
             def query_row(i: int) -> Value:
                 return e.at(query, e.mul(i, head_dim, e.real_bytes))
 
-            # Of fewer keys than a group the last is repeated; a last group begins among keys that
-            # have their scores, and writes the same again.
+            # No group asks which of its keys exist. The last one begins earlier, and computes some
+            # scores again; if there are fewer keys than a group has, the last key is repeated.
             offsets = [e.mul(e.least(j, e.sub(count, 1)), key_row) for j in range(keys)]
             last = e.larger_of(e.sub(count, keys), 0)
 
