@@ -25,20 +25,23 @@ def emit_job() -> str:
         b = e.builder
 
         def field(name):
-            return b.bitcast(e.at(arguments, 8 * FIELDS.index(name)), INT64.as_pointer())
+            return e.at(arguments, 8 * FIELDS.index(name))
+
+        def word(name):
+            return e.load(field(name), INT64, 8)
 
         def store_at(name, index, value):
-            e.store(value, e.at(e.pointer(b.load(field(name))), e.mul(index, 8)), 8)
+            e.store(value, e.at(e.pointer(word(name)), e.mul(index, 8)), 8)
 
         b.atomic_rmw("add", field("inside"), e.index(1), "seq_cst")
         visits = e.at(arguments, 8 * VISITS, e.mul(number, 8))
-        b.atomic_rmw("add", b.bitcast(visits, INT64.as_pointer()), e.index(1), "seq_cst")
+        b.atomic_rmw("add", visits, e.index(1), "seq_cst")
 
         def waiting():
-            inside = b.load_atomic(field("inside"), "seq_cst", 8)
+            inside = b.load_atomic(field("inside"), "seq_cst", 8, typ=INT64)
             spent = b.atomic_rmw("add", field("waited"), e.index(1), "monotonic")
-            few = e.below(inside, b.load(field("expected")))
-            return None, b.and_(few, e.below(spent, b.load(field("patience"))))
+            few = e.below(inside, word("expected"))
+            return None, b.and_(few, e.below(spent, word("patience")))
 
         give_way = ir.Function(e.module, ir.FunctionType(ir.IntType(32), []), "sched_yield")
         e.take_while(waiting, lambda _: b.call(give_way, []))
@@ -49,7 +52,7 @@ def emit_job() -> str:
 
         def run(task):
             store_at("ran", task, number)
-            tiny = b.load(b.bitcast(field("tiny"), DOUBLE.as_pointer()))
+            tiny = e.load(field("tiny"), DOUBLE, 8)
             store_at("results", task, b.fmul(tiny, b.sitofp(e.add(task, 1), DOUBLE)))
 
         e.take_while(take, run)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from qkv.backends.cpu.bf16_tiles.kernel import emit_bf16_tiles
-from qkv.backends.cpu.compiler.compile import optimized_for
+from qkv.backends.cpu.compiler.compile import parsed_for
 from qkv.backends.cpu.decode.kernel import DecodeKey, emit_decode
 from qkv.backends.cpu.forward.bf16_dot import emit_bf16_dot
 from qkv.backends.cpu.forward.frame import ForwardKey
@@ -77,7 +77,7 @@ def compiled(source: str, triple: str, cpu: str) -> str:
     llvm.initialize_all_asmprinters()
     target = llvm.Target.from_triple(triple)
     machine = target.create_target_machine(cpu=cpu, features="", opt=2, jit=True)
-    return str(machine.emit_assembly(optimized_for(source, machine, triple)))
+    return str(machine.emit_assembly(parsed_for(source, machine, triple)))
 
 
 def innermost_loops(text: str) -> list[list[str]]:

@@ -470,15 +470,15 @@ def test_the_end_while_a_thread_compiles() -> None:
         """
         import time
         from qkv.backends.cpu.compiler import compile as cpu_compile
-        compiling, optimized = threading.Event(), cpu_compile.optimized
+        compiling, parsed = threading.Event(), cpu_compile.parsed
         def slow(source, host):
             compiling.set()
             time.sleep(0.5)
-            found = optimized(source, host)
+            found = parsed(source, host)
             os.write(1, b"compiled")
             return found
         attend()
-        cpu_compile.optimized = slow
+        cpu_compile.parsed = slow
         os.environ["QKV_CACHE_DIR"] = ""
         x = np.ones((1, 40, 8), np.float32)
         attend = lambda: qkv.attention(x, x, x, qkv.Softcap(7.0), qkv.Causal())

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qkv.backends.cpu.compiler.compile import Code, optimized
+from qkv.backends.cpu.compiler.compile import Code, parsed
 from qkv.backends.cpu.decode.tasks import EMPTY, FULL, PARTIAL
 from qkv.backends.cpu.emit.emitter import DOUBLE, INT64, POINTER
 from qkv.backends.cpu.emit.frame import COMMON_FIELDS, COUNTER_BYTES, WORD, Frame
@@ -136,7 +136,7 @@ def compiled(nodes: list[Node], arrays: dict[str, np.ndarray]):
             b = e.builder
             some = b.select(found.possible, e.index(PARTIAL), e.index(EMPTY))
             b.ret(b.select(found.certain, e.index(FULL), some))
-    module, machine = optimized(str(e.module), host())
+    module, machine = parsed(str(e.module), host())
     code = Code(bytes(machine.emit_object(module)), host(), tuple(names))
     words = [0] * (COUNTER_BYTES // WORD + len(COMMON_FIELDS))
     for array in arrays.values():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qkv.backends.cpu.compiler.compile import optimized
+from qkv.backends.cpu.compiler.compile import parsed
 from qkv.backends.cpu.machine.host import host
 from qkv.cost import peaks
 
@@ -16,7 +16,7 @@ def test_a_peak_counts_the_multiply_adds_that_it_runs() -> None:
             continue
         tiles = not product.total
         source = peaks._tile_source(product) if tiles else peaks._product_source(product)
-        module, _ = optimized(source, host())
+        module, _ = parsed(source, host())
         calls = str(module).count(f"@{product.call}(") - 1
         assert calls == (peaks._TILE_CHAINS if tiles else peaks._CHAINS) * peaks._REPEATS
         assert peaks._of(product, 2).measure() > 1e8

@@ -208,7 +208,7 @@ def object_file(made: Made, target: Target) -> bytes:
     """What the compiler makes of a module there."""
     emit, arguments = made
     there = _target_machine(target)
-    module = compiler.optimized_for(emit(*arguments), there, target.triple)
+    module = compiler.parsed_for(emit(*arguments), there, target.triple)
     return bytes(there.emit_object(module))
 
 

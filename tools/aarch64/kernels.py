@@ -19,7 +19,7 @@ from typing import Any
 import llvmlite.binding as llvm
 
 from qkv.backends.cpu.compiler import stored_kernels
-from qkv.backends.cpu.compiler.compile import optimized_for
+from qkv.backends.cpu.compiler.compile import parsed_for
 from qkv.backends.cpu.machine.host import Host
 
 
@@ -36,7 +36,7 @@ def _add_kernel(
 ) -> None:
     emit = getattr(importlib.import_module(module), function)
     machine = _machine(triple, host.cpu, host.features)
-    code = machine.emit_object(optimized_for(emit(*arguments), machine, triple))
+    code = machine.emit_object(parsed_for(emit(*arguments), machine, triple))
     stored_kernels.write_kernel(name, bytes(code))
 
 

@@ -177,10 +177,8 @@ def key_range_function(
                 _round_rows(frame, pointer, row, keys, dim, out, functions["add_partials"])
         adds = b.icmp_signed("!=", frame.field(arguments, "add_query"), e.index(0))
         with b.if_then(adds):
-            counter = b.bitcast(
-                e.at(frame.pointer_field(arguments, "finished"), e.mul(kv_head_row, WORD)),
-                INT64.as_pointer(),
-            )
+            finished = frame.pointer_field(arguments, "finished")
+            counter = e.at(finished, e.mul(kv_head_row, WORD))
             before = b.atomic_rmw("add", counter, e.index(1), "acq_rel")
             with b.if_then(b.icmp_signed("==", before, e.sub(splits, 1))):
                 place = e.mul(head_row, q_len, dims["key"])

@@ -127,7 +127,7 @@ class _Body:
         in time.
         """
         e, b, rows = self.e, self.e.builder, self.rows
-        largest, factors = self._stack_vectors(), self._stack_vectors()
+        largest, factors = self.e.stack_vectors(MOST_GROUPS), self.e.stack_vectors(MOST_GROUPS)
         e.loop(0, groups, 1, [], lambda i, _: self._multiply_keys(i, lambda: None))
         unmasked, lowest = self.at["unmasked"], e.const(-math.inf)
         for start, stop, checked in ((0, unmasked, False), (unmasked, groups, True)):
@@ -157,14 +157,6 @@ class _Body:
 
         e.loop(0, groups, 1, [], weigh)
         e.loop(0, groups, 1, [], add)
-
-    def _stack_vectors(self) -> Value:
-        """Memory for a vector of each group."""
-        e = self.e
-        with e.builder.goto_entry_block():
-            place = e.builder.alloca(e.vector, e.index(MOST_GROUPS))
-            place.align = e.vector_bytes
-        return e.builder.bitcast(place, POINTER)
 
     def _step(self, i: Value, *, checked: bool) -> None:
         """Scores of group i + 1, weights of group i, output of group i - 1."""

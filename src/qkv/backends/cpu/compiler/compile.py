@@ -164,33 +164,29 @@ def _target_machine(host: Host) -> Any:
 
 
 def _compile(source: str, host: Host) -> bytes:
-    module, machine = optimized(source, host)
+    module, machine = parsed(source, host)
     return bytes(machine.emit_object(module))
 
 
-def optimized(source: str, host: Host) -> tuple[Any, Any]:
-    """The module after LLVM's passes, and the machine it is for."""
+def parsed(source: str, host: Host) -> tuple[Any, Any]:
+    """The module of a text, and the machine it is for."""
     import llvmlite.binding as llvm
 
     machine = _target_machine(host)
-    return optimized_for(source, machine, llvm.get_process_triple()), machine
+    return parsed_for(source, machine, llvm.get_process_triple()), machine
 
 
-def optimized_for(source: str, machine: Any, triple: str) -> Any:
-    """The module after LLVM's passes, for any machine that LLVM knows."""
+def parsed_for(source: str, machine: Any, triple: str) -> Any:
+    """The module of a text, for any machine that LLVM knows.
+
+    None of LLVM's passes over modules is run. They take a tenth of a compilation, and kernels are
+    no faster for them: they are written with vectors, with conditions of loops after their bodies,
+    and without calls to inline.
+    """
     import llvmlite.binding as llvm
 
     module = llvm.parse_assembly(source)
     module.triple = triple
     module.data_layout = str(machine.target_data)
     module.verify()
-    # What LLVM does at -O2 takes eight times as long, and the kernels are no faster for it: they
-    # are written with vectors, and without calls to inline.
-    passes = llvm.create_new_module_pass_manager()
-    passes.add_new_gvn_pass()
-    passes.add_instruction_combine_pass()
-    passes.add_simplify_cfg_pass()
-    passes.add_loop_rotate_pass()
-    passes.add_simplify_cfg_pass()
-    passes.run(module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options()))
     return module

@@ -781,8 +781,7 @@ class _Decode:
             record_bytes = e.mul(rows, record_row)
             records = self.frame.pointer_field(arguments, "records")
             b.call(attend, [arguments, task, e.at(records, e.mul(number, record_bytes)), scratch])
-            counter = b.bitcast(own, INT64.as_pointer())
-            done = b.atomic_rmw("add", counter, e.index(1), "acq_rel")
+            done = b.atomic_rmw("add", own, e.index(1), "acq_rel")
             with b.if_then(b.icmp_signed("==", done, e.sub(count, 1))):
                 first = e.at(records, e.mul(first_record, record_bytes))
                 # In the output, `rows` rows of every group follow one another.

@@ -7,6 +7,7 @@ lane: float32, or float64 where that is the type of computation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -24,12 +25,36 @@ INT64 = ir.IntType(64)
 HALF = ir.HalfType()
 FLOAT = ir.FloatType()
 DOUBLE = ir.DoubleType()
-POINTER = BYTE.as_pointer()
+POINTER = ir.PointerType()
 CACHE_LINE = 64
 
 
 def is_vector(value: Value) -> bool:
     return isinstance(value.type, ir.VectorType)
+
+
+def _split_constants(terms: Sequence[Any]) -> tuple[list[Value], list[int]]:
+    """The values among the terms that are computed, and the numbers that are known."""
+    values, known = [], []
+    for term in terms:
+        if isinstance(term, ir.Constant):
+            known.append(int(term.constant))
+        elif isinstance(term, ir.Value):
+            values.append(term)
+        else:
+            known.append(int(term))
+    return values, known
+
+
+class _SameLanes(ir.Constant):
+    """A vector with one number in every lane, written as such: text of all lanes is long."""
+
+    def __init__(self, kind: Any, number: float) -> None:
+        super().__init__(kind, None)
+        self._text = f"splat ({ir.Constant(kind.element, number)})"
+
+    def get_reference(self) -> str:
+        return self._text
 
 
 class Emitter:
@@ -85,8 +110,6 @@ class Emitter:
         self.builder = ir.IRBuilder(function.append_basic_block())
         if not public:
             function.linkage = "internal"
-            # LLVM would inline a function into its only caller, which then compiles more slowly.
-            function.attributes.add("noinline")
             # Vectors that are spilled to the stack then do not straddle cache lines.
             function.attributes.alignstack = CACHE_LINE
             for argument in function.args:
@@ -107,21 +130,23 @@ class Emitter:
     ) -> list[Value]:
         """`for i in range(start, stop, step)`; `body(i, carried)` gives the next carried values."""
         b, before = self.builder, self.builder.block
-        index, (head, inside, after) = self._count_from(start)
-        phis = []
-        for value in carried:
-            phi = b.phi(value.type)
-            phi.add_incoming(value, before)
-            phis.append(phi)
-        b.cbranch(b.icmp_signed("<", index, self.index(stop)), inside, after)
+        start, stop = self.index(start), self.index(stop)
+        inside, after = (b.append_basic_block(part) for part in ("body", "after"))
+        # The condition follows the body, which is the form that LLVM generates good code for.
+        b.cbranch(b.icmp_signed("<", start, stop), inside, after)
         b.position_at_end(inside)
-        next_values = body(index, list(phis)) or ()
-        index.add_incoming(b.add(index, self.index(step)), b.block)
-        for phi, value in zip(phis, next_values, strict=True):
-            phi.add_incoming(value, b.block)
-        b.branch(head)
+        index, *values = (b.phi(value.type) for value in (start, *carried))
+        following = list(body(index, list(values)) or ())
+        next_index = self.add(index, step)
+        b.cbranch(b.icmp_signed("<", next_index, stop), inside, after)
+        last = b.block
         b.position_at_end(after)
-        return phis
+        results = [b.phi(value.type) for value in carried]
+        firsts, nexts = [start, *carried, *carried], [next_index, *following, *following]
+        for phi, first, value in zip([index, *values, *results], firsts, nexts, strict=True):
+            phi.add_incoming(first, before)
+            phi.add_incoming(value, last)
+        return results
 
     def find(self, count: Value, condition: Callable[[Value], Value]) -> Value:
         """The first i below `count` for which `condition(i)` holds, or `count` if none does."""
@@ -188,19 +213,29 @@ class Emitter:
         return value if isinstance(value, ir.Value) else ir.Constant(INT64, value)
 
     def add(self, *terms: Any) -> Value:
-        total = self.index(terms[0])
-        for term in terms[1:]:
-            total = self.builder.add(total, self.index(term))
+        values, known = _split_constants(terms)
+        total = self.index(sum(known)) if sum(known) or not values else values.pop(0)
+        for value in reversed(values):
+            total = self.builder.add(value, total)
         return total
 
     def sub(self, a: Any, b: Any) -> Value:
+        values, known = _split_constants((a, b))
+        if not values:
+            return self.index(known[0] - known[1])
+        if known == [0] and values == [a]:
+            return a
         return self.builder.sub(self.index(a), self.index(b))
 
     def mul(self, *factors: Any) -> Value:
-        product = self.index(factors[0])
-        for factor in factors[1:]:
-            product = self.builder.mul(product, self.index(factor))
-        return product
+        values, known = _split_constants(factors)
+        constant = math.prod(known)
+        if not values or constant == 0:
+            return self.index(constant)
+        product = values[0]
+        for value in values[1:]:
+            product = self.builder.mul(product, value)
+        return product if constant == 1 else self.builder.mul(product, self.index(constant))
 
     def least(self, a: Any, b: Any) -> Value:
         a, b = self.index(a), self.index(b)
@@ -218,7 +253,10 @@ class Emitter:
 
     def at(self, pointer: Value, *offsets: Any) -> Value:
         """The pointer moved by a number of bytes."""
-        return self.builder.gep(pointer, [self.add(*offsets)])
+        offset = self.add(*offsets)
+        if isinstance(offset, ir.Constant) and offset.constant == 0:
+            return pointer
+        return self.builder.gep(pointer, [offset], source_etype=BYTE)
 
     def pointer(self, address: Value) -> Value:
         return self.builder.inttoptr(address, POINTER)
@@ -226,13 +264,10 @@ class Emitter:
     # Memory
 
     def load(self, pointer: Value, type_: Any, align: int = 1) -> Value:
-        typed = self.builder.bitcast(pointer, type_.as_pointer())
-        return self.builder.load(typed, align=align)
+        return self.builder.load(pointer, align=align, typ=type_)
 
     def store(self, value: Value, pointer: Value, align: int) -> None:
-        self.builder.store(
-            value, self.builder.bitcast(pointer, value.type.as_pointer()), align=align
-        )
+        self.builder.store(value, pointer, align=align)
 
     def load_where(self, live: Value, pointer: Value, type_: Any, align: int = 1) -> Value:
         """A vector of which only the lanes in `live` are read; the others are 0."""
@@ -240,11 +275,10 @@ class Emitter:
         name = f"llvm.masked.load.v{type_.count}{element}.p0".replace("half", "f16")
         function = self.module.globals.get(name)
         if function is None:
-            arguments = [type_.as_pointer(), INT32, live.type, type_]
+            arguments = [POINTER, INT32, live.type, type_]
             function = ir.Function(self.module, ir.FunctionType(type_, arguments), name)
-        typed = self.builder.bitcast(pointer, type_.as_pointer())
         zeros = ir.Constant(type_, None)
-        return self.builder.call(function, [typed, ir.Constant(INT32, align), live, zeros])
+        return self.builder.call(function, [pointer, ir.Constant(INT32, align), live, zeros])
 
     def prefetch(self, pointer: Value, *, soon: bool = True) -> None:
         """Prefetch the cache line of an address, which may be invalid, for a read soon or later."""
@@ -263,18 +297,27 @@ class Emitter:
         self.store(value, pointer, self.vector_bytes if aligned else self.real_bytes)
 
     def stack_words(self, count: int = 1) -> Value:
-        """Memory for 64-bit words on the stack of the function."""
+        """Memory for 64-bit words, which lasts as long as the function runs."""
+        return self._stack(INT64, count, 8)
+
+    def stack_vectors(self, count: int) -> Value:
+        """Memory for vectors, which lasts as long as the function runs."""
+        return self._stack(self.vector, count, self.vector_bytes)
+
+    def _stack(self, kind: Any, count: int, align: int) -> Value:
         with self.builder.goto_entry_block():
-            place = self.builder.alloca(INT64, count)
-        return self.builder.bitcast(place, POINTER)
+            place = self.builder.alloca(kind, count)
+        place.align = align
+        place.type = POINTER  # llvmlite would let nothing but this kind be stored there.
+        return place
 
     # Vectors
 
     def const(self, value: float) -> Value:
-        return self._constant(self.vector, [float(value)] * self.lanes)
+        return _SameLanes(self.vector, float(value))
 
     def const_bits(self, value: int) -> Value:
-        return self._constant(self.bits, [value] * self.lanes)
+        return _SameLanes(self.bits, value)
 
     def _constant(self, kind: Any, lanes: Sequence[float]) -> Value:
         """A constant, made once: writing out constants as text takes a third of all emission."""

@@ -141,10 +141,9 @@ class Frame:
             limit = self.field(arguments, "limit")
             size = self.field(arguments, "scratch_bytes")
             scratch = e.at(self.pointer_field(arguments, "scratch"), e.mul(worker, size))
-            counter = e.builder.bitcast(arguments, INT64.as_pointer())
 
             def take_number() -> tuple[Value, Value]:
-                number = e.builder.atomic_rmw("add", counter, e.index(1), "monotonic")
+                number = e.builder.atomic_rmw("add", arguments, e.index(1), "monotonic")
                 return number, e.below(number, limit)
 
             e.take_while(take_number, lambda number: run(arguments, number, scratch))

@@ -39,7 +39,7 @@ class Bf16Rows:
         e, b = self.e, self.e.builder
         loaded = e.machine_intrinsic(
             "llvm.masked.load.v32i16.p0", self.halves,
-            b.bitcast(place, self.halves.as_pointer()), ir.Constant(INT32, 2), present,
+            place, ir.Constant(INT32, 2), present,
             ir.Constant(self.halves, None),
         )  # fmt: skip
         return b.bitcast(loaded, e.vector)

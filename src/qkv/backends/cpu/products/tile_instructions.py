@@ -72,7 +72,7 @@ def configure(e: Emitter) -> None:
         constant = ir.GlobalVariable(e.module, kind, "tile_sizes")
         constant.linkage, constant.global_constant = "internal", True
         constant.initializer = ir.Constant(kind, bytearray(setting))
-    e.machine_intrinsic("llvm.x86.ldtilecfg", VOID, e.builder.bitcast(constant, POINTER))
+    e.machine_intrinsic("llvm.x86.ldtilecfg", VOID, constant)
 
 
 def release(e: Emitter) -> None:
@@ -126,10 +126,7 @@ class EmulatedTiles:
 
     def __init__(self, e: Emitter) -> None:
         self._e = e
-        with e.builder.goto_entry_block():
-            buffers = e.builder.alloca(e.vector, e.index(TILES * TILE_ROWS))
-            buffers.align = e.vector_bytes
-            self._buffers = e.builder.bitcast(buffers, POINTER)
+        self._buffers = e.stack_vectors(TILES * TILE_ROWS)
 
     def zero(self, tile: int) -> None:
         e = self._e
@@ -182,10 +179,7 @@ class EmulatedTiles:
             return known
         with e.function(name, [POINTER] * 3) as (function, args):
             total, left, right = args
-            with e.builder.goto_entry_block():
-                place = e.builder.alloca(e.vector, e.index(4 * TILE_ROWS))
-                place.align = e.vector_bytes
-            halves = e.builder.bitcast(place, POINTER)
+            halves = e.stack_vectors(4 * TILE_ROWS)
             places = {tile: e.at(halves, n * 2 * TILE_SIZE) for n, tile in enumerate("ab")}
 
             def split_row(i: Value, _: list[Value]) -> None:

@@ -40,10 +40,9 @@ def emit_head_job(
             name: e.load(e.at(arguments, COUNTER_BYTES + WORD * i), INT64, WORD)
             for i, name in enumerate(fields)
         }
-        counter = e.builder.bitcast(arguments, INT64.as_pointer())
 
         def take_head() -> tuple[Value, Value]:
-            number = e.builder.atomic_rmw("add", counter, e.index(1), "monotonic")
+            number = e.builder.atomic_rmw("add", arguments, e.index(1), "monotonic")
             return number, e.below(number, words["limit"])
 
         e.take_while(take_head, lambda number: run(number, words))

@@ -269,7 +269,7 @@ class TermSplitter:
         with e.function("split_columns", arguments, BIT) as (function, args):
             rows, row, count, dim, target = args
             b, bits = e.builder, ir.IntType(e.lanes)
-            loaded, transposed = self.allocate_vectors(e.lanes), self.allocate_vectors(2 * e.lanes)
+            loaded, transposed = e.stack_vectors(e.lanes), e.stack_vectors(2 * e.lanes)
 
             def load_key(first: Value, d: Value, i: Value, marks: list[Value]) -> list[Value]:
                 """Load 16 elements of one key, with 0 for those that cannot be split."""
@@ -397,14 +397,6 @@ class TermSplitter:
             0, emit_round_to_chunks(e, dim), e.lanes, [ir.Constant(bits, 0)], pack_elements
         )
         return b.zext(marks, INT64)
-
-    def allocate_vectors(self, count: int) -> Value:
-        """Memory for vectors that lasts as long as the function runs."""
-        e, b = self.e, self.e.builder
-        with b.goto_entry_block():
-            place = b.alloca(e.vector, e.index(count))
-        place.align = e.vector_bytes
-        return b.bitcast(place, POINTER)
 
     # What cannot be split
 

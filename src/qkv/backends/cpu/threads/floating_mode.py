@@ -33,7 +33,7 @@ def save_floating_mode(e: Emitter, processor: Processor, word: Value) -> None:
     """Write the setting of this thread to a word of 64 bits."""
     b = e.builder
     if processor == "x86":
-        b.call(_intrinsic(e, "x86.sse.stmxcsr", VOID, POINTER), [b.bitcast(word, POINTER)])
+        b.call(_intrinsic(e, "x86.sse.stmxcsr", VOID, POINTER), [word])
     elif processor == "arm":
         b.store(b.call(_intrinsic(e, "aarch64.get.fpcr", INT64), []), word)
 
@@ -42,9 +42,9 @@ def adopt_floating_mode(e: Emitter, processor: Processor, word: Value) -> None:
     """Give this thread the setting that was written to a word."""
     b = e.builder
     if processor == "x86":
-        b.call(_intrinsic(e, "x86.sse.ldmxcsr", VOID, POINTER), [b.bitcast(word, POINTER)])
+        b.call(_intrinsic(e, "x86.sse.ldmxcsr", VOID, POINTER), [word])
     elif processor == "arm":
-        b.call(_intrinsic(e, "aarch64.set.fpcr", VOID, INT64), [b.load(word)])
+        b.call(_intrinsic(e, "aarch64.set.fpcr", VOID, INT64), [b.load(word, typ=INT64)])
 
 
 @contextmanager

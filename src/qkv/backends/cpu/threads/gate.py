@@ -84,8 +84,7 @@ def emit_gate(answer_path: tuple[int, ...]) -> str:
         def answer_without_python(given: Value) -> None:
             place = argument
             for offset in answer_path:
-                word = b.bitcast(e.at(place, offset), INT64.as_pointer())
-                place = b.inttoptr(b.load(word), POINTER)
+                place = b.load(e.at(place, offset), typ=POINTER)
             call_function(b.ptrtoint(place, INT64), b.inttoptr(given, POINTER))
 
         # Sequentially consistent: `close` sees this thread inside, or this thread sees that the

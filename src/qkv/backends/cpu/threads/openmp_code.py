@@ -5,6 +5,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import INT32, INT64, POINTER, VOID, Emitter, Value
+from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.threads.floating_mode import (
     Processor,
     adopt_floating_mode,
@@ -29,24 +30,24 @@ def emit_team(processor: Processor) -> str:
     e = Emitter("qkv_openmp", 1)
 
     def word(words: Value, name: str) -> Value:
-        return e.builder.bitcast(e.at(words, _OFFSET[name]), INT64.as_pointer())
+        return e.load(e.at(words, _OFFSET[name]), INT64, WORD)
 
     def function(words: Value, name: str, kind: ir.PointerType) -> Value:
-        return e.builder.inttoptr(e.builder.load(word(words, name)), kind)
+        return e.builder.inttoptr(word(words, name), kind)
 
     with e.function("member", [POINTER]) as (member, (words,)):
         b = e.builder
         number = b.zext(b.call(function(words, "thread_num", _THREAD_NUM), []), INT64)
-        with b.if_then(e.below(number, b.load(word(words, "threads")))):
-            own = b.alloca(INT64)
+        with b.if_then(e.below(number, word(words, "threads"))):
+            own = e.stack_words()
             save_floating_mode(e, processor, own)
-            adopt_floating_mode(e, processor, word(words, "floating"))
-            arguments = e.pointer(b.load(word(words, "arguments")))
+            adopt_floating_mode(e, processor, e.at(words, _OFFSET["floating"]))
+            arguments = e.pointer(word(words, "arguments"))
             b.call(function(words, "job", _JOB), [arguments, number])
             adopt_floating_mode(e, processor, own)
     with e.function("launch", [POINTER], public=True) as (_, (words,)):
         b = e.builder
-        save_floating_mode(e, processor, word(words, "floating"))
+        save_floating_mode(e, processor, e.at(words, _OFFSET["floating"]))
         by_default = ir.Constant(INT32, 0)
         launch = function(words, "parallel", _PARALLEL)
         b.call(launch, [b.bitcast(member, POINTER), words, by_default, by_default])

@@ -42,6 +42,7 @@ from typing import Any, Literal, TypeAlias
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import INT32, INT64, POINTER, VOID, Emitter, Value
+from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.threads.floating_mode import (
     Processor,
     adopt_floating_mode,
@@ -136,8 +137,8 @@ class _Protocol:
                 number = self.join(block)
                 with b.if_then(e.below(0, number)):
                     adopt_floating_mode(e, self.processor, self.word_at(block, "floating"))
-                    job = b.inttoptr(b.load(self.word_at(block, "job")), _JOB)
-                    arguments = e.pointer(b.load(self.word_at(block, "arguments")))
+                    job = b.inttoptr(b.load(self.word_at(block, "job"), typ=INT64), _JOB)
+                    arguments = e.pointer(b.load(self.word_at(block, "arguments"), typ=INT64))
                     b.call(job, [arguments, number])
                     b.atomic_rmw("sub", self.word_at(block, "ticket"), e.index(1), "release")
                     # Only who has joined or was woken spins for another while; others soon sleep.
@@ -167,14 +168,14 @@ class _Protocol:
                 save_floating_mode(e, self.processor, self.word_at(block, "floating"))
                 self.choose_patience(block)
                 ticket = self.word_at(block, "ticket")
-                b.store_atomic(e.mul(wanted, _PLACE), ticket, "release", 8)
+                self.publish(e.mul(wanted, _PLACE), ticket)
                 self.next_generation(block, wanted)
                 b.call(job, [arguments, e.index(0)])
                 left = b.atomic_rmw("and", ticket, e.index(_PLACE - 1), "acq_rel")
                 b.store(e.sub(wanted, b.lshr(left, e.index(32))), joined)
                 self.wait_for_all(block)
                 b.store(self.now(), self.word_at(block, "ended"))
-                b.store_atomic(e.index(0), self.word_at(block, "busy"), "release", 8)
+                self.publish(e.index(0), self.word_at(block, "busy"))
 
             taken = b.atomic_rmw("xchg", self.word_at(block, "busy"), e.index(1), "acquire")
             free = b.icmp_signed("==", taken, e.index(0))
@@ -185,7 +186,7 @@ class _Protocol:
         """Let every worker leave after what it does now."""
         e = self.e
         with e.function("stop", [POINTER], public=True) as (_, (block,)):
-            e.builder.store_atomic(e.index(1), self.word_at(block, "stopped"), "release", 8)
+            self.publish(e.index(1), self.word_at(block, "stopped"))
             self.next_generation(block, e.index(MOST_WORKERS))
 
     def emit_pauses(self) -> None:
@@ -202,7 +203,7 @@ class _Protocol:
         gap = e.sub(self.now(), self.load_word(block, "ended"))
         follows = b.icmp_signed("<=", gap, self.load_word(block, "spin_nanoseconds"))
         patience = b.select(follows, self.load_word(block, "spins"), e.index(0))
-        b.store_atomic(patience, self.word_at(block, "patience"), "release", 8)
+        self.publish(patience, self.word_at(block, "patience"))
 
     def join(self, block: Value) -> Value:
         """Take a place; the result is its number, 0 if none is left."""
@@ -230,7 +231,7 @@ class _Protocol:
         # `fall_asleep` too is sequentially consistent: this launch sees that a worker goes to
         # sleep, or the worker sees this launch.
         b.atomic_rmw("add", self.word_at(block, "generation"), e.index(1), "seq_cst")
-        sleeping = b.load_atomic(self.word_at(block, "sleeping"), "seq_cst", 8)
+        sleeping = b.load_atomic(self.word_at(block, "sleeping"), "seq_cst", 8, typ=INT64)
         count = e.least(wanted, sleeping)
         with b.if_then(e.below(0, count)):
             self.wake(block, count)
@@ -255,7 +256,7 @@ class _Protocol:
         else:
 
             def is_unchanged() -> tuple[Value, Value]:
-                now = b.load_atomic(word, "seq_cst", 8)
+                now = b.load_atomic(word, "seq_cst", 8, typ=INT64)
                 return None, b.icmp_signed("==", now, generation)
 
             with self.locked(block) as (mutex, condition):
@@ -282,11 +283,10 @@ class _Protocol:
     def now(self) -> Value:
         """Nanoseconds of a clock that only goes forward."""
         e, b = self.e, self.e.builder
-        with b.goto_entry_block():
-            seconds = b.alloca(INT64, 2)
+        seconds = e.stack_words(2)
         function = self.external("clock_gettime", INT32, INT32, POINTER)
-        b.call(function, [ir.Constant(INT32, self.clock), b.bitcast(seconds, POINTER)])
-        whole, rest = (b.load(b.gep(seconds, [e.index(i)])) for i in range(2))
+        b.call(function, [ir.Constant(INT32, self.clock), seconds])
+        whole, rest = (e.load(e.at(seconds, WORD * i), INT64, WORD) for i in range(2))
         return e.add(e.mul(whole, 1_000_000_000), rest)
 
     @contextmanager
@@ -320,10 +320,18 @@ class _Protocol:
 
     def word_at(self, block: Value, name: str) -> Value:
         """The address of a word of the block."""
-        return self.e.builder.bitcast(self.e.at(block, OFFSET[name]), INT64.as_pointer())
+        return self.e.at(block, OFFSET[name])
 
     def load_word(self, block: Value, name: str) -> Value:
-        return self.e.builder.load_atomic(self.word_at(block, name), "acquire", 8)
+        return self.e.builder.load_atomic(self.word_at(block, name), "acquire", 8, typ=INT64)
+
+    def publish(self, value: Value, word: Value) -> None:
+        """Write a word, and before it whatever this thread has written."""
+        b = self.e.builder
+        # llvmlite's atomic store asks a pointer for the type that it points to, which others of
+        # its functions do not.
+        typed = b.inttoptr(b.ptrtoint(word, INT64), INT64.as_pointer())
+        b.store_atomic(value, typed, "release", 8)
 
     def variable(self, value: Value) -> Value:
         """A local variable with this first value."""
