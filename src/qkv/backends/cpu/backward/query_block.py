@@ -50,7 +50,6 @@ from qkv.backends.cpu.products.bfloat16 import (
     join_pairs,
     round_to_bfloat16,
 )
-from qkv.backends.cpu.products.dim_lanes import first_lanes
 from qkv.backends.cpu.products.query_lanes import half_ranges
 from qkv.problem.expressions import TRUE
 
@@ -146,7 +145,7 @@ def narrow_function(frame: BackwardFrame) -> Value:
                 halves = []
                 for n in (0, e.lanes):
                     at = e.at(start, e.mul(e.add(d, n), e.real_bytes))
-                    there = first_lanes(e, e.sub(dim, e.add(d, n)))
+                    there = e.first_lanes(e.sub(dim, e.add(d, n)))
                     x = e.load_vector(at, aligned=False)
                     halves.append(b.select(there, x, e.const(0.0)))
                 e.store_vector(

@@ -54,7 +54,7 @@ from qkv.backends.cpu.emit.packing import (
     move_rows_function,
 )
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.products.dim_lanes import RowProducts, first_lanes
+from qkv.backends.cpu.products.dim_lanes import RowProducts
 from qkv.backends.cpu.products.tile_instructions import configure, release
 from qkv.problem.expressions import SCORE, TRUE
 from qkv.problem.spec import Spec
@@ -219,7 +219,7 @@ class _Decode:
                     weight = b.fmul(weight, self.frame.dropout_factor(arguments_, places, index))
                 if self.may_forbid:
                     weight = b.select(is_forbidden, e.const(-0.0), weight)
-                    exists = first_lanes(e, e.sub(count, k))
+                    exists = e.first_lanes(e.sub(count, k))
                     following.append(b.or_(carried[-1], b.and_(is_forbidden, exists)))
                 e.store_vector(weight, place)
                 return following
@@ -300,7 +300,7 @@ class _Decode:
             inner = places.at_key(self._key_numbers(first, stop), score, beside)
             if not self.plain:
                 score = inner.floats(self.frame.score)
-            is_allowed = first_lanes(e, left)
+            is_allowed = e.first_lanes(left)
             if masked:
                 is_allowed = b.and_(is_allowed, inner.condition(self.frame.mask))
             score = b.select(is_allowed, score, e.const(-math.inf))

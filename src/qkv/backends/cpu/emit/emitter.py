@@ -46,6 +46,12 @@ def _split_constants(terms: Sequence[Any]) -> tuple[list[Value], list[int]]:
     return values, known
 
 
+def _short_name(type_: Any) -> str:
+    """What names of intrinsics call a vector, such as v16f32."""
+    element = str(type_.element).replace("float", "f32").replace("double", "f64")
+    return f"v{type_.count}{element.replace('half', 'f16')}"
+
+
 class _SameLanes(ir.Constant):
     """A vector with one number in every lane, written as such: text of all lanes is long."""
 
@@ -271,14 +277,19 @@ class Emitter:
 
     def load_where(self, live: Value, pointer: Value, type_: Any, align: int = 1) -> Value:
         """A vector of which only the lanes in `live` are read; the others are 0."""
-        element = str(type_.element).replace("float", "f32").replace("double", "f64")
-        name = f"llvm.masked.load.v{type_.count}{element}.p0".replace("half", "f16")
-        function = self.module.globals.get(name)
-        if function is None:
-            arguments = [POINTER, INT32, live.type, type_]
-            function = ir.Function(self.module, ir.FunctionType(type_, arguments), name)
         zeros = ir.Constant(type_, None)
-        return self.builder.call(function, [pointer, ir.Constant(INT32, align), live, zeros])
+        name = f"llvm.masked.load.{_short_name(type_)}.p0"
+        return self.machine_intrinsic(name, type_, pointer, ir.Constant(INT32, align), live, zeros)
+
+    def store_where(self, live: Value, value: Value, pointer: Value, align: int) -> None:
+        """Write only the lanes in `live`."""
+        name = f"llvm.masked.store.{_short_name(value.type)}.p0"
+        self.machine_intrinsic(name, VOID, value, pointer, ir.Constant(INT32, align), live)
+
+    def first_lanes(self, count: Value) -> Value:
+        """A mask whose first `count` lanes are set, for a count below 2^31."""
+        number = self.splat(self.builder.trunc(count, INT32))
+        return self.builder.icmp_signed("<", self.lane_numbers(INT32), number)
 
     def prefetch(self, pointer: Value, *, soon: bool = True) -> None:
         """Prefetch the cache line of an address, which may be invalid, for a read soon or later."""

@@ -131,7 +131,7 @@ class BoundaryBlocks:
         self.e = frame.e
         self.range_function = _range_function(frame)
         self.scores = [_scores_function(frame, n) for n in range(1, frame.shape.vectors + 1)]
-        self.values = values_function(frame, 1, frame.shape.vectors)
+        self.values = values_function(frame, 1)
 
     def attend(
         self, block: BoundaryBlock, all_finite: Value, kv_start: Value, count: Value
@@ -208,7 +208,7 @@ class BoundaryBlocks:
                 block.call_softmax(j, weights, e.add(kv_start, start), keys, b.not_(finite))
             with b.if_then(b.and_(some, finite)):
                 rows, total = e.at(value, e.mul(start, value_row)), e.at(block.total, offset)
-                sizes = value_row, block.v_head_dim, keys
+                sizes = value_row, block.v_head_dim, keys, width
                 b.call(self.values, [rows, weights, rescale, total, *sizes])
             with b.if_then(b.not_(finite)):
                 with b.if_then(b.not_(some)):
@@ -235,19 +235,18 @@ def _range_function(frame: ForwardFrame) -> Value:
 
 def _scores_function(frame: ForwardFrame, vectors: int) -> Value:
     """S[k, :] = K[k, :] . packed Q for `vectors` neighbouring vectors of queries."""
-    e, across = frame.e, frame.shape.vectors
+    e, width = frame.e, frame.shape.vectors * frame.e.vector_bytes
     with e.function(f"steps_of_{vectors}", [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
         key, packed, out, key_row, head_dim, count = args
 
         def store_scores(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
-            row = across * e.vector_bytes
-            first = e.at(out, e.mul(k, row))
+            first = e.at(out, e.mul(k, width))
             for i in range(len(products) // vectors):
                 own = products[i * vectors : (i + 1) * vectors]
-                store_vectors(e, e.at(first, i * row), own)
+                store_vectors(e, e.at(first, i * width), own)
             return []
 
         keys = frame.shape.keys_of(vectors)
-        sums = SumOrder(wide=frame.shape.wide, across=across)
+        sums = SumOrder(wide=frame.shape.wide, width=width)
         dot_rows(e, key, key_row, count, packed, vectors, head_dim, keys, [], store_scores, sums)
     return function

@@ -229,7 +229,8 @@ def attend_function(
                     call_softmax(name, j, place, kv_start, keys, marked)
 
             def add_values(which: Value) -> None:
-                b.call(which, [v, area.weights, rescale, area.total, value_row, v_head_dim, keys])
+                places = v, area.weights, rescale, area.total
+                b.call(which, [*places, value_row, v_head_dim, keys, e.index(width)])
 
             if name == "full" and frame.plain:
                 compute_weights(ir.Constant(BIT, 0))
@@ -245,7 +246,7 @@ def attend_function(
                 return
 
             def add_selected(v: Value, value_row: Value, count: Value) -> None:
-                sizes = value_row, v_head_dim, count
+                sizes = value_row, v_head_dim, count, e.index(width)
                 b.call(selected, [v, area.weights, rescale, area.total, *sizes])
 
             boundary_block = BoundaryBlock(

@@ -50,24 +50,28 @@ def scores_function(frame: ForwardFrame, vectors: int) -> Value:
     return function
 
 
-def values_function(frame: ForwardFrame, vectors: int, across: int | None = None) -> Value:
-    """O = rescale * O + P V for one block of keys, for `vectors` of `across` vectors of queries."""
-    e, across = frame.e, across or vectors
-    arguments = [*[POINTER] * 4, *[INT64] * 3]
-    with e.function(f"values_{vectors}_of_{across}", arguments) as (function, args):
-        value, weights, rescale, out, value_row, v_head_dim, count = args
+def values_function(frame: ForwardFrame, vectors: int) -> Value:
+    """O = rescale * O + P V for one block of keys and `vectors` vectors of queries.
+
+    Rows of P and O have `width` bytes, which may be those of more vectors.
+    """
+    e, name = frame.e, f"values_{vectors}"
+    held = e.module.globals.get(name)
+    if held is not None:
+        return held
+    with e.function(name, [*[POINTER] * 4, *[INT64] * 4]) as (function, args):
+        value, weights, rescale, out, value_row, v_head_dim, count, width = args
         factors = vectors_at(e, rescale, vectors)
 
         def add_columns(d: Value, sums: list[Value]) -> None:
-            row = across * e.vector_bytes
-            first = e.at(out, e.mul(d, row))
+            first = e.at(out, e.mul(d, width))
             for i in range(len(sums) // vectors):
                 own = sums[i * vectors : (i + 1) * vectors]
-                _rescale_and_add(e, e.at(first, i * row), factors, own)
+                _rescale_and_add(e, e.at(first, e.mul(width, i)), factors, own)
 
         combine_rows(
             e, value, value_row, count, weights, vectors, v_head_dim,
-            frame.shape.keys_of(vectors), add_columns, across,
+            frame.shape.keys_of(vectors), add_columns, width,
         )  # fmt: skip
     return function
 
@@ -84,9 +88,9 @@ def selected_values_function(frame: ForwardFrame, vectors: int) -> Value:
     A weight of -0.0 marks a forbidden pair, which leaves O alone: 0 * inf would be NaN.
     """
     e = frame.e
-    arguments = [*[POINTER] * 4, *[INT64] * 3]
+    arguments = [*[POINTER] * 4, *[INT64] * 4]
     with e.function(f"selected_values_{vectors}", arguments) as (function, args):
-        value, weights, rescale, out, value_row, v_head_dim, count = args
+        value, weights, rescale, out, value_row, v_head_dim, count, width = args
         b = e.builder
         factors = vectors_at(e, rescale, vectors)
         marked = e.as_bits(e.const(-0.0))
@@ -97,13 +101,13 @@ def selected_values_function(frame: ForwardFrame, vectors: int) -> Value:
             def add_key(k: Value, total: list[Value]) -> list[Value]:
                 x = e.splat(e.load(e.at(start, e.mul(k, value_row)), e.real, e.real_bytes))
                 following = []
-                for p, old in zip(vectors_at(e, weights, vectors, k), total, strict=True):
+                for p, old in zip(vectors_at(e, weights, vectors, k, width), total, strict=True):
                     allowed = b.icmp_signed("!=", e.as_bits(p), marked)
                     following.append(b.select(allowed, e.fma(x, p, old), old))
                 return following
 
             total = e.loop(0, count, 1, [e.const(0.0)] * vectors, add_key)
-            _rescale_and_add(e, e.at(out, e.mul(d, vectors * e.vector_bytes)), factors, total)
+            _rescale_and_add(e, e.at(out, e.mul(d, width)), factors, total)
 
         e.loop(0, v_head_dim, 1, [], add_column)
     return function

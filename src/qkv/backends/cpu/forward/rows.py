@@ -67,10 +67,9 @@ def unpack_function(frame: ForwardFrame, out_sum: int = StatsRow.ROW_SUM) -> Val
         lanes = [e.least(i, e.sub(count, 1)) for i in range(e.lanes)]
 
         def write_statistic(name: str, vector: Value) -> None:
-            """Write one number of each row, one after the other: there are few of them."""
+            """Write one number of each row."""
             start = e.at(frame.pointer_field(arguments_, name), e.mul(first, e.real_bytes))
-            for i, lane in enumerate(lanes):
-                e.store(e.extract(vector, i), e.at(start, e.mul(lane, e.real_bytes)), e.real_bytes)
+            e.store_where(e.first_lanes(e.least(count, e.lanes)), vector, start, e.real_bytes)
 
         lse, rest = vector_math.add_log(e, row_max, row_sum, b.fneg(sum_error))
         with b.if_then(frame.is_wanted(arguments_, "lse")):

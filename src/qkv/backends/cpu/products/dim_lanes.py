@@ -18,7 +18,6 @@ from qkv.backends.cpu.emit.emitter import (
     BIT,
     CACHE_LINE,
     DOUBLE,
-    INT32,
     INT64,
     POINTER,
     Emitter,
@@ -31,12 +30,6 @@ _PREFETCHED_BYTES = 512 * 1024
 shorter reads by itself, and prefetching what lies in a cache takes a tenth of the time."""
 
 
-def first_lanes(e: Emitter, count: Value) -> Value:
-    """A mask whose first `count` lanes are set."""
-    count = e.splat(e.builder.trunc(count, INT32))
-    return e.builder.icmp_signed("<", e.lane_numbers(INT32), count)
-
-
 def loop_over_vectors(
     e: Emitter,
     dim: Value,
@@ -47,7 +40,7 @@ def loop_over_vectors(
     whole = e.round_down(dim, e.lanes)
     carried = e.loop(0, whole, e.lanes, carried, lambda d, old: body(d, None, old))
     return e.loop(
-        whole, dim, e.lanes, carried, lambda d, old: body(d, first_lanes(e, e.sub(dim, d)), old)
+        whole, dim, e.lanes, carried, lambda d, old: body(d, e.first_lanes(e.sub(dim, d)), old)
     )
 
 
@@ -161,7 +154,7 @@ class RowProducts:
 
                 def multiply_short_rows() -> None:
                     """Rows of one vector: float64, because no addition is fused with a product."""
-                    live = first_lanes(e, head_dim)
+                    live = e.first_lanes(head_dim)
                     wide = ir.VectorType(DOUBLE, e.lanes)
                     q = [
                         b.fpext(load_vector_at(e, query_row(i), e.index(0), real, live), wide)
@@ -254,7 +247,7 @@ class RowProducts:
                 start, vectors = whole, vectors // 2
             e.loop(
                 whole, v_head_dim, e.lanes, [],
-                lambda d, _: add_tile(d, first_lanes(e, e.sub(v_head_dim, d)), 1),
+                lambda d, _: add_tile(d, e.first_lanes(e.sub(v_head_dim, d)), 1),
             )  # fmt: skip
         return function
 

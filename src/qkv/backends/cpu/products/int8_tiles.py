@@ -24,7 +24,6 @@ from collections.abc import Iterable, Sequence
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BYTE, FLOAT, INT32, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.products.dim_lanes import first_lanes
 from qkv.backends.cpu.products.tile_instructions import (
     TILE_BYTES,
     TILE_ROWS,
@@ -164,7 +163,7 @@ class Int8Tiles:
 
                 def load(k: Value) -> Value:
                     x = e.load_vector(e.at(row, e.mul(k, _FLOAT_BYTES)), aligned=False)
-                    return b.select(first_lanes(e, e.sub(count, k)), x, e.const(0.0))
+                    return b.select(e.first_lanes(e.sub(count, k)), x, e.const(0.0))
 
                 (bits,) = e.loop(
                     0, count, e.lanes, [e.const_bits(0)],

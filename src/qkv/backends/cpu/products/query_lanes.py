@@ -1,8 +1,8 @@
 """The two matrix products of attention as register tiles, queries in lanes.
 
 Matrices with a row for each key are read where they lie, their elements adjacent, one element at a
-time, which is copied to all lanes. A row of a matrix *packed* for queries has `across` vectors of
-queries, of which `vectors` neighbours are multiplied, or all. All sums are chains of multiply-adds.
+time, which is copied to all lanes. A row of a matrix *packed* for queries has `width` bytes, and
+`vectors` neighbours of its vectors are multiplied. All sums are chains of multiply-adds.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ MeansOfHalf = Callable[[int], list[Value]]
 
 
 def vectors_at(
-    e: Emitter, pointer: Value, vectors: int, row: Value | int = 0, across: int | None = None
+    e: Emitter, pointer: Value, vectors: int, row: Value | int = 0, width: Value | int = 0
 ) -> list[Value]:
-    """The vectors of one row of a packed matrix, or neighbours of its `across` vectors."""
-    start = e.at(pointer, e.mul(row, (across or vectors) * e.vector_bytes))
+    """The vectors of one row of a packed matrix, or neighbours of a row of `width` bytes."""
+    start = e.at(pointer, e.mul(row, width or vectors * e.vector_bytes))
     return [e.load_vector(e.at(start, j * e.vector_bytes)) for j in range(vectors)]
 
 
@@ -60,8 +60,8 @@ class SumOrder(NamedTuple):
     errors grow with the length of a chain."""
     wide: bool = False
     """Whether products are added in float64 and rounded once."""
-    across: int | None = None
-    """Vectors of a packed row, if only some of them are multiplied."""
+    width: int = 0
+    """Bytes of a packed row, if only some of its vectors are multiplied."""
 
 
 _IN_ORDER = SumOrder()
@@ -84,7 +84,7 @@ def dot_tile(
     def add_element(d: Value, totals: list[Value]) -> list[Value]:
         column = e.mul(d, e.real_bytes)
         elements = [e.at(row, column) for row in rows]
-        row = vectors_at(e, packed, vectors, d, sums.across)
+        row = vectors_at(e, packed, vectors, d, sums.width)
         return _accumulate(e, elements, row, totals, multiply_add)
 
     def round_totals(totals: list[Value]) -> list[Value]:
@@ -165,7 +165,7 @@ def combine_rows(
     dim: Value,
     columns: int,
     finish: Callable[[Value, list[Value]], None],
-    across: int | None = None,
+    width: Value | int = 0,
 ) -> None:
     """sum_k row[k][d] * packed[k][j] for all columns d, `columns` of them at a time.
 
@@ -178,7 +178,7 @@ def combine_rows(
         def add_row(k: Value, totals: list[Value]) -> list[Value]:
             row = e.at(start, e.mul(k, row_stride))
             elements = [e.at(row, i * e.real_bytes) for i in range(size)]
-            return _accumulate(e, elements, vectors_at(e, packed, vectors, k, across), totals)
+            return _accumulate(e, elements, vectors_at(e, packed, vectors, k, width), totals)
 
         return e.loop(0, count, 1, [e.const(0.0)] * (size * vectors), add_row)
 

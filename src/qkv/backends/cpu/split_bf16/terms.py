@@ -28,7 +28,7 @@ import numpy as np
 from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage
-from qkv.backends.cpu.emit.emitter import BIT, INT32, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.frame import WORD, RowView
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
@@ -198,9 +198,7 @@ class TermSplitter:
         if exists is not None:
             place = b.select(exists, place, e.zeros_address())
             left = b.select(exists, left, e.index(0))
-        count = e.splat(b.trunc(e.least(left, e.lanes), INT32))
-        live = b.icmp_signed("<", e.lane_numbers(INT32), count)
-        return storage.load(e, place, "float32", e.lanes, live)
+        return storage.load(e, place, "float32", e.lanes, e.first_lanes(left))
 
     def _load_vectors(
         self, whole: Value, places: Sequence[Value], partly: Callable[[], list[Value]]
