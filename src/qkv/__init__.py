@@ -12,6 +12,7 @@ if getattr(_sys, "argv", [])[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv)] =
 
 from collections.abc import Sequence as _Sequence
 from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from qkv._api import attention, inspect, merge, plan
@@ -20,7 +21,6 @@ from qkv._threads import get_num_threads, set_num_threads
 from qkv._version import __version__
 from qkv.call.derivatives.jvp import Tangents, jvp
 from qkv.call.derivatives.vjp import Gradients, Pullback, vjp
-from qkv.classical import ScaledDotProductAttention
 from qkv.errors import (
     AmbiguityError,
     ArgumentError,
@@ -36,18 +36,11 @@ from qkv.errors import (
     UnsupportedError,
 )
 from qkv.extras import install_command as _install_command
-from qkv.inspection.explain import explain
-from qkv.inspection.model_record import LayerRecord, ModelRecord
 from qkv.inspection.pages import write_pages_with as _write_pages_with
-from qkv.inspection.record import Record
-from qkv.inspection.trace import Trace
-from qkv.inspection.trace_fields import Projections
-from qkv.inspection.weights import LazyWeights
 from qkv.planning import Plan
 from qkv.positions import LearnedPositions, SinusoidalPositions
 from qkv.prepared import ArrayForm, CallForm, PreparedAttention, prepare
 from qkv.problem.stored_rows import Paged, Quantized
-from qkv.saturation import ScalingCurve, ScalingPoint, scaling_curve
 from qkv.variants import (
     ALiBi,
     Bias,
@@ -70,6 +63,16 @@ from qkv.variants import (
     Strided,
     Variant,
 )
+
+if _TYPE_CHECKING:
+    from qkv.classical import ScaledDotProductAttention
+    from qkv.inspection.explain import explain
+    from qkv.inspection.model_record import LayerRecord, ModelRecord
+    from qkv.inspection.record import Record
+    from qkv.inspection.trace import Trace
+    from qkv.inspection.trace_fields import Projections
+    from qkv.inspection.weights import LazyWeights
+    from qkv.saturation import ScalingCurve, ScalingPoint, scaling_curve
 
 __all__ = [
     "ALiBi",
@@ -138,6 +141,22 @@ __all__ = [
     "vjp",
 ]
 
+_INSPECTION = {
+    "LayerRecord": "inspection.model_record",
+    "LazyWeights": "inspection.weights",
+    "ModelRecord": "inspection.model_record",
+    "Projections": "inspection.trace_fields",
+    "Record": "inspection.record",
+    "ScaledDotProductAttention": "classical",
+    "ScalingCurve": "saturation",
+    "ScalingPoint": "saturation",
+    "Trace": "inspection.trace",
+    "explain": "inspection.explain",
+    "scaling_curve": "saturation",
+}
+"""What looks into attention, and the module of each. It is imported when it is first used, because
+a third of the time of `import qkv` would be spent on it."""
+
 _LAZY = {
     "cache": "",
     "cost": "",
@@ -166,7 +185,13 @@ _watch()
 _write_pages_with(_page)
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_INSPECTION, *_LAZY})
+
+
 def __getattr__(name: str) -> _Any:
+    if name in _INSPECTION:
+        return getattr(_import_module(f"qkv.{_INSPECTION[name]}"), name)
     if name not in _LAZY:
         raise AttributeError(f"module 'qkv' has no attribute {name!r}")
     try:

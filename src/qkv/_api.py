@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
 from qkv._dynamo import ends_graph
+from qkv._forks import importing
 from qkv.arrays import library_of
 from qkv.backends import Progress
 from qkv.bridges import bridge_of
@@ -18,10 +19,12 @@ from qkv.call.merging import merge_parts
 from qkv.call.options import DEFAULTS, Options, option_values, with_options
 from qkv.declarations import shown
 from qkv.errors import ArgumentError
-from qkv.inspection.record import Record
 from qkv.planning import Plan, make_plan
 from qkv.problem.check import Layout
 from qkv.readable_checks import checked_flag
+
+if TYPE_CHECKING:
+    from qkv.inspection.record import Record
 
 __all__ = ["attention", "inspect", "merge", "plan"]
 
@@ -160,6 +163,9 @@ def inspect(
     inspected = attend_for_inspection(bound, variants)
     if not bound.structure.is_known:
         inspected.copy_tables()
+    with importing():
+        from qkv.inspection.record import Record
+
     return Record(inspected, progress)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -119,8 +118,11 @@ def watch() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-class _Finder(MetaPathFinder):
-    """Finds one module, once, as all others would, and with a loader that tells it."""
+class _Finder:
+    """Finds one module, once, as all others would, and with a loader that tells it.
+
+    This and the loader have no base classes, because `importlib.abc` is slow to import.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -130,11 +132,11 @@ class _Finder(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]  # It acts as one.
         return spec
 
 
-class _Loader(Loader):
+class _Loader:
     """The loader of a module, which tells the module once it has been loaded."""
 
     def __init__(self, loader: Any) -> None:

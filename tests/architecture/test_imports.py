@@ -42,6 +42,27 @@ def test_import_qkv_imports_no_framework() -> None:
     assert not imported("import qkv") & set(LAZY)
 
 
+@pytest.mark.parametrize(
+    ("program", "others"),
+    [
+        ("", ("inspection.record", "inspection.trace", "classical", "backends.cpu.backend")),
+        (
+            "qkv.attention(x, x, x, qkv.Causal(), backend='cpu')",
+            ("inspection.record", "backends.cpu.decode.kernel", "backends.cpu.backward.kernel",
+             "backends.cpu.bf16_tiles.kernel", "backends.cpu.split_bf16.kernels"),
+        ),
+        (
+            "qkv.attention(x[:1], x, x, backend='cpu')",
+            ("backends.cpu.forward.kernel", "backends.cpu.backward.frame"),
+        ),
+    ],
+    ids=["import", "attention", "decoding step"],
+)  # fmt: skip
+def test_a_first_call_imports_only_what_it_needs(program: str, others: tuple[str, ...]) -> None:
+    program = f"import numpy as np, qkv\nx = np.ones((40, 8), np.float32)\n{program}"
+    assert not imported(program) & {f"qkv.{name}" for name in others}
+
+
 def test_import_qkv_testing_imports_no_test_framework() -> None:
     """So that a backend of another package may use any."""
     assert not imported("import qkv.testing") & {"pytest", "hypothesis", "torch"}

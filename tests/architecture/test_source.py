@@ -63,8 +63,8 @@ def test_all_is_what_is_public(package: ModuleType) -> None:
     assert sorted(package.__all__) == sorted(set(package.__all__))
     public = {
         name
-        for name, value in vars(package).items()
-        if not name.startswith("_") and not inspect.ismodule(value)
+        for name in dir(package)
+        if not name.startswith("_") and not inspect.ismodule(getattr(package, name))
     }
     assert public == {name for name in package.__all__ if not name.startswith("_")}
 

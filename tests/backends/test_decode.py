@@ -20,6 +20,7 @@ from qkv.backends.cpu.passes import decode as streaming
 from qkv.backends.cpu.passes import workers
 from qkv.backends.cpu.passes.arguments import address_of, page_aligned, word_index
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass
+from qkv.backends.cpu.plan import kernel_choice
 from qkv.backends.cpu.prepared.forward import NO_RESULTS, ArgumentBlock
 from qkv.problem.builder import Shape
 from qkv.problem.check import check
@@ -49,7 +50,7 @@ def run(*args, **kwargs):
 @pytest.fixture
 def always(monkeypatch):
     """The decode kernel, whatever the number of queries."""
-    monkeypatch.setattr(streaming, "_MOST_QUERIES", float("inf"))
+    monkeypatch.setattr(kernel_choice, "_MOST_QUERIES", float("inf"))
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +93,34 @@ def test_a_backend_is_found_through_its_entry_point(tmp_path: Path) -> None:
     ran = run(PROGRAM, tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip() == "variants or dtype (accepts plain float64)"
+
+
+ALONE_PROGRAM = """
+import sys
+before = "importlib.metadata" in sys.modules
+import numpy as np, qkv
+x = np.ones((2, 40, 4))
+qkv.attention(x, x, x)
+print(before, "importlib.metadata" in sys.modules)
+"""
+
+
+def test_a_package_in_an_archive_is_found(tmp_path: Path) -> None:
+    """What lies in an archive is not looked into without `importlib.metadata`."""
+    install(tmp_path, PACKAGE)
+    archive = tmp_path / "packages.zip"
+    with zipfile.ZipFile(archive, "w") as packed:
+        for file in tmp_path.rglob("*"):
+            if file.is_file() and file != archive:
+                packed.write(file, file.relative_to(tmp_path))
+    ran = run(PROGRAM, archive)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_entry_points_are_read_only_where_a_package_names_the_group() -> None:
+    ran = run(ALONE_PROGRAM, Path())
+    is_named = bool(metadata.entry_points(group="qkv.backends"))
+    assert ran.stdout.split() == ["False", str(is_named)], ran.stderr
 
 
 BROKEN_PROGRAM = """

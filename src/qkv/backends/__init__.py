@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from qkv._forks import importing
 from qkv.backends.conditions import Conditions, backends_changed, conditions
+from qkv.backends.entry_points import backend_entry_points
 from qkv.backends.prepared_calls import Passes, Prepared, ResultForm, array_at, array_reader
 from qkv.backends.protocols import (
     Backend,
@@ -103,8 +104,6 @@ _broken: dict[str, str] = {}
 
 @lru_cache(maxsize=1)
 def _found() -> dict[str, Backend]:
-    from importlib.metadata import entry_points
-
     with importing():
         from qkv.backends.blocked import BlockedBackend
         from qkv.backends.cpu import CpuBackend
@@ -114,7 +113,7 @@ def _found() -> dict[str, Backend]:
     known: dict[str, Backend] = {}
     for own in (CpuBackend(), BlockedBackend(), TorchBackend(), ReferenceBackend()):
         known[own.name] = own
-    for point in entry_points(group="qkv.backends"):
+    for point in backend_entry_points():
         if point.name in known:
             continue
         try:

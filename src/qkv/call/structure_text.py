@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import secrets
+import os
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -101,7 +101,7 @@ def names_objects(text: str) -> bool:
     return f'"of":"{_PROCESS}"' in text
 
 
-_PROCESS = secrets.token_hex(8)
+_PROCESS = os.urandom(8).hex()
 """Tells this process from others, which know other objects by its numbers."""
 
 

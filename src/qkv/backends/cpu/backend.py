@@ -65,8 +65,9 @@ class CpuBackend:
     def scratch_bytes(self, spec: Spec) -> int:
         with importing():
             from qkv.backends.cpu.machine.host import host
-            from qkv.backends.cpu.passes.decode import decode_bytes, is_decode
-            from qkv.backends.cpu.passes.forward import scratch_of, shape_of
+            from qkv.backends.cpu.passes.decode import decode_bytes
+            from qkv.backends.cpu.passes.forward import scratch_of
+            from qkv.backends.cpu.plan.kernel_choice import is_decode, shape_of
 
         shape, item = host().shape_of(spec.compute_dtype), spec.compute_dtype.itemsize
         if is_decode(spec, shape):
@@ -236,7 +237,7 @@ class CpuBackend:
 def _is_decode(spec: Spec) -> bool:
     with importing():
         from qkv.backends.cpu.machine.host import host
-        from qkv.backends.cpu.passes.decode import is_decode
+        from qkv.backends.cpu.plan.kernel_choice import is_decode
     return is_decode(spec, host().shape_of(spec.compute_dtype))
 
 

@@ -12,7 +12,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 
 from qkv.backends.cpu.bf16_tiles.rows import TileRows
 from qkv.backends.cpu.bf16_tiles.sweep import Bf16Sweep, Sweep
@@ -34,20 +33,10 @@ from qkv.backends.cpu.forward.bf16_rows import Bf16Rows
 from qkv.backends.cpu.forward.frame import TASK, ForwardFrame, ForwardKey
 from qkv.backends.cpu.forward.kernel import ForwardKernel
 from qkv.backends.cpu.forward.rows import unpack_function
-from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import tile_instructions
-from qkv.backends.cpu.products.bfloat16 import CHUNK
 from qkv.backends.cpu.products.tile_instructions import TILE_BYTES, TILE_ROWS
 from qkv.backends.cpu.threads.floating_mode import flushing
 from qkv.problem.expressions import TRUE
-from qkv.problem.spec import Spec
-
-_TASKS_OF_THREAD = 4
-"""Tasks for each thread, so that threads end at about the same time."""
-_LEAST_BLOCKS = 4
-"""The fewest blocks of queries of one task, so that laying out K and V pays."""
-_LONG_TASK = 2e10
-"""Operations of one task for which Ctrl-C may wait."""
 
 
 def emit_bf16_tiles(key: ForwardKey) -> str:
@@ -199,26 +188,6 @@ class _Bf16Kernel(TileKernel):
     def call_sweep(self, args: Sequence[Value]) -> None:
         with nullcontext() if self.e.emulated else flushing(self.e):
             super().call_sweep(args)
-
-
-def tiles_shape(
-    spec: Spec, shape: TileShape, threads: int, least_of_thread: int = _LEAST_BLOCKS
-) -> TileShape:
-    """The tile shape with the sizes of this problem, and the blocks of queries of one task.
-
-    More queries share K and V laid out as tiles, but make fewer tasks. A task has
-    `least_of_thread` blocks if each thread gets as many. Bits do not depend on it.
-    """
-    blocks = spec.batch_size * spec.num_heads * -(-spec.q_len // shape.block_q)
-    operations = 2.0 * (spec.head_dim + spec.v_head_dim) * shape.block_q * spec.kv_len
-    least = max(_LEAST_BLOCKS, min(blocks // threads, least_of_thread))
-    most = min(blocks // (_TASKS_OF_THREAD * threads), int(_LONG_TASK / operations))
-    return replace(
-        shape,
-        chunks=-(-spec.head_dim // CHUNK),
-        value_tiles=-(-spec.v_head_dim // TILE_ROWS),
-        q_blocks_per_task=min(max(most, least), shape.q_blocks_per_task),
-    )
 
 
 BF16_TILES = ForwardKernel(emit_bf16_tiles, scratch_bytes, PLANNED_KEYS)

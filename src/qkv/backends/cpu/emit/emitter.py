@@ -52,7 +52,7 @@ def _short_name(type_: Any) -> str:
     return f"v{type_.count}{element.replace('half', 'f16')}"
 
 
-class _SameLanes(ir.Constant):
+class _SameLanes(ir.Constant):  # type: ignore[misc]  # llvmlite has no types.
     """A vector with one number in every lane, written as such: text of all lanes is long."""
 
     def __init__(self, kind: Any, number: float) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv._forks import importing
 from qkv.arrays.addresses import address_of, page_aligned
 from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD
 from qkv.backends.cpu.forward.frame import FIELDS
-from qkv.backends.cpu.rows.rotation import rotated_rows
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import Rows, whole_rows
 
@@ -128,10 +128,27 @@ def batch_offsets(batch_shape: Sequence[int], strides: Sequence[int]) -> Array:
     return offsets
 
 
+def batch_stride(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
+    """Bytes from one batch row to the next in C order, 0 if there is one; None if they differ."""
+    innermost, count = None, 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=False):
+        if size == 1:
+            continue
+        if innermost is None:
+            innermost = stride
+        elif stride != innermost * count:
+            return None
+        count *= size
+    return innermost or 0
+
+
 def rotated_operands(problem: Problem) -> tuple[Array, Rows]:
     """Query and key as they are multiplied: rotated copies, or as they are."""
     operands = problem.operands
     if problem.spec.rotation is None or operands.angles is None:
         return operands.query, operands.key
+    with importing():
+        from qkv.backends.cpu.rows.rotation import rotated_rows
+
     key = whole_rows(operands.key, problem.spec.compute_dtype)
     return rotated_rows(problem, operands.query, "q"), rotated_rows(problem, key, "kv")

@@ -18,9 +18,10 @@ from qkv.backends.cpu.backward.kernel import emit_backward
 from qkv.backends.cpu.compiler.compile import Kernel, Runnable, build
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.passes.forward import operations_of_a_pair, shape_of, wide_shape
+from qkv.backends.cpu.passes.forward import operations_of_a_pair
 from qkv.backends.cpu.passes.workers import Workload
 from qkv.backends.cpu.plan.block_skipping import block_skipping
+from qkv.backends.cpu.plan.kernel_choice import shape_of, wide_shape
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.backends.cpu.plan.schedule import Schedule, schedule
 from qkv.backends.cpu.plan.table_gradients import SummedTable, summed_table
@@ -110,7 +111,8 @@ class BackwardPass:
 
     def kernel(self) -> Kernel:
         tiles = self.shape.product == "tiles"
-        return _kernel(split_bf16.BACKWARD.emit if tiles else emit_backward, self._key, self._here)
+        emit = split_bf16.backward_kernel().emit if tiles else emit_backward
+        return _kernel(emit, self._key, self._here)
 
     def workers(self) -> int:
         """Threads that pay, at most as many as may run."""

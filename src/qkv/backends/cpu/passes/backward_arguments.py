@@ -75,7 +75,7 @@ def page_aligned_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 def areas_of(spec: Spec, shape: TileShape) -> dict[str, int]:
     """The areas of one worker's scratch memory, in bytes."""
     if shape.product == "tiles":
-        return split_bf16.BACKWARD.areas(
+        return split_bf16.backward_kernel().areas(
             shape, spec.head_dim, spec.v_head_dim, shape.q_blocks_per_task
         )
     return scratch_areas(shape, spec.head_dim, spec.v_head_dim, spec.compute_dtype.itemsize)

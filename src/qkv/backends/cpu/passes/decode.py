@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from qkv.backends.cpu.decode.tasks import shared_bytes
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.passes.arguments import Arguments, rotated_operands, word_index
+from qkv.backends.cpu.passes.arguments import Arguments, batch_stride, rotated_operands, word_index
 from qkv.backends.cpu.passes.scratch import (
     BriefJob,
     return_scratch,
@@ -38,9 +37,6 @@ from qkv.problem.stored_rows import Rows, StoredRows
 
 Array = NDArray[Any]
 
-_MOST_QUERIES = 0.75
-"""The decode kernel is used up to this many queries for each lane of a vector. The forward kernel
-would leave the other lanes idle."""
 _ROWS_OF_A_READ = 8
 """Number of rows of Q whose products take about as long as reading K and V."""
 _BRIEF_STEP = 2.0
@@ -52,11 +48,6 @@ other cores, waiting for their next product: our threads would have to share the
 _LIMIT, _SCRATCH, _SHARED, _NOT_FINITE = (
     word_index(name, FIELDS) for name in ("limit", "scratch", "shared", "not_finite")
 )
-
-
-def is_decode(spec: Spec, shape: TileShape) -> bool:
-    """Whether there are so few queries that lanes along head_dim beat lanes along queries."""
-    return spec.q_len <= _MOST_QUERIES * shape.lanes
 
 
 class DecodeKernel(Kernel):
@@ -275,17 +266,3 @@ class DecodeArguments(Arguments):
             sizes = array.strides[0], rows.page_size, table, slots
             fields |= zip(page_fields(part), sizes, strict=True)
         return fields
-
-
-def batch_stride(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
-    """Bytes from one batch row to the next in C order, 0 if there is one; None if they differ."""
-    innermost, count = None, 1
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=False):
-        if size == 1:
-            continue
-        if innermost is None:
-            innermost = stride
-        elif stride != innermost * count:
-            return None
-        count *= size
-    return innermost or 0

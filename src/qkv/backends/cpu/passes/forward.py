@@ -7,10 +7,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from qkv._threads import get_num_threads
-from qkv.backends.cpu.bf16_tiles.kernel import BF16_TILES, tiles_shape
+from qkv._forks import importing
 from qkv.backends.cpu.compiler.compile import Kernel, Runnable, build
-from qkv.backends.cpu.forward.bf16_dot import BF16_DOT
 from qkv.backends.cpu.forward.boundary_blocks import skips_keys_within_blocks
 from qkv.backends.cpu.forward.frame import ForwardKey
 from qkv.backends.cpu.forward.kernel import ONLINE_SOFTMAX, ForwardKernel
@@ -19,6 +17,7 @@ from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.passes.workers import Workload, is_brief
 from qkv.backends.cpu.plan.block_skipping import block_skipping
+from qkv.backends.cpu.plan.kernel_choice import shape_of
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.backends.cpu.plan.schedule import Schedule, fine_tile, schedule
 from qkv.backends.cpu.split_bf16 import choice as split_bf16
@@ -95,45 +94,19 @@ def _kernel_schedule(problem: Problem, shape: TileShape) -> Schedule:
     )
 
 
-def shape_of(spec: Spec, here: Host, *, split: bool = True) -> TileShape:
-    """The tile of the kernel for this problem."""
-    if spec.kv_len == 1:
-        return wide_shape(spec, here)
-    return (split_bf16.shape_for(spec, here) if split else None) or _shape_without_split(spec, here)
-
-
-def wide_shape(spec: Spec, here: Host) -> TileShape:
-    """A tile of elements; a single key takes so few products that they are added in float64.
-
-    Its lse is its score, in which a chain of float32 would be all the error there is.
-    """
-    shape = here.shape_of(spec.compute_dtype)
-    return replace(shape, wide=spec.kv_len == 1 and spec.compute_dtype == np.float32)
-
-
-def _shape_without_split(spec: Spec, here: Host) -> TileShape:
-    """The tile shape of kernels that split nothing: of bfloat16 products where they are quicker.
-
-    Rotated operands come as float32, and few queries do not pay for the transposition of V.
-    """
-    shape = here.bfloat16_shape
-    if (
-        shape is None
-        or spec.dtype != "bfloat16"
-        or spec.rotation is not None
-        or 2 * spec.q_len <= shape.lanes
-    ):
-        return here.shape_of(spec.compute_dtype)
-    return tiles_shape(spec, shape, get_num_threads()) if shape.product == "tiles" else shape
-
-
 def _kernel_of(shape: TileShape) -> ForwardKernel:
     """The kernel that multiplies as the shape says."""
     if shape.product == "elements":
         return ONLINE_SOFTMAX
     if shape.terms > 1:
-        return split_bf16.FORWARD
-    return BF16_TILES if shape.product == "tiles" else BF16_DOT
+        return split_bf16.forward_kernel()
+    with importing():
+        if shape.product == "tiles":
+            from qkv.backends.cpu.bf16_tiles.kernel import BF16_TILES
+
+            return BF16_TILES
+        from qkv.backends.cpu.forward.bf16_dot import BF16_DOT
+    return BF16_DOT
 
 
 def scratch_of(spec: Spec, shape: TileShape) -> int:

@@ -14,8 +14,9 @@ from qkv.backends import Progress
 from qkv.backends.cpu.compiler.compile import Kernel, build
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.passes.arguments import Arguments, rotated_operands
-from qkv.backends.cpu.passes.forward import operations_of_a_pair, shape_of, wide_shape
+from qkv.backends.cpu.passes.forward import operations_of_a_pair
 from qkv.backends.cpu.passes.workers import Workload
+from qkv.backends.cpu.plan.kernel_choice import shape_of, wide_shape
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.backends.cpu.plan.schedule import TILE_KV, Schedule, fine_tile, packs_gqa, schedule
 from qkv.backends.cpu.replay.kernel import emit_replay
@@ -183,7 +184,9 @@ class ReplayPass:
         elif rows is not None:
             self.tasks = self._tasks_of_rows(rows)
         if splits_operands:
-            self.scratch_bytes = split_bf16.REPLAY.scratch_bytes(question, spec, self.shape, k)
+            self.scratch_bytes = split_bf16.replay_kernel().scratch_bytes(
+                question, spec, self.shape, k
+            )
         else:
             self.scratch_bytes = scratch_bytes(question, spec, self.shape, k, keys)
 
@@ -249,7 +252,7 @@ class _ReplayArguments(Arguments):
 
 @lru_cache(maxsize=256)
 def _kernel(key: ReplayKey, here: Host) -> Kernel:
-    emit = emit_replay if key.shape.terms == 1 else split_bf16.REPLAY.emit
+    emit = emit_replay if key.shape.terms == 1 else split_bf16.replay_kernel().emit
     if key.question == "blocks":
         emit = emit_weight_blocks
     return Kernel(build(emit, (key,), here))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from qkv.arrays.addresses import quick_address_of
 from qkv.backends import Prepared, ResultForm
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock
-from qkv.backends.cpu.passes.decode import batch_stride
+from qkv.backends.cpu.passes.arguments import batch_stride
 from qkv.backends.cpu.passes.scratch import Pool, Scratch, return_scratch, take_scratch
 from qkv.backends.cpu.prepared.kernel import Attend, Kernel, expected_of
 from qkv.backends.cpu.prepared.stages import Rotate, RotateSteps, ShareWithSinks

@@ -8,19 +8,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv._forks import importing
 from qkv.backends import Passes, Prepared, ResultForm
 from qkv.backends.cpu.machine.host import host
-from qkv.backends.cpu.passes.decode import is_decode
 from qkv.backends.cpu.plan import schedule
 from qkv.backends.cpu.plan.block_skipping import skips_by_value
-from qkv.backends.cpu.prepared import backward, stages
-from qkv.backends.cpu.prepared.any_length import any_length_form
+from qkv.backends.cpu.plan.kernel_choice import is_decode
+from qkv.backends.cpu.prepared import stages
 from qkv.backends.cpu.prepared.call import PassesOfCall
-from qkv.backends.cpu.prepared.decode import decode_kernel
-from qkv.backends.cpu.prepared.forward import forward_kernel
 from qkv.backends.cpu.prepared.kernel import Kernel
 from qkv.backends.cpu.prepared.placeholders import tables_of
-from qkv.backends.cpu.prepared.steps import steps_kernel
 from qkv.partial import RowStatistics
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.expressions import tables
@@ -50,6 +47,9 @@ def prepare(
     if spec.rotation and not stages.is_rotation_kept(problem):
         return None
     if inputs is not None:
+        with importing():
+            from qkv.backends.cpu.prepared import backward
+
         if not (backward.is_preparable(problem, inputs) and _is_scheduled_alike(problem, arrays)):
             return None
         return backward.PassesOfGradients(problem, inputs, arrays).prepared()
@@ -57,8 +57,14 @@ def prepare(
     if is_short:
         if passes == "statistics" or not all(tables_of(problem, arrays)):
             return None
+        with importing():
+            from qkv.backends.cpu.prepared.decode import decode_kernel
+
         kernel = decode_kernel(form, arrays)
     elif _is_scheduled_alike(problem, arrays):
+        with importing():
+            from qkv.backends.cpu.prepared.forward import forward_kernel
+
         kernel = forward_kernel(form, passes, arrays)
     else:
         return None
@@ -86,6 +92,10 @@ def _for_any_length(problem: Problem, arrays: tuple[Array, ...]) -> Prepared | N
 
     None if what variants hold, other than `arrays`, serves one number of keys only.
     """
+    with importing():
+        from qkv.backends.cpu.prepared.any_length import any_length_form
+        from qkv.backends.cpu.prepared.steps import steps_kernel
+
     rotates, positions = problem.spec.rotation is not None, problem.operands.positions
     # All batch entries must share one table of angles.
     if rotates and max(len(positions.q_shift), len(positions.kv_shift)) > 1:

@@ -1,29 +1,24 @@
 """The one way into this package: when operands are split, and the kernels that then run.
 
 The rest of the backend imports this module alone. Without the package, `shape_for` would always be
-None, and the other kernels would do everything.
+None, and the other kernels would do everything. Kernels are imported when one is used first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
+from qkv._forks import importing
 from qkv._threads import get_num_threads
-from qkv.backends.cpu.backward.frame import BackwardKey
-from qkv.backends.cpu.bf16_tiles.kernel import tiles_shape
-from qkv.backends.cpu.bf16_tiles.tasks import PLANNED_KEYS
-from qkv.backends.cpu.forward.kernel import ForwardKernel
+from qkv.backends.cpu.bf16_tiles.tile_shape import tiles_shape
 from qkv.backends.cpu.machine.host import Host
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.replay.reduction import Question, ReplayKey
-from qkv.backends.cpu.split_bf16.backward import emit_split_backward
-from qkv.backends.cpu.split_bf16.backward_block import split_areas
-from qkv.backends.cpu.split_bf16.forward import emit_split_forward, split_scratch_bytes
-from qkv.backends.cpu.split_bf16.replay import emit_split_replay
-from qkv.backends.cpu.split_bf16.replay import split_scratch_bytes as replay_scratch_bytes
 from qkv.problem.spec import Problem, Spec
+
+if TYPE_CHECKING:
+    from qkv.backends.cpu.forward.kernel import ForwardKernel
+    from qkv.backends.cpu.split_bf16.kernels import BackwardKernel, ReplayKernel
 
 LEAST_SIZES = {"float32": (160, 96), "float16": (32, 48)}
 """For each dtype the least number of queries and of keys, and the least head_dim + v_head_dim, from
@@ -43,27 +38,23 @@ _LARGEST_SCALE = 2.0**10
 """The largest absolute scale of scores with which operands are split."""
 
 
-class ReplayKernel(NamedTuple):
-    """A kernel that computes scores again."""
-
-    emit: Callable[[ReplayKey], str]
-    scratch_bytes: Callable[[Question, Spec, TileShape, int], int]
-    """Memory in bytes that one worker needs."""
+def forward_kernel() -> ForwardKernel:
+    with importing():
+        from qkv.backends.cpu.split_bf16.kernels import FORWARD
+    return FORWARD
 
 
-class BackwardKernel(NamedTuple):
-    """A backward kernel."""
-
-    emit: Callable[[BackwardKey], str]
-    areas: Callable[[TileShape, int, int, int], dict[str, int]]
-    """The areas of a worker's scratch, in bytes, given shape, head_dim, v_head_dim and the blocks
-    of queries of one task."""
+def replay_kernel() -> ReplayKernel:
+    with importing():
+        from qkv.backends.cpu.split_bf16.kernels import REPLAY
+    return REPLAY
 
 
-FORWARD = ForwardKernel(emit_split_forward, split_scratch_bytes, PLANNED_KEYS)
-REPLAY = ReplayKernel(emit_split_replay, replay_scratch_bytes)
-BACKWARD = BackwardKernel(emit_split_backward, split_areas)
-"""The backward kernel also serves bfloat16, which is a sum of one term."""
+def backward_kernel() -> BackwardKernel:
+    """It also serves bfloat16, which is a sum of one term."""
+    with importing():
+        from qkv.backends.cpu.split_bf16.kernels import BACKWARD
+    return BACKWARD
 
 
 def split_shape(here: Host, dtype: str) -> TileShape | None:
