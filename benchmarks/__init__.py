@@ -11,9 +11,10 @@ session       whose turn it is; process, worker: one contender's process, and ho
 record        what is kept of a run; machine: where it ran
 samples       medians and ratios
 report        what is shown of a run; tables, picture, compare
+first_calls/  a program of its own: what a new process pays
 latency/, models/
               other kinds of run: small calls, whole models of transformers
-linear_time   a program of its own, for the linear-time mechanisms
+linear_time   another, for the linear-time mechanisms
 ranks         another, for attention over processes; balance: how orders share out work
 int8_means    another, for int8 caches
 """
