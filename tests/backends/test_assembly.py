@@ -15,7 +15,8 @@ import pytest
 
 from qkv.backends.cpu.bf16_tiles.kernel import emit_bf16_tiles
 from qkv.backends.cpu.compiler.compile import parsed_for
-from qkv.backends.cpu.decode.kernel import DecodeKey, emit_decode
+from qkv.backends.cpu.decode.kernel import emit_decode
+from qkv.backends.cpu.decode.layout import DecodeKey
 from qkv.backends.cpu.forward.bf16_dot import emit_bf16_dot
 from qkv.backends.cpu.forward.frame import ForwardKey
 from qkv.backends.cpu.forward.kernel import emit_forward

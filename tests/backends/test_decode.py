@@ -11,8 +11,8 @@ import pytest
 import qkv
 from forced import as_it_runs
 from processes import in_a_process
-from qkv.backends.cpu.decode import kernel as decode
-from qkv.backends.cpu.decode.kernel import STRETCH_KV, panel_of, record_bytes
+from qkv.backends.cpu.decode import layout
+from qkv.backends.cpu.decode.layout import STRETCH_KV, panel_of, record_bytes
 from qkv.backends.cpu.decode.rows import FIELDS
 from qkv.backends.cpu.decode.tasks import BLOCK_KV, CHUNK, GROUP, TASK, chunk_of, shared_bytes
 from qkv.backends.cpu.machine.host import host
@@ -84,7 +84,7 @@ def test_operations(name) -> None:
 @pytest.mark.parametrize("panel", [3, 128])
 def test_any_number_of_rows(group_size, q_len, panel, monkeypatch) -> None:
     """Heads and queries of a group are rows of one matrix, in panels, in tiles of 4, 2 and 1."""
-    monkeypatch.setattr(decode, "_PANEL", panel)
+    monkeypatch.setattr(layout, "_PANEL", panel)
 
     def variants(shape, rng):
         bias = rng.normal(size=shape.scores)
@@ -307,7 +307,7 @@ def test_pages_and_panels_change_no_bit(quantised, monkeypatch) -> None:
                 rows = qkv.Quantized((20 * pages).astype(np.int8), np.abs(pages[..., 0]) + 0.1)
             forms.append(qkv.Paged(rows, np.arange(960 // size)[None]))
         for panel in (1, 2, 128):
-            monkeypatch.setattr(decode, "_PANEL", panel)
+            monkeypatch.setattr(layout, "_PANEL", panel)
             found.add(run(query, *forms, qkv.KeyLengths(951))[0].tobytes())
     if not quantised:
         found.add(run(query, key, value, qkv.KeyLengths(951))[0].tobytes())

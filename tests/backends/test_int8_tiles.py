@@ -10,7 +10,7 @@ import qkv
 from forced import as_it_runs, both_ways
 from processes import in_a_process
 from qkv.backends.cpu.compiler.compile import build
-from qkv.backends.cpu.decode import kernel as decode
+from qkv.backends.cpu.decode import layout
 from qkv.backends.cpu.decode.kernel import emit_decode
 from qkv.backends.cpu.passes import decode as streaming
 from qkv.testing import bounds, truth
@@ -111,7 +111,7 @@ def test_pages_strides_and_panels_change_no_bit(tiles, monkeypatch) -> None:
     for size, panel in product((1, 3, 5, 16, 32, 48, 160, 480), (1, 3, 128)):
         if panel != 128 and size not in (3, 16):
             continue
-        monkeypatch.setattr(decode, "_PANEL", panel)
+        monkeypatch.setattr(layout, "_PANEL", panel)
         forms = []
         for rows, _ in (key, value):
             parts = []

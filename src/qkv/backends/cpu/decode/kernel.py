@@ -33,7 +33,10 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
+from qkv.backends.cpu.decode.layout import STRETCH_KV, DecodeKey
+from qkv.backends.cpu.decode.merge import RecordMerge
 from qkv.backends.cpu.decode.rows import DecodeFrame
+from qkv.backends.cpu.decode.softmax import RowSoftmax
 from qkv.backends.cpu.decode.tasks import (
     BLOCK_KV,
     EMPTY,
@@ -44,81 +47,21 @@ from qkv.backends.cpu.decode.tasks import (
     TASK,
     DecodeTasks,
 )
-from qkv.backends.cpu.decode.tile_blocks import TILE_BLOCK_KV, TileBlocks, tile_bytes
-from qkv.backends.cpu.emit import storage, vector_math
+from qkv.backends.cpu.decode.tile_blocks import TILE_BLOCK_KV, TileBlocks
+from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT64, POINTER, Value
-from qkv.backends.cpu.emit.expressions import Expressions, Neighbours
 from qkv.backends.cpu.emit.packing import (
     all_finite_function,
     copy_rows_function,
     move_rows_function,
 )
-from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.dim_lanes import RowProducts
 from qkv.backends.cpu.products.tile_instructions import configure, release
-from qkv.problem.expressions import SCORE, TRUE
-from qkv.problem.spec import Spec
+from qkv.problem.expressions import TRUE
 
-STRETCH_KV = 512
-"""Number of keys whose scores are held at once. A large number means few updates of row maximum and
-row sum, and long sequential reads of K and then of V."""
 PART_KV = 32
 """Number of keys that all rows are multiplied with before the next keys of the block, if one tile
 does not hold all rows."""
-_PANEL = 128
-"""The most rows that are multiplied with a stretch of keys at once, so that their scores stay in
-the core's own cache."""
-
-
-STATE = 4
-"""Number of vectors that follow each row of O: row maximum m, row sum l, the rounding error of l,
-and T = sum_k P[k] * (S[k] - m), which entropy is computed from."""
-
-
-def padded(dim: int, lanes: int) -> int:
-    return -(-dim // lanes) * lanes
-
-
-def panel_of(spec: Spec) -> int:
-    """Rows that are multiplied with a stretch of keys at once: all panels have about this size."""
-    rows = max(1, spec.group_size * spec.q_len)
-    return -(-rows // -(-rows // _PANEL))
-
-
-def record_bytes(spec: Spec, shape: TileShape) -> int:
-    """Bytes of the result of a task: for each row O, padded to whole vectors, and its state."""
-    width = padded(spec.v_head_dim, shape.lanes) + STATE * shape.lanes
-    row = -(-width * spec.compute_dtype.itemsize // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
-    return spec.group_size * spec.q_len * row
-
-
-def scratch_bytes(spec: Spec, shape: TileShape) -> int:
-    """Memory of one worker: Q; P, sums B, and factors of a panel; scales, K or V; tiles."""
-    rows, dims = spec.group_size * spec.q_len, (spec.head_dim, spec.v_head_dim)
-    each_row = STRETCH_KV + padded(spec.v_head_dim, shape.lanes) + 2 * shape.lanes
-    shared = 2 * STRETCH_KV + BLOCK_KV * max(dims) + rows * spec.head_dim
-    size = (each_row * panel_of(spec) + shared) * spec.compute_dtype.itemsize
-    stored = [each.dtype for each in (spec.key_storage, spec.value_storage) if each]
-    if shape.byte_tiles and "int8" in stored:
-        size += RECORD_ALIGNMENT + tile_bytes(rows, panel_of(spec), *dims)
-    return -(-size // 4096) * 4096
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeKey:
-    """Everything that the code of one kernel depends on.
-
-    `dtypes` are those of query, key and value as they are read, `paged` says whether key and value
-    lie in pages; int8 has scales.
-    """
-
-    spec: Spec
-    shape: TileShape
-    int_bits: int
-    dtypes: tuple[str, str, str]
-    paged: tuple[bool, bool]
-    out_dtype: str
-    statistics: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,167 +95,13 @@ class _Decode:
     def __init__(self, key: DecodeKey) -> None:
         self.frame = DecodeFrame(key.spec, key.shape, key.int_bits, key.dtypes, key.paged)
         self.e = self.frame.e
-        self.out_dtype = key.out_dtype
-        self.statistics = key.statistics
-        self.plain = self.frame.score == SCORE
-        """Whether there are no score mods, so that scores are the scaled products."""
-        self.may_forbid = not self.plain or self.frame.mask != TRUE
+        self.softmax = RowSoftmax(self.frame, key)
+        self.merge = RecordMerge(self.frame, key)
         self.score_row = (STRETCH_KV + self.e.lanes) * self.e.real_bytes
         """Bytes of a row of S, with room behind it for a vector."""
         self.products = RowProducts(self.e, *key.dtypes[1:], self.score_row, key.shape)
         has_tiles = key.shape.byte_tiles and self.e.real == FLOAT and "int8" in key.dtypes
         self.tiles = TileBlocks(self.frame, self.products) if has_tiles else None
-
-    def is_quantised(self, name: str) -> bool:
-        return self.frame.dtypes[name] == "int8"
-
-    # --- P = exp(S - m) --------------------------------------------------------------------------
-
-    def softmax_function(self, name: str, masked: bool) -> Value:
-        """A function for one row of one stretch: S becomes P; row maximum and sum are updated.
-
-        It returns whether a pair is forbidden, whose weight is then -0.0; no other weight is.
-        """
-        e = self.e
-        arguments = [*[POINTER] * 6, *[INT64] * 5]
-        with e.function(name, arguments, BIT) as (function, args):
-            arguments_, scores, state, rescale, key_scales, value_scales = args[:6]
-            count, kv_start, batch, head, q_index = args[6:]
-            b = e.builder
-            row_max, row_sum, error, t_sum = (e.at(state, i * e.vector_bytes) for i in range(STATE))
-            places = Expressions(
-                e, self.frame.tables(arguments_),
-                {"batch": batch, "head": head, "q_index": q_index}, self.frame.int_bits,
-            )  # fmt: skip
-            block_max = self._finish_scores(
-                arguments_, places, scores, key_scales, count, kv_start, masked
-            )
-            old_max, block_max = e.load_vector(row_max), e.reduce(block_max, e.greatest)
-            new_max = e.greatest(old_max, block_max)
-            # A row that has seen no key has maximum -inf; shifted by it, -inf would become NaN.
-            is_unseen = b.fcmp_ordered("==", new_max, e.const(-math.inf))
-            shift = b.select(is_unseen, e.const(0.0), new_max)
-            no_lanes = ir.Constant(ir.VectorType(BIT, e.lanes), None)
-
-            def weigh_vector(k: Value, carried: list[Value]) -> list[Value]:
-                place = e.at(scores, e.mul(k, e.real_bytes))
-                score = e.load_vector(place)
-                exponent = b.fsub(score, shift)
-                is_forbidden = b.fcmp_ordered("==", score, e.const(-math.inf))
-                weight = vector_math.exp_flushed(e, exponent)
-                if self.may_forbid:
-                    weight = b.select(is_forbidden, e.const(0.0), weight)
-                total = b.fadd(carried[0], weight)
-                lost = vector_math.error_of_sum(e, carried[0], weight, total)
-                following = [total, b.fadd(carried[1], lost)]
-                if self.statistics:
-                    # T += weight * exponent, except where the weight is 0: 0 * -inf would be NaN.
-                    added = e.fma(weight, exponent, carried[2])
-                    adds = vector_math.exp_is_nonzero(e, exponent)
-                    following.append(b.select(adds, added, carried[2]))
-                if self.is_quantised("value"):
-                    weight = b.fmul(
-                        weight, e.load_vector(e.at(value_scales, e.mul(k, e.real_bytes)))
-                    )
-                if self.frame.spec.dropout:
-                    index = self._key_numbers(e.add(kv_start, k), e.add(kv_start, count))
-                    weight = b.fmul(weight, self.frame.dropout_factor(arguments_, places, index))
-                if self.may_forbid:
-                    weight = b.select(is_forbidden, e.const(-0.0), weight)
-                    exists = e.first_lanes(e.sub(count, k))
-                    following.append(b.or_(carried[-1], b.and_(is_forbidden, exists)))
-                e.store_vector(weight, place)
-                return following
-
-            # The sum of the weights, what rounding took from it, and the sum for T.
-            zeros = [e.const(0.0)] * (2 + self.statistics)
-
-            def weigh_block(k: Value, carried: list[Value]) -> list[Value]:
-                stop = e.least(e.add(k, BLOCK_KV), count)
-                of_block = e.loop(k, stop, e.lanes, zeros + carried[len(zeros) :], weigh_vector)
-                following = [*map(b.fadd, carried, of_block[: len(zeros)]), *of_block[len(zeros) :]]
-                lost = vector_math.error_of_sum(e, carried[0], of_block[0], following[0])
-                following[1] = b.fadd(following[1], lost)
-                return following
-
-            sums = e.loop(0, count, BLOCK_KV, zeros + [no_lanes] * self.may_forbid, weigh_block)
-            max_change = b.fsub(old_max, shift)
-            factor = vector_math.exp_flushed(e, max_change)
-            e.store_vector(new_max, row_max)
-            e.store_vector(factor, rescale)
-            if self.statistics:
-                # Before the first key the change is -inf, but 0 * -inf would be NaN.
-                rebased = b.fmul(e.load_vector(row_sum), e.greatest(e.const(-1e4), max_change))
-                old_t_sum = b.fmul(b.fadd(e.load_vector(t_sum), rebased), factor)
-                e.store_vector(b.fadd(old_t_sum, sums[2]), t_sum)
-            self._add_compensated(row_sum, error, factor, sums[0], sums[1])
-            forbidden: Value = ir.Constant(BIT, 0)
-            if self.may_forbid:
-                lanes = ir.IntType(e.lanes)
-                forbidden = b.icmp_unsigned("!=", b.bitcast(sums[-1], lanes), ir.Constant(lanes, 0))
-            b.ret(forbidden)
-        return function
-
-    def _add_compensated(
-        self, row_sum: Value, error: Value, factor: Value, more: Value, lost: Value
-    ) -> None:
-        """row_sum = factor * row_sum + more + lost: a plain sum over many blocks drifts.
-
-        `error` becomes what the row sum has too much.
-        """
-        e, b = self.e, self.e.builder
-        old = b.fmul(e.load_vector(row_sum), factor)
-        lost = b.fsub(lost, b.fmul(e.load_vector(error), factor))
-        new = b.fadd(old, more)
-        lost = b.fadd(lost, vector_math.error_of_sum(e, old, more, new))
-        e.store_vector(new, row_sum)
-        e.store_vector(b.fneg(lost), error)
-
-    def _key_numbers(self, first: Value, stop: Value) -> Value:
-        """Numbers of keys in the lanes, from `first` on; lanes from `stop` on repeat the last."""
-        e, b = self.e, self.e.builder
-        last = self.frame.lane_integers(e.sub(stop, 1))
-        index = b.add(self.frame.lane_integers(first), self.frame.lane_numbers())
-        return b.select(b.icmp_signed("<", index, last), index, last)
-
-    def _finish_scores(
-        self,
-        arguments: Value,
-        places: Expressions,
-        scores: Value,
-        key_scales: Value,
-        count: Value,
-        kv_start: Value,
-        masked: bool,
-    ) -> Value:
-        """Apply scales of keys, score mods and mask in place; gives each lane's largest score."""
-        e, b = self.e, self.e.builder
-        scale = e.splat(self.frame.real_field(arguments, "scale"))
-        stop = e.add(kv_start, count)
-
-        def finish_vector(k: Value, carried: list[Value]) -> list[Value]:
-            place = e.at(scores, e.mul(k, e.real_bytes))
-            score = b.fmul(e.load_vector(place), scale)
-            if self.is_quantised("key"):
-                score = b.fmul(score, e.load_vector(e.at(key_scales, e.mul(k, e.real_bytes))))
-            first, left = e.add(kv_start, k), e.sub(count, k)
-            beside = Neighbours(first, b.icmp_signed(">=", left, e.index(e.lanes)))
-            inner = places.at_key(self._key_numbers(first, stop), score, beside)
-            if not self.plain:
-                score = inner.floats(self.frame.score)
-            is_allowed = e.first_lanes(left)
-            if masked:
-                is_allowed = b.and_(is_allowed, inner.condition(self.frame.mask))
-            score = b.select(is_allowed, score, e.const(-math.inf))
-            e.store_vector(score, place)
-            return [e.greatest(carried[0], score)]
-
-        if not self.plain:
-            places.hoist(self.frame.score)
-        if masked:
-            places.hoist(self.frame.mask)
-        (largest,) = e.loop(0, count, e.lanes, [e.const(-math.inf)], finish_vector)
-        return largest
 
     # --- All rows of Q ---------------------------------------------------------------------------
 
@@ -348,7 +137,7 @@ class _Decode:
             dim = self.frame.field(arguments_, "head_dim" if name == "key" else "v_head_dim")
             scattered = b.icmp_signed("!=", place.element, e.index(item))
 
-            block_row = self.block_row_bytes(dim)
+            block_row = self.frame.block_row_bytes(dim)
             only = b.icmp_signed("==", self.frame.field(arguments_, "kv_len"), e.index(1))
             step, total = e.index(PART_KV), self.frame.bytes_of(arguments_, name)
             for size in self.products.tiles:
@@ -419,25 +208,7 @@ class _Decode:
             self.frame.for_each_segment(name, place, pages, kv_start, count, multiply_segment)
         return function
 
-    def block_row_bytes(self, v_head_dim: Value) -> Value:
-        """Bytes of a row of O in whole vectors."""
-        e = self.e
-        return e.mul(e.round_down(e.add(v_head_dim, e.lanes - 1), e.lanes), e.real_bytes)
-
     # --- One chunk, and the merge of all of them -------------------------------------------------
-
-    def record_row_bytes(self, block_row: Value) -> Value:
-        """Bytes of one row of a record: a row of O and its state."""
-        e = self.e
-        size = e.add(block_row, STATE * e.vector_bytes + RECORD_ALIGNMENT - 1)
-        return e.round_down(size, RECORD_ALIGNMENT)
-
-    def clear_bytes(self, pointer: Value, size: Value) -> None:
-        e = self.e
-        e.loop(
-            0, size, e.vector_bytes, [],
-            lambda i, _: e.store_vector(e.const(0.0), e.at(pointer, i)),
-        )  # fmt: skip
 
     def scratch_areas(self, arguments: Value, scratch: Value) -> _Scratch:
         """The areas of scratch memory, in the order of `scratch_bytes`."""
@@ -445,7 +216,7 @@ class _Decode:
         names = "rows", "panel", "head_dim", "v_head_dim"
         rows, panel, head_dim, v_head_dim = (self.frame.field(arguments, name) for name in names)
         block = e.at(scratch, e.mul(panel, self.score_row))
-        rescale = e.at(block, e.mul(panel, self.block_row_bytes(v_head_dim)))
+        rescale = e.at(block, e.mul(panel, self.frame.block_row_bytes(v_head_dim)))
         key_scales = e.at(rescale, e.mul(panel, e.vector_bytes))
         value_scales = e.at(key_scales, STRETCH_KV * e.real_bytes)
         packed = e.at(value_scales, STRETCH_KV * e.real_bytes)
@@ -454,10 +225,6 @@ class _Decode:
         end = e.add(e.builder.ptrtoint(e.at(moved, size), INT64), RECORD_ALIGNMENT - 1)
         tiles = e.pointer(e.round_down(end, RECORD_ALIGNMENT))
         return _Scratch(scratch, block, rescale, key_scales, value_scales, packed, moved, tiles)
-
-    def state_address(self, record: Value, row: Value, block_row: Value) -> Value:
-        """Where the state of a row lies, behind its row of O."""
-        return self.e.at(record, self.e.mul(row, self.record_row_bytes(block_row)), block_row)
 
     def attend_stretch_function(self, functions: dict[str, Value]) -> Value:
         """A function that takes one panel of rows, from `first` on, through one stretch of keys.
@@ -476,7 +243,7 @@ class _Decode:
                 self.frame.field(arguments, name) for name in names
             )
             own = self.scratch_areas(arguments, scratch)
-            block_row = self.block_row_bytes(v_head_dim)
+            block_row = self.frame.block_row_bytes(v_head_dim)
             panel_rows = e.least(panel, e.sub(rows, first))
 
             def for_each_block(name: str, matrix: Value, forbidden: Value) -> None:
@@ -505,7 +272,7 @@ class _Decode:
                 place = e.at(own.rescale, e.mul(i, e.vector_bytes))
                 factor = e.load_vector(place)
                 e.store_vector(e.const(1.0), place)
-                total = e.at(record, e.mul(e.add(first, i), self.record_row_bytes(block_row)))
+                total = e.at(record, e.mul(e.add(first, i), self.frame.record_row_bytes(block_row)))
                 added = e.at(own.block, e.mul(i, block_row))
 
                 def add_vector(d: Value, _: list[Value]) -> None:
@@ -522,7 +289,7 @@ class _Decode:
                     forbidden = b.call(
                         functions[name],
                         [arguments, e.at(own.weights, e.mul(i, self.score_row)),
-                         self.state_address(record, row, block_row),
+                         self.frame.state_address(record, row, block_row),
                          e.at(own.rescale, e.mul(i, e.vector_bytes)), own.key_scales,
                          own.value_scales, count, kv_start, batch, head, b.srem(row, q_len)],
                     )  # fmt: skip
@@ -557,7 +324,7 @@ class _Decode:
             def attend_stretch(k: Value, _: list[Value]) -> None:
                 where = [arguments, batch, kv_head, k, e.least(STRETCH_KV, e.sub(stop, k))]
                 for name, scales in (("key", own.key_scales), ("value", own.value_scales)):
-                    if self.is_quantised(name):
+                    if self.frame.is_quantised(name):
                         b.call(functions[f"{name} scales"], [*where, scales])
 
                 def attend_rows(first: Value, _: list[Value]) -> None:
@@ -584,7 +351,7 @@ class _Decode:
             )
             batch, kv_head = b.sdiv(group, kv_heads), b.srem(group, kv_heads)
             own = self.scratch_areas(arguments, scratch)
-            block_row = self.block_row_bytes(v_head_dim)
+            block_row = self.frame.block_row_bytes(v_head_dim)
 
             query = self.frame.operand(arguments, "query", batch, e.mul(kv_head, group_size))
             head_bytes = e.mul(q_len, head_dim, e.real_bytes)
@@ -599,12 +366,12 @@ class _Decode:
             if self.tiles:
                 self.tiles.split_query(functions, arguments, own.packed, own.tiles)
                 configure(e)
-            self.clear_bytes(own.block, e.mul(panel, block_row))
-            self.clear_bytes(record, e.mul(rows, self.record_row_bytes(block_row)))
+            e.clear(own.block, e.mul(panel, block_row))
+            e.clear(record, e.mul(rows, self.frame.record_row_bytes(block_row)))
             e.loop(
                 0, rows, 1, [],
                 lambda i, _: e.store_vector(
-                    e.const(-math.inf), self.state_address(record, i, block_row)
+                    e.const(-math.inf), self.frame.state_address(record, i, block_row)
                 ),
             )  # fmt: skip
             where = [arguments, batch, kv_head]
@@ -624,121 +391,6 @@ class _Decode:
                 release(e)
         return function
 
-    def merge_function(self) -> Value:
-        """A function `(arguments, records, count, record_bytes, row, total)` that merges one row.
-
-        `records` is where the row lies in the first record, `row` its number among all rows of the
-        output, `total` is scratch memory. A row without keys has l = 0.
-        """
-        e = self.e
-        arguments = [POINTER, POINTER, INT64, INT64, INT64, POINTER]
-        with e.function("merge", arguments) as (function, args):
-            arguments_, records, count, record_bytes, row, total = args
-            b = e.builder
-            v_head_dim = self.frame.field(arguments_, "v_head_dim")
-            block_row = self.block_row_bytes(v_head_dim)
-
-            def load_softmax_state(c: Value) -> list[Value]:
-                start = e.at(records, e.mul(c, record_bytes), block_row)
-                return [e.load_vector(e.at(start, i * e.vector_bytes)) for i in range(STATE)]
-
-            lowest, zero = e.const(-math.inf), e.const(0.0)
-            (row_max,) = e.loop(
-                0, count, 1, [lowest], lambda c, old: [e.greatest(old[0], load_softmax_state(c)[0])]
-            )
-            is_unseen = b.fcmp_ordered("==", row_max, lowest)
-            shift = b.select(is_unseen, zero, row_max)
-            self.clear_bytes(total, block_row)
-
-            def add_record(c: Value, sums: list[Value]) -> list[Value]:
-                own_max, own_sum, sum_error, t_sum = load_softmax_state(c)
-                exponent = b.fsub(own_max, shift)
-                weight = vector_math.exp_flushed(e, exponent)
-                out = e.at(records, e.mul(c, record_bytes))
-
-                def add_vector(d: Value, _: list[Value]) -> None:
-                    to = e.at(total, d)
-                    e.store_vector(
-                        e.fma(weight, e.load_vector(e.at(out, d)), e.load_vector(to)), to
-                    )
-
-                e.loop(0, block_row, e.vector_bytes, [], add_vector)
-                added = b.fmul(weight, own_sum)
-                row_sum = b.fadd(sums[0], added)
-                rest = b.fsub(
-                    vector_math.error_of_sum(e, sums[0], added, row_sum), b.fmul(weight, sum_error)
-                )
-                following = [row_sum, b.fadd(sums[1], rest)]
-                if self.statistics:
-                    rebased = e.fma(own_sum, e.greatest(e.const(-1e4), exponent), t_sum)
-                    following.append(e.fma(weight, rebased, sums[2]))
-                return following
-
-            row_sum, rest, *t_sum = e.loop(0, count, 1, [zero] * (2 + self.statistics), add_record)
-            row_sum, rest = vector_math.sum_of_lanes(e, row_sum, rest)
-            t_sum = [e.reduce(x, b.fadd) for x in t_sum]
-            empty = b.fcmp_ordered("==", row_sum, zero)
-            divisor = b.select(empty, e.const(1.0), row_sum)
-            statistics = row_max, row_sum, rest, empty, divisor, t_sum
-            self._write_statistics(arguments_, row, *statistics)
-            self._write_row(arguments_, row, total, divisor)
-        return function
-
-    def _write_statistics(
-        self,
-        arguments: Value,
-        row: Value,
-        row_max: Value,
-        row_sum: Value,
-        rest: Value,
-        empty: Value,
-        divisor: Value,
-        t_sum: list[Value],
-    ) -> None:
-        """lse = m + log(l), and entropy = log(l) - T / l."""
-        e, b = self.e, self.e.builder
-
-        def write_first_lane(name: str, vector: Value) -> None:
-            at = e.at(self.frame.pointer_field(arguments, name), e.mul(row, e.real_bytes))
-            e.store(e.extract(vector, 0), at, e.real_bytes)
-
-        zero, lowest = e.const(0.0), e.const(-math.inf)
-        with b.if_then(b.icmp_signed("!=", self.frame.field(arguments, "lse"), e.index(0))):
-            lse, _ = vector_math.add_log(e, row_max, row_sum, rest)
-            write_first_lane("lse", b.select(empty, lowest, lse))
-        if self.statistics:
-            logarithm = vector_math.log(e, row_sum)
-            entropy = b.fsub(logarithm, b.fdiv(t_sum[0], divisor))
-            # Rounding may make the entropy of a single key slightly negative.
-            is_negative = b.fcmp_ordered("<", entropy, zero)
-            write_first_lane("entropy", b.select(b.or_(empty, is_negative), zero, entropy))
-            write_first_lane("max_score", row_max)
-            write_first_lane("max_weight", b.select(empty, zero, b.fdiv(e.const(1.0), divisor)))
-
-    def _write_row(self, arguments: Value, row: Value, total: Value, divisor: Value) -> None:
-        """out = O / l, rounded; adding 0 turns -0.0 into 0.0."""
-        e, b, item = self.e, self.e.builder, storage.ITEM_BYTES[self.out_dtype]
-        v_head_dim = self.frame.field(arguments, "v_head_dim")
-        out = e.at(self.frame.pointer_field(arguments, "out"), e.mul(row, v_head_dim, item))
-
-        def write_vector(d: Value, seen: list[Value]) -> list[Value]:
-            x = b.fdiv(e.load_vector(e.at(total, e.mul(d, e.real_bytes))), divisor)
-            x = b.fadd(x, e.const(0.0))
-            storage.store(e, x, e.at(out, e.mul(d, item)), self.out_dtype)
-            return [e.fma(x, e.const(0.0), seen[0])]
-
-        def write_element(d: Value, seen: list[Value]) -> list[Value]:
-            zero = ir.Constant(e.real, 0.0)
-            x = e.load(e.at(total, e.mul(d, e.real_bytes)), e.real, e.real_bytes)
-            x = b.fadd(b.fdiv(x, e.extract(divisor, 0)), zero)
-            storage.store(e, x, e.at(out, e.mul(d, item)), self.out_dtype)
-            return [e.fma(x, zero, seen[0])]
-
-        whole = e.round_down(v_head_dim, e.lanes)
-        (seen,) = e.loop(0, whole, e.lanes, [e.const(0.0)], write_vector)
-        (last,) = e.loop(whole, v_head_dim, 1, [ir.Constant(e.real, 0.0)], write_element)
-        self.frame.report_not_finite(arguments, b.fadd(seen, e.splat(last)))
-
     def emit_functions(self) -> None:
         e = self.e
         functions = {"copy query": copy_rows_function(e, self.frame.dtypes["query"])}
@@ -749,22 +401,22 @@ class _Decode:
             functions[f"move {name}"] = move_rows_function(
                 e, name, storage.ITEM_BYTES[self.frame.dtypes[name]]
             )
-        if self.may_forbid and not self.is_quantised("value"):
+        if self.softmax.may_forbid and not self.frame.is_quantised("value"):
             functions["all_finite"] = all_finite_function(e, self.frame.dtypes["value"])
             functions["selected"] = self.products.selected_values_function()
         for name in ("key", "value"):
             functions[name] = self.block_function(name, functions)
-            if self.is_quantised(name):
+            if self.frame.is_quantised(name):
                 functions[f"{name} scales"] = self.frame.copy_scales_function(name)
         if self.tiles:
             self.tiles.emit_functions(functions)
-        functions["full"] = self.softmax_function("full", False)
+        functions["full"] = self.softmax.function("full", False)
         if self.frame.mask != TRUE:
-            functions["partial"] = self.softmax_function("partial", True)
+            functions["partial"] = self.softmax.function("partial", True)
         functions["attend stretch"] = self.attend_stretch_function(functions)
         functions["attend run"] = self.attend_run_function(functions)
         tasks = DecodeTasks(self.frame)
-        attend, merge = self.attend_function(functions, tasks), self.merge_function()
+        attend, merge = self.attend_function(functions, tasks), self.merge.function()
 
         def run_task(arguments: Value, number: Value, scratch: Value) -> None:
             b = e.builder
@@ -775,8 +427,8 @@ class _Decode:
             own = self.frame.record_at(groups, group, GROUP)
             _, first_record, count, _ = self.frame.record(own, GROUP)
             rows = self.frame.field(arguments, "rows")
-            record_row = self.record_row_bytes(
-                self.block_row_bytes(self.frame.field(arguments, "v_head_dim"))
+            record_row = self.frame.record_row_bytes(
+                self.frame.block_row_bytes(self.frame.field(arguments, "v_head_dim"))
             )
             record_bytes = e.mul(rows, record_row)
             records = self.frame.pointer_field(arguments, "records")

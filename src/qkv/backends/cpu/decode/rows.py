@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from qkv.backends.cpu.decode.tasks import BLOCK_KV
+from qkv.backends.cpu.decode.tasks import BLOCK_KV, RECORD_ALIGNMENT
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import COMMON_FIELDS, WORD, Frame, RowView, operand_fields
@@ -40,6 +40,11 @@ of the key lie `key_batch` bytes apart, unless `key_batches` is a table of their
 """
 
 
+STATE = 4
+"""Number of vectors that follow each row of O: row maximum m, row sum l, the rounding error of l,
+and T = sum_k P[k] * (S[k] - m), which entropy is computed from."""
+
+
 class DecodeFrame(Frame):
     """What all functions of the kernel know; keys and values are arrays or lie in pages.
 
@@ -57,6 +62,9 @@ class DecodeFrame(Frame):
         super().__init__("qkv_decode", spec, shape, int_bits, FIELDS)
         self.dtypes = dict(zip(("query", "key", "value"), dtypes, strict=True))
         self.paged = dict(zip(("key", "value"), paged, strict=True))
+
+    def is_quantised(self, name: str) -> bool:
+        return self.dtypes[name] == "int8"
 
     def operand(self, arguments: Value, name: str, batch: Value, head: Value) -> RowView:
         e, b = self.e, self.e.builder
@@ -170,3 +178,18 @@ class DecodeFrame(Frame):
             pages = self.pages(arguments, scales, batch)
             self.for_each_segment(scales, place, pages, kv_start, count, copy_segment)
         return function
+
+    def block_row_bytes(self, v_head_dim: Value) -> Value:
+        """Bytes of a row of O in whole vectors."""
+        e = self.e
+        return e.mul(e.round_down(e.add(v_head_dim, e.lanes - 1), e.lanes), e.real_bytes)
+
+    def record_row_bytes(self, block_row: Value) -> Value:
+        """Bytes of one row of a record: a row of O and its state."""
+        e = self.e
+        size = e.add(block_row, STATE * e.vector_bytes + RECORD_ALIGNMENT - 1)
+        return e.round_down(size, RECORD_ALIGNMENT)
+
+    def state_address(self, record: Value, row: Value, block_row: Value) -> Value:
+        """Where the state of a row lies, behind its row of O."""
+        return self.e.at(record, self.e.mul(row, self.record_row_bytes(block_row)), block_row)

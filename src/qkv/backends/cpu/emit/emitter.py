@@ -307,6 +307,14 @@ class Emitter:
     def store_vector(self, value: Value, pointer: Value, *, aligned: bool = True) -> None:
         self.store(value, pointer, self.vector_bytes if aligned else self.real_bytes)
 
+    def clear(self, pointer: Value, size: Value) -> None:
+        """Write 0 to `size` bytes, which are whole vectors."""
+        zero = self.const(0.0)
+        self.loop(
+            0, size, self.vector_bytes, [],
+            lambda i, _: self.store_vector(zero, self.at(pointer, i)),
+        )  # fmt: skip
+
     def stack_words(self, count: int = 1) -> Value:
         """Memory for 64-bit words, which lasts as long as the function runs."""
         return self._stack(INT64, count, 8)

@@ -11,13 +11,8 @@ from numpy.typing import NDArray
 
 from qkv._threads import get_num_threads
 from qkv.backends.cpu.compiler.compile import Code, Kernel, build
-from qkv.backends.cpu.decode.kernel import (
-    DecodeKey,
-    emit_decode,
-    panel_of,
-    record_bytes,
-    scratch_bytes,
-)
+from qkv.backends.cpu.decode.kernel import emit_decode
+from qkv.backends.cpu.decode.layout import DecodeKey, panel_of, record_bytes, scratch_bytes
 from qkv.backends.cpu.decode.rows import FIELDS, page_fields
 from qkv.backends.cpu.decode.tasks import shared_bytes
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock
