@@ -33,7 +33,6 @@ from typing import TypeAlias
 from qkv.backends.cpu.backward.frame import TASK, BackwardFrame, BackwardKey
 from qkv.backends.cpu.backward.query_block import (
     block_functions,
-    clear_memory,
     query_block_function,
 )
 from qkv.backends.cpu.emit import storage
@@ -164,7 +163,7 @@ def key_range_function(
             row = frame.field(arguments, f"{name}_sum_row")
             pointer = frame.pointer_field(arguments, f"{name}_sums")
             sums[name] = e.at(pointer, e.mul(kv_row, row)), row
-            clear_memory(e, sums[name][0], e.index(0), e.mul(keys, row))
+            e.clear(sums[name][0], 0, e.mul(keys, row))
         call_for_query_blocks(frame, arguments, task, scratch, query_block)
 
         head_row = e.add(e.mul(batch, num_heads), e.mul(kv_head, group_size))

@@ -31,7 +31,7 @@ from qkv.backends.cpu.backward.frame import (
     BackwardFrame,
 )
 from qkv.backends.cpu.emit import vector_math
-from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.emit.packing import (
     all_finite_function,
@@ -173,15 +173,6 @@ def unpack_function(frame: BackwardFrame) -> Value:
     return function
 
 
-def clear_memory(e: Emitter, pointer: Value, start: Value, stop: Value) -> None:
-    """Write zeros from byte `start` to byte `stop`, whole vectors."""
-
-    def clear_vector(offset: Value, _: list[Value]) -> None:
-        e.store_vector(e.const(0.0), e.at(pointer, offset), aligned=False)
-
-    e.loop(start, stop, e.vector_bytes, [], clear_vector)
-
-
 def vector_functions(
     frame: BackwardFrame, weights_function: WeightsFunction, chain_rule_function: ChainRuleFunction
 ) -> dict[str, Value]:
@@ -318,7 +309,7 @@ class QueryBlockPass:
         for name, transposed in (("query", "query_rows"), ("grad_out", "grad_rows")):
             columns = self.columns[name]
             end = e.mul(columns, e.lanes, self.width)
-            clear_memory(e, self.area[name], e.mul(self.dims[name], self.width), end)
+            e.clear(self.area[name], e.mul(self.dims[name], self.width), end)
             self.call("transpose", *self.areas(name, transposed), columns, self.width)
             if frame.in_pairs:
                 pairs = self.area[PAIRS_OF[name]]
@@ -328,7 +319,7 @@ class QueryBlockPass:
                 shape = self.width, self.dims[name], lanes
                 finite = self.call("all_finite", self.area[name], *shape)
                 self.finite = e.builder.and_(self.finite, finite)
-        clear_memory(e, self.area["query_sums"], e.index(0), e.mul(self.dims["query"], self.width))
+        e.clear(self.area["query_sums"], 0, e.mul(self.dims["query"], self.width))
 
     def _pack_rows(self, offset: Value, first: Value, dtype: str, rows: RowView, dim: Value,
                    to: str) -> None:  # fmt: skip

@@ -366,8 +366,8 @@ class _Decode:
             if self.tiles:
                 self.tiles.split_query(functions, arguments, own.packed, own.tiles)
                 configure(e)
-            e.clear(own.block, e.mul(panel, block_row))
-            e.clear(record, e.mul(rows, self.frame.record_row_bytes(block_row)))
+            e.clear(own.block, 0, e.mul(panel, block_row))
+            e.clear(record, 0, e.mul(rows, self.frame.record_row_bytes(block_row)))
             e.loop(
                 0, rows, 1, [],
                 lambda i, _: e.store_vector(

@@ -43,7 +43,7 @@ class RecordMerge:
             )
             is_unseen = b.fcmp_ordered("==", row_max, lowest)
             shift = b.select(is_unseen, zero, row_max)
-            e.clear(total, block_row)
+            e.clear(total, 0, block_row)
 
             def add_record(c: Value, sums: list[Value]) -> list[Value]:
                 own_max, own_sum, sum_error, t_sum = load_softmax_state(c)

@@ -136,6 +136,8 @@ class Emitter:
     ) -> list[Value]:
         """`for i in range(start, stop, step)`; `body(i, carried)` gives the next carried values."""
         b, before = self.builder, self.builder.block
+        if isinstance(start, int) and isinstance(stop, int) and start < stop <= start + step:
+            return list(body(self.index(start), list(carried)) or ())
         start, stop = self.index(start), self.index(stop)
         inside, after = (b.append_basic_block(part) for part in ("body", "after"))
         # The condition follows the body, which is the form that LLVM generates good code for.
@@ -307,12 +309,12 @@ class Emitter:
     def store_vector(self, value: Value, pointer: Value, *, aligned: bool = True) -> None:
         self.store(value, pointer, self.vector_bytes if aligned else self.real_bytes)
 
-    def clear(self, pointer: Value, size: Value) -> None:
-        """Write 0 to `size` bytes, which are whole vectors."""
+    def clear(self, pointer: Value, start: Any, stop: Value) -> None:
+        """Write 0 from byte `start` to byte `stop`, whole vectors."""
         zero = self.const(0.0)
         self.loop(
-            0, size, self.vector_bytes, [],
-            lambda i, _: self.store_vector(zero, self.at(pointer, i)),
+            start, stop, self.vector_bytes, [],
+            lambda i, _: self.store_vector(zero, self.at(pointer, i), aligned=False),
         )  # fmt: skip
 
     def stack_words(self, count: int = 1) -> Value:

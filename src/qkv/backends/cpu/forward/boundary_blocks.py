@@ -115,7 +115,7 @@ class BoundaryBlock(NamedTuple):
     v_head_dim: Value
     key_and_value_rows: Callable[[Value, Value], tuple[Value, ...]]
     """Addresses and row strides of K and V, given the first key and the number of keys."""
-    call_softmax: Callable[[int, Value, Value, Value, Value], None]
+    call_softmax: Callable[[Value, Value, Value, Value, Value], None]
     """Softmax of one vector, given its number, its scores, the first key, the number of keys, and
     whether weights of forbidden pairs are marked."""
     add_selected: Callable[[Value, Value, Value], None]
@@ -138,7 +138,18 @@ class BoundaryBlocks:
     ) -> None:
         """Attend to the keys of a block that its queries may see."""
         e, b = self.e, self.e.builder
-        ranges = [self._range_of_vector(block, j, kv_start, count) for j in range(block.vectors)]
+        places = e.stack_words(2 * block.vectors)
+
+        def place_of(j: Value | int) -> Value:
+            return e.at(places, e.mul(j, 2 * WORD))
+
+        def find_range(j: Value, _: list[Value]) -> None:
+            row = e.add(block.first_row, e.mul(j, e.lanes))
+            where = block.arguments, block.batch, block.head, row, kv_start, count, place_of(j)
+            b.call(self.range_function, where)
+
+        e.loop(0, block.vectors, 1, [], find_range)
+        ranges = [read_range(e, place_of(j)) for j in range(block.vectors)]
         starts, stops = zip(*ranges, strict=True)
         start, stop = reduce(e.least, starts), reduce(e.larger_of, stops)
         keys, first = e.sub(stop, start), e.add(kv_start, start)
@@ -150,25 +161,22 @@ class BoundaryBlocks:
             if block.vectors == 1:
                 attend_together()
                 return
-            inside = [(e.sub(low, start), e.sub(high, start)) for low, high in ranges]
+
+            def within_keys(own: Range) -> Range:
+                return e.sub(own[0], start), e.sub(own[1], start)
+
+            def range_of(j: Value) -> Range:
+                return within_keys(read_range(e, place_of(j)))
+
+            inside = list(map(within_keys, ranges))
             e.choose(
                 are_narrow(e, ranges, keys),
-                lambda: self._attend_apart(block, all_finite, first, keys, inside),
+                lambda: self._attend_apart(block, all_finite, first, keys, inside, range_of),
                 attend_together,
             )
 
         with b.if_then(e.below(0, keys)):
             attend_to_range()
-
-    def _range_of_vector(
-        self, block: BoundaryBlock, j: int, kv_start: Value, count: Value
-    ) -> Range:
-        """The range of keys of the block that the queries of vector j may see."""
-        e, key_range = self.e, self.e.stack_words(2)
-        first = e.add(block.first_row, j * e.lanes)
-        where = block.arguments, block.batch, block.head, first, kv_start, count, key_range
-        e.builder.call(self.range_function, where)
-        return read_range(e, key_range)
 
     def _attend_apart(
         self,
@@ -177,8 +185,9 @@ class BoundaryBlocks:
         kv_start: Value,
         count: Value,
         ranges: list[Range],
+        range_of: Callable[[Value], Range],
     ) -> None:
-        """Attend to each vector's own range of keys."""
+        """Attend to each vector's own range of keys, which `range_of` reads again."""
         e, b = self.e, self.e.builder
         key, key_row, value, value_row = block.key_and_value_rows(kv_start, count)
         width = e.index(block.vectors * e.vector_bytes)
@@ -200,8 +209,9 @@ class BoundaryBlocks:
                 lambda k, _: e.store_vector(mark, e.at(weights, e.mul(k, width))),
             )  # fmt: skip
 
-        def attend_vector(j: int, start: Value, stop: Value) -> None:
-            offset, keys = j * e.vector_bytes, e.sub(stop, start)
+        def attend_vector(j: Value, _: list[Value]) -> None:
+            start, stop = range_of(j)
+            offset, keys = e.mul(j, e.vector_bytes), e.sub(stop, start)
             all_weights, rescale = e.at(block.weights, offset), e.at(block.rescale, offset)
             weights, some = e.at(all_weights, e.mul(start, width)), e.below(0, keys)
             with b.if_then(some):
@@ -217,8 +227,7 @@ class BoundaryBlocks:
                 mark_forbidden(all_weights, b.select(some, stop, count), count)
 
         for_each_step(e, ranges, count, compute_scores)
-        for j, own in enumerate(ranges):
-            attend_vector(j, *own)
+        e.loop(0, block.vectors, 1, [], attend_vector)
         with b.if_then(b.not_(finite)):
             block.add_selected(value, value_row, count)
 

@@ -174,24 +174,24 @@ def attend_function(
             e.at(area.stats, row * width) for row in (StatsRow.RESCALE, StatsRow.BLOCK_MAX)
         )
 
-        def for_each_vector(body: Callable[[int, Value, Value], None]) -> None:
+        def for_each_vector(body: Callable[[Value, Value, Value], None]) -> None:
             """`body(offset, first, left)`; a vector beyond the last row repeats that row."""
-            for j in range(vectors):
-                first = e.least(j * e.lanes, e.sub(count, 1))
-                body(j * e.vector_bytes, first, e.sub(count, first))
 
-        def begin_vector(offset: int, first: Value, left: Value) -> None:
+            def visit_vector(j: Value, _: list[Value]) -> None:
+                first = e.least(e.mul(j, e.lanes), e.sub(count, 1))
+                body(e.mul(j, e.vector_bytes), first, e.sub(count, first))
+
+            e.loop(0, vectors, 1, [], visit_vector)
+
+        def begin_vector(offset: Value, first: Value, left: Value) -> None:
             to, row = e.at(area.packed, offset), e.add(first_row, first)
             b.call(functions["pack"], [arguments, query.pointer, to, row, e.index(width)])
             e.store_vector(e.const(-math.inf), e.at(area.stats, offset))
             for row_of_sums in STATS_SUMS:
-                e.store_vector(e.const(0.0), e.at(area.stats, offset + row_of_sums * width))
+                e.store_vector(e.const(0.0), e.at(area.stats, offset, row_of_sums * width))
 
         for_each_vector(begin_vector)
-        e.loop(
-            0, e.mul(v_head_dim, width), e.vector_bytes, [],
-            lambda i, _: e.store_vector(e.const(0.0), e.at(area.total, i)),
-        )  # fmt: skip
+        e.clear(area.total, 0, e.mul(v_head_dim, width))
 
         def key_and_value_rows(kv_start: Value, keys: Value) -> tuple[Value, ...]:
             def rows_of(name: str, rows: RowView, dim: Value, copy: Value) -> tuple[Value, Value]:
@@ -205,9 +205,9 @@ def attend_function(
             )
 
         def call_softmax(
-            name: str, j: int, place: Value, kv_start: Value, keys: Value, marked: Value
+            name: str, j: Value, place: Value, kv_start: Value, keys: Value, marked: Value
         ) -> None:
-            offset, first = j * e.vector_bytes, e.add(first_row, j * e.lanes)
+            offset, first = e.mul(j, e.vector_bytes), e.add(first_row, e.mul(j, e.lanes))
             b.call(
                 functions[name],
                 ScoreVector(
@@ -224,9 +224,11 @@ def attend_function(
             b.call(scores, [k, area.packed, area.weights, block_max, v, *sizes])
 
             def compute_weights(marked: Value) -> None:
-                for j in range(vectors):
-                    place = e.at(area.weights, j * e.vector_bytes)
+                def weigh_vector(j: Value, _: list[Value]) -> None:
+                    place = e.at(area.weights, e.mul(j, e.vector_bytes))
                     call_softmax(name, j, place, kv_start, keys, marked)
+
+                e.loop(0, vectors, 1, [], weigh_vector)
 
             def add_values(which: Value) -> None:
                 places = v, area.weights, rescale, area.total
@@ -280,7 +282,7 @@ def attend_function(
         e.loop(first_run, last_run, 1, [], attend_to_run)
         place = e.add(e.mul(e.add(e.mul(batch, num_heads), head), q_len), first_row)
 
-        def end_vector(offset: int, first: Value, left: Value) -> None:
+        def end_vector(offset: Value, first: Value, left: Value) -> None:
             held = e.at(area.total, offset), e.at(area.stats, offset), e.add(place, first)
             b.call(functions["unpack"], [arguments, *held, v_head_dim, e.index(width), left])
 

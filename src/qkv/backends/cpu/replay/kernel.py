@@ -253,10 +253,7 @@ class ReceivedReduction(Reduction):
         batch, head, first_key, last_key, _, _ = keys
         count = e.sub(last_key, first_key)
         totals = areas_of(self, arguments, scratch).totals
-        e.loop(
-            0, e.mul(count, 2 * e.vector_bytes), e.vector_bytes, [],
-            lambda i, _: e.store_vector(e.const(0.0), e.at(totals, i)),
-        )  # fmt: skip
+        e.clear(totals, 0, e.mul(count, 2 * e.vector_bytes))
         yield
         num_heads, kv_len = (self.frame.field(arguments, n) for n in ("num_heads", "kv_len"))
         start = e.add(e.mul(e.add(e.mul(batch, num_heads), head), kv_len), first_key)

@@ -34,7 +34,7 @@ from qkv.backends.cpu.backward.kernel import (
     emit_tasks,
     key_range_function,
 )
-from qkv.backends.cpu.backward.query_block import QueryBlockPass, clear_memory
+from qkv.backends.cpu.backward.query_block import QueryBlockPass
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import WORD, RowView
 from qkv.backends.cpu.products import tile_instructions
@@ -195,7 +195,7 @@ class _QueryBlocks(QueryBlockPass):
         self.for_each_vector(self._pack_columns)
         self._compute_delta()
         sums = e.mul(self.wide["query"], code.width)
-        clear_memory(e, self.area["query_sums"], e.index(0), sums)
+        e.clear(self.area["query_sums"], 0, sums)
 
     def _pack_columns(self, offset: Value, first: Value) -> None:
         for name in ("lse", "lse_rest", "grad_lse"):
@@ -261,7 +261,7 @@ class _QueryBlocks(QueryBlockPass):
 
         def clear_panel(d: Value, _: list[Value]) -> None:
             start = e.mul(d, BLOCK_KV * width // CHUNK)
-            clear_memory(self.e, self.area[f"{name}_sums"], start, e.add(start, rows))
+            self.e.clear(self.area[f"{name}_sums"], start, e.add(start, rows))
 
         e.loop(0, self.dims[name], CHUNK, [], clear_panel)
 
