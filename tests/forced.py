@@ -9,8 +9,13 @@ from qkv.errors import ArgumentError
 from sampling import sample
 
 OF_X86 = ("amx", "avx512-bf16", "avx512", "avx2", "sse")
-WITH_BFLOAT16 = ("amx", "avx512-bf16")
+OF_ARM = ("neon-bf16", "neon")
+WITH_BFLOAT16 = ("amx", "avx512-bf16", "neon-bf16")
 """Those that multiply bfloat16."""
+
+
+EMULATED_HERE = (*OF_X86, "neon-bf16")
+"""Those that are tested where the machine lacks them."""
 
 
 @cache
@@ -32,8 +37,8 @@ def as_it_runs(isa: str) -> str:
 @cache
 def instruction_sets() -> tuple[str, ...]:
     """The most able one of the machine, the others that it has, and those that it emulates."""
-    real = [isa for isa in (*OF_X86, "neon") if runs_here(isa)]
-    return (*real, *(isa + EMULATED for isa in OF_X86 if isa not in real))
+    real = [isa for isa in (*OF_X86, *OF_ARM) if runs_here(isa)]
+    return (*real, *(isa + EMULATED for isa in EMULATED_HERE if isa not in real))
 
 
 def both_ways(isa: str) -> list[str]:

@@ -59,7 +59,7 @@ def test_bfloat16_is_multiplied_as_it_is(isa) -> None:
         return ForwardPass(check(*arrays, variants, q_offset=0)).shape.product
 
     many, one = normal(2, 50, 8), normal(2, 1, 8)
-    expected = {"amx": "tiles", "avx512-bf16": "pairs"}[host().kernels]
+    expected = {"amx": "tiles", "avx512-bf16": "pairs", "neon-bf16": "pairs"}[host().kernels]
     assert product(many, many, many) == expected
     assert product(many, many, many, variants=(qkv.Softcap(3.0),)) == expected
     assert product(one, many, many) == "elements", "one query does not pay for turning V"

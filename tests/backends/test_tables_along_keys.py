@@ -8,7 +8,8 @@ import qkv
 from forced import as_it_runs
 from qkv.backends.cpu.machine.host import host
 
-ISAS = [as_it_runs(isa) for isa in ("avx512", "avx2", "sse")] if host().isa != "neon" else ["neon"]
+IS_ARM = host().isa.startswith("neon")
+ISAS = ["neon"] if IS_ARM else [as_it_runs(isa) for isa in ("avx512", "avx2", "sse")]
 BATCH, HEADS, QUERIES, DIM = 2, 3, 2, 16
 
 Array = NDArray[np.generic]

@@ -86,12 +86,32 @@ def pair_product(a: Array, b: Array, c: Array) -> Array:
     return out
 
 
+def to_odd(x: int) -> float:
+    """To 24 digits: what is not exact becomes the neighbour with an odd last digit."""
+    drop = max(0, abs(x).bit_length() - 24)
+    kept, rest = divmod(abs(x), 1 << drop)
+    return rounded((kept | (rest > 0)) << drop) * (1 if x > 0 else -1)
+
+
+def add_to_odd(x: float, y: float) -> float:
+    return to_odd(whole(x) + whole(y)) if np.isfinite([x, y]).all() else fma(1.0, x, y)
+
+
+def bfdot(a: Array, b: Array, c: Array) -> Array:
+    """BFDOT for each row of lanes: both products, which are exact, then the sum before."""
+    out = c.copy()
+    for m, n in np.ndindex(c.shape):
+        even, odd = (fma(a[m, i], b[m, i], 0.0) for i in (2 * n, 2 * n + 1))
+        out[m, n] = add_to_odd(c[m, n], add_to_odd(even, odd))
+    return out
+
+
 # What runs
 
 
-def emit(instruction: str, emulated: bool) -> str:
+def emit(instruction: str, emulated: bool, pairs_by: str) -> str:
     """A job on two tiles of bfloat16 and one of float32, which gets the result."""
-    e = Emitter("instructions", SIXTEEN, emulated=emulated)
+    e = Emitter("instructions", SIXTEEN, emulated=emulated, pairs_by=pairs_by)
     with e.function("job", [POINTER, INT64], public=True) as (_, (memory, _worker)):
         a, b, c = (e.at(memory, n * TILE_SIZE) for n in range(3))
         if instruction in ("tiles", "byte tiles"):
@@ -109,7 +129,7 @@ def emit(instruction: str, emulated: bool) -> str:
         else:
             for offset in range(0, TILE_SIZE, TILE_BYTES):
                 x, y, total = (e.load_vector(e.at(place, offset)) for place in (a, b, c))
-                if instruction == "pairs":
+                if instruction in ("pairs", "bfdot"):
                     found = multiply_add_pairs(e, x, y, total)
                 else:
                     found = round_to_bfloat16(e, e.as_bits(x), e.as_bits(y))
@@ -119,7 +139,9 @@ def emit(instruction: str, emulated: bool) -> str:
 
 @cache
 def kernel_of(instruction: str, here: Host) -> Kernel:
-    return Kernel(build(emit, (instruction, here.emulated_on is not None), here))
+    shape = here.bfloat16_shape
+    pairs_by = shape.pairs_by if shape else "vdpbf16ps"
+    return Kernel(build(emit, (instruction, here.emulated_on is not None, pairs_by), here))
 
 
 def run(instruction: str, a: Array, b: Array, c: Array) -> Array:
@@ -130,17 +152,18 @@ def run(instruction: str, a: Array, b: Array, c: Array) -> Array:
     return memory[2 * TILE_SIZE :].copy()
 
 
-@pytest.fixture(params=[*both_ways("amx"), *both_ways("avx512-bf16")])
+@pytest.fixture(params=[*both_ways("amx"), *both_ways("avx512-bf16"), *both_ways("neon-bf16")])
 def instruction(request, monkeypatch) -> str:
     """The name of what multiplies; the set, real or emulated, is forced."""
     monkeypatch.setenv("QKV_ISA", request.param)
     monkeypatch.setenv("QKV_CACHE_DIR", "")
-    return "tiles" if host().kernels == "amx" else "pairs"
+    return {"amx": "tiles", "avx512-bf16": "pairs", "neon-bf16": "bfdot"}[host().kernels]
 
 
 DEFINITIONS: dict[str, Callable[[Array, Array, Array], Array]] = {
     "tiles": tile_product,
     "pairs": pair_product,
+    "bfdot": bfdot,
 }
 
 
@@ -211,6 +234,12 @@ SPECIAL = {
     "tie to even": (2.0**-24, 1.0, 1.0, 1.0),
     "tie to even, upwards": (2.0**-24, 1.0, 1 + 2.0**-23, 1 + 2.0**-22),
 }
+TO_ODD = {
+    "rounded to infinity": np.finfo(np.float32).max,
+    "tie to even": 1 + 2.0**-23,
+    "tie to even, upwards": 1 + 2.0**-23,
+}
+"""Where BFDOT rounds to the neighbour whose last digit is odd."""
 
 
 @pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
@@ -218,6 +247,8 @@ SPECIAL = {
 def test_what_is_subnormal_or_not_finite(instruction, name, second) -> None:
     """The answer is known without the definition, which is asked for it too."""
     a, b, c, expected = SPECIAL[name]
+    if instruction == "bfdot":
+        expected = TO_ODD.get(name, expected)
     arrays = alone(a, b, c, second)
     found = run(instruction, *arrays).view(np.float32).reshape(16, 16)
     places = slice(None) if instruction == "tiles" else (0, 0)
@@ -254,9 +285,9 @@ def test_products_of_bytes(isa, monkeypatch) -> None:
     np.testing.assert_array_equal(found, (c + a.astype(np.int64) @ right).astype(np.int32))
 
 
-@pytest.mark.parametrize("isa", both_ways("avx512-bf16"))
+@pytest.mark.parametrize("isa", [*both_ways("avx512-bf16"), *both_ways("neon-bf16")])
 def test_rounding(isa, monkeypatch) -> None:
-    """VCVTNE2PS2BF16, against the rounding of ml_dtypes; subnormal numbers become zeros."""
+    """Against the rounding of ml_dtypes; VCVTNE2PS2BF16 makes zeros of subnormal numbers."""
     monkeypatch.setenv("QKV_ISA", isa)
     monkeypatch.setenv("QKV_CACHE_DIR", "")
     rng = np.random.default_rng(0)
@@ -268,6 +299,8 @@ def test_rounding(isa, monkeypatch) -> None:
     found = run("rounding", first, second, np.zeros((16, 16), np.float32)).view(BFLOAT16)
     given = np.concatenate([first, second], axis=1)
     normal = np.where(np.abs(given) < NORMAL, np.copysign(np.float32(0), given), given)
+    if isa.startswith("neon"):
+        normal = given
     with np.errstate(invalid="ignore"):
         expected = normal.astype(BFLOAT16).ravel()
     nan = np.isnan(expected)

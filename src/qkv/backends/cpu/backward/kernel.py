@@ -105,7 +105,10 @@ def _round_rows(
 
 def query_block_call(frame: BackwardFrame, function_of: Callable[[int], Value]) -> QueryBlockCall:
     """Emits a call for one vector of queries or for many, by the number of rows that are left."""
-    one, many = (function_of(vectors) for vectors in (1, frame.shape.vectors))
+    one = function_of(1)
+    if frame.shape.vectors == 1:
+        return lambda rows, arguments: frame.e.builder.call(one, arguments)
+    many = function_of(frame.shape.vectors)
     return lambda rows, arguments: frame.call_for_rows(rows, one, many, arguments)
 
 

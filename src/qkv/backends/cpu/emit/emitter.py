@@ -68,7 +68,7 @@ class Emitter:
 
     `halves` says whether the machine converts float16 by itself, `fused` whether it multiplies and
     adds in one instruction, `emulated` whether instructions for bfloat16 are written out as code
-    that every machine runs.
+    that every machine runs, and `pairs_by` which one multiplies pairs of them.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class Emitter:
         halves: bool = False,
         fused: bool = True,
         emulated: bool = False,
+        pairs_by: str = "vdpbf16ps",
     ) -> None:
         self.module = ir.Module(name)
         self.lanes = lanes
@@ -87,6 +88,7 @@ class Emitter:
         self.halves = halves
         self.fused = fused
         self.emulated = emulated
+        self.pairs_by = pairs_by
         self.real_bytes = 4 if real == FLOAT else 8
         self.real_bits = ir.IntType(8 * self.real_bytes)
         self.vector = ir.VectorType(real, lanes)

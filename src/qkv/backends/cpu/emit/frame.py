@@ -62,6 +62,7 @@ class Frame:
         self.e = Emitter(
             name, shape.lanes, real,
             halves=shape.halves, fused=shape.fused, emulated=shape.emulated,
+            pairs_by=shape.pairs_by,
         )  # fmt: skip
         self.spec = spec
         self.shape = shape

@@ -36,13 +36,26 @@ class Bf16Rows:
 
     def load_chunk(self, place: Value, present: Value) -> Value:
         """32 elements as 16 pairs; elements that are not `present` are not read, but 0."""
-        e, b = self.e, self.e.builder
-        loaded = e.machine_intrinsic(
-            "llvm.masked.load.v32i16.p0", self.halves,
-            place, ir.Constant(INT32, 2), present,
-            ir.Constant(self.halves, None),
-        )  # fmt: skip
-        return b.bitcast(loaded, e.vector)
+        e = self.e
+        if e.pairs_by == "vdpbf16ps" or e.emulated:
+            return e.builder.bitcast(e.load_where(present, place, self.halves, 2), e.vector)
+        marks = e.builder.bitcast(present, INT32)
+        return e.builder.call(self._load_function(), [place, marks])
+
+    def _load_function(self) -> Value:
+        """`load_chunk` of a mask in a word, for machines without masked loads: there these are a
+        branch for each element."""
+        e, name = self.e, "load_chunk"
+        known = e.module.globals.get(name)
+        if known is not None:
+            return known
+        with e.function(name, [POINTER, INT32], e.vector) as (function, (place, marks)):
+            b = e.builder
+            with b.if_then(b.icmp_signed("==", marks, ir.Constant(INT32, -1)), likely=True):
+                b.ret(e.load(place, e.vector, 2))
+            present = b.bitcast(marks, ir.VectorType(BIT, CHUNK))
+            b.ret(b.bitcast(e.load_where(present, place, self.halves, 2), e.vector))
+        return function
 
     def copy_function(self) -> Value:
         """A function `(from, row, element, count, dim, to)` that copies rows side by side.

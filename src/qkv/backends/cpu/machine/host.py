@@ -1,9 +1,9 @@
 """The machine that code is compiled for.
 
 `QKV_ISA` forces a lesser instruction set: "amx" (bfloat16 tiles), "avx512-bf16" (pairs of
-bfloat16), "avx512", "avx2", "sse" or "neon". For tests, "amx-emulated" and the like run the kernels
-of any set on any machine: vectors are made of shorter ones, and instructions for bfloat16 are
-written out (`products.tile_instructions`), which is slow.
+bfloat16), "avx512", "avx2", "sse", "neon-bf16" or "neon". For tests, "amx-emulated" and the like
+run the kernels of any set on any machine: vectors are made of shorter ones, and instructions for
+bfloat16 are written out (`products.tile_instructions`), which is slow.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ import numpy as np
 
 from qkv._forks import alone_in_llvm
 from qkv.backends.cpu.machine import threadpool_limits
+from qkv.backends.cpu.machine.arm_features import multiplies_bfloat16
 from qkv.backends.cpu.machine.tile_permission import may_use_tiles, tile_refusal
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.errors import ArgumentError
 
 _AVX512 = TileShape(lanes=16, vectors=4, keys=4, halves=True)
+_NEON = TileShape(lanes=4, vectors=4, keys=4, halves=True)
 _SHAPES = {
     "amx": replace(_AVX512, byte_tiles=True),
     "avx512-bf16": _AVX512,
     "avx512": _AVX512,
     "avx2": TileShape(lanes=8, vectors=3, keys=4, halves=True),
     "sse": TileShape(lanes=4, vectors=3, keys=3, fused=False),
-    "neon": TileShape(lanes=4, vectors=4, keys=4, halves=True),
+    "neon-bf16": _NEON,
+    "neon": _NEON,
 }
 """The tile shape for float32, for each instruction set."""
 _BFLOAT16_SHAPES = {
@@ -38,6 +41,16 @@ _BFLOAT16_SHAPES = {
     ),
     "avx512-bf16": TileShape(
         lanes=16, vectors=4, keys=6, halves=True, product="pairs", q_blocks_per_task=4
+    ),
+    # 16 lanes are four registers of 128 bits.
+    "neon-bf16": TileShape(
+        lanes=16,
+        vectors=1,
+        keys=6,
+        halves=True,
+        product="pairs",
+        pairs_by="bfdot",
+        q_blocks_per_task=16,
     ),
 }
 """The tile shape for bfloat16. Machines that are not named convert bfloat16 to float32."""
@@ -140,7 +153,7 @@ def _host(forced: str) -> Host:
     has = {name for name, present in features.items() if present}
     withheld: list[tuple[str, str]] = []
     if platform.machine().lower() in ("arm64", "aarch64"):
-        usable = ["neon"]
+        usable = ["neon-bf16", "neon"] if multiplies_bfloat16() else ["neon"]
     else:
         usable = [isa for isa, needs in _REQUIRED.items() if needs <= has] + ["sse"]
         if usable[0] == "amx" and not may_use_tiles():
@@ -161,5 +174,7 @@ def _host(forced: str) -> Host:
     for name in features:
         if name.startswith(dropped):
             features[name] = False
+    if isa == "neon-bf16":
+        features["bf16"] = True
     flat = ",".join(("+" if on else "-") + name for name, on in sorted(features.items()))
     return Host(llvm.get_host_cpu_name(), flat, isa, emulated_on)

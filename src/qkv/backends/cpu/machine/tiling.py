@@ -23,6 +23,8 @@ class TileShape:
     """Whether the machine multiplies and adds in one instruction (FMA)."""
     product: Literal["elements", "pairs", "tiles"] = "elements"
     """What one instruction multiplies: elements, or pairs or tiles of bfloat16."""
+    pairs_by: Literal["vdpbf16ps", "bfdot"] = "vdpbf16ps"
+    """The instruction that multiplies pairs, which says how products are added up and rounded."""
     byte_tiles: bool = False
     """Whether one instruction multiplies tiles of int8."""
     emulated: bool = False

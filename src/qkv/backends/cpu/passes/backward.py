@@ -129,7 +129,11 @@ def backward_shape(problem: Problem, here: Host) -> TileShape:
     if spec.q_len < _LEAST_QUERIES or shape.product == "elements":
         return wide_shape(spec, here)
     if shape.product == "pairs":
-        return replace(here.shape_of(spec.compute_dtype), product="pairs")
+        wide = here.shape_of(spec.compute_dtype)
+        vectors = wide.block_q // shape.lanes
+        return replace(
+            wide, lanes=shape.lanes, vectors=vectors, product="pairs", pairs_by=shape.pairs_by
+        )
     shape = replace(shape, chunks=0, value_tiles=0)
     return replace(shape, vectors=_VECTORS, q_blocks_per_task=_Q_BLOCKS_PER_TASK)
 

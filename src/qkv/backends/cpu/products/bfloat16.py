@@ -1,15 +1,35 @@
 """Pairs of bfloat16 numbers in the lanes of a vector, and rows of pairs in whole chunks.
 
-Where `Emitter.emulated`, the instructions for bfloat16 (AVX512-BF16) are written out as the manual
-defines them: they take subnormal numbers for zeros, and give zeros instead of them.
+Where `Emitter.emulated`, the instructions for bfloat16 (AVX512-BF16, FEAT_BF16 of Arm) are written
+out as the manuals define them: they take subnormal numbers for zeros, and give zeros instead of
+them, but for the conversion to bfloat16 of Arm.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from llvmlite import ir
 
-from qkv.backends.cpu.emit import storage
-from qkv.backends.cpu.emit.emitter import INT16, Emitter, Value
+from qkv.backends.cpu.emit import storage, vector_math
+from qkv.backends.cpu.emit.emitter import FLOAT, INT16, Emitter, Value
+
+
+class _BFloatType(ir.types.Type):  # type: ignore[misc]  # llvmlite has no types.
+    """LLVM's bfloat, which llvmlite does not know."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloatType)
+
+    def __hash__(self) -> int:
+        return hash(_BFloatType)
+
+
+_BFLOATS = ir.VectorType(_BFloatType(), 8)
+_FLOATS = ir.VectorType(FLOAT, 4)
 
 CHUNK = 32
 """Number of bfloat16 elements in one vector, which is one row of a tile. Copied rows are padded to
@@ -29,13 +49,38 @@ def emit_round_to_chunks(e: Emitter, dim: Value) -> Value:
 def multiply_add_pairs(e: Emitter, x: Value, y: Value, total: Value) -> Value:
     """total + x . y, for a pair of bfloat16 in each lane.
 
-    The product of the second elements is added first, each by a multiply-add that rounds once
-    (Intel, "Architectures Software Developer's Manual", volume 2, VDPBF16PS, 2024).
+    VDPBF16PS adds the product of the second elements first, each by a multiply-add that rounds once
+    (Intel, "Architectures Software Developer's Manual", volume 2, 2024). BFDOT adds both products,
+    which are exact, then the total, and rounds either sum to odd: a sum that is not exact becomes
+    the neighbour whose last bit is 1 (Arm, "Architecture Reference Manual", BFDotAdd, without
+    FEAT_EBF16).
     """
     if e.emulated:
         return e.builder.call(_emulated_multiply_add_pairs(e), [x, y, total])
+    if e.pairs_by == "bfdot":
+        return _by_quarters(e, _bfdot, x, y, total)
     pairs = (e.as_bits(x), e.as_bits(y))
     return e.machine_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", e.vector, total, *pairs)
+
+
+def _by_quarters(e: Emitter, compute: Callable[..., Value], *vectors: Value) -> Value:
+    """What `compute` makes of four neighbouring lanes at a time, side by side."""
+    parts = [
+        compute(e, *(e.lanes_from(vector, i, 4) for vector in vectors))
+        for i in range(0, e.lanes, 4)
+    ]
+    while len(parts) > 1:
+        picks = e.shuffle_mask(range(2 * parts[0].type.count))
+        parts = [
+            e.builder.shuffle_vector(*pair, picks)
+            for pair in zip(parts[::2], parts[1::2], strict=True)
+        ]
+    return parts[0]
+
+
+def _bfdot(e: Emitter, x: Value, y: Value, total: Value) -> Value:
+    pairs = (e.builder.bitcast(pair, _BFLOATS) for pair in (x, y))
+    return e.machine_intrinsic("llvm.aarch64.neon.bfdot.v4f32.v8bf16", _FLOATS, total, *pairs)
 
 
 def join_pairs(e: Emitter, first: Value, second: Value) -> Value:
@@ -50,6 +95,13 @@ def round_to_bfloat16(e: Emitter, first: Value, second: Value) -> Value:
     if e.emulated:
         return e.builder.call(_emulated_round_to_bfloat16(e), [first, second])
     halves = ir.VectorType(INT16, CHUNK)
+    if e.pairs_by == "bfdot":
+        b, bfloats = e.builder, ir.VectorType(_BFloatType(), e.lanes)
+        parts = [
+            b.bitcast(b.fptrunc(e.as_floats(x), bfloats), ir.VectorType(INT16, e.lanes))
+            for x in (first, second)
+        ]
+        return b.shuffle_vector(*parts, e.shuffle_mask(range(CHUNK)))
     floats = e.as_floats(second), e.as_floats(first)
     return e.machine_intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", halves, *floats)
 
@@ -70,11 +122,39 @@ def _emulated_multiply_add_pairs(e: Emitter) -> Value:
     if known is not None:
         return known
     with e.function(name, [e.vector] * 3, e.vector) as (function, (x, y, total)):
+        if e.pairs_by == "bfdot":
+            products = (
+                flushed(e, e.builder.fmul(flushed(e, first), flushed(e, second)))
+                for first, second in zip(split_pairs(e, x), split_pairs(e, y), strict=True)
+            )
+            e.builder.ret(_add_to_odd(e, flushed(e, total), _add_to_odd(e, *products)))
+            return function
         total = flushed(e, total)
         for first, second in reversed(list(zip(split_pairs(e, x), split_pairs(e, y), strict=True))):
             total = multiply_add(e, flushed(e, first), flushed(e, second), total)
         e.builder.ret(total)
     return function
+
+
+def _add_to_odd(e: Emitter, x: Value, y: Value) -> Value:
+    """x + y of float32, rounded to odd; a subnormal result becomes 0.
+
+    Rounded to nearest, a sum with an even last bit lies beside the odd one, on the side of what
+    was lost. Sums that would be rounded to infinity are halved meanwhile.
+    """
+    b, zero = e.builder, e.const(0.0)
+    nearest = b.fadd(x, y)
+    is_number = b.fcmp_ordered("ord", b.fmul(x, zero), b.fmul(y, zero))
+    is_halved = b.and_(is_number, b.fcmp_unordered("uno", nearest, b.fmul(nearest, zero)))
+    x, y = (b.select(is_halved, b.fmul(part, e.const(0.5)), part) for part in (x, y))
+    total = b.fadd(x, y)
+    lost, bits = vector_math.error_of_sum(e, x, y, total), e.as_bits(total)
+    is_even = b.icmp_signed("==", b.and_(bits, e.const_bits(1)), e.const_bits(0))
+    changes = b.and_(b.and_(is_number, b.fcmp_unordered("!=", lost, zero)), is_even)
+    grows = b.icmp_signed(">=", b.xor(e.as_bits(lost), bits), e.const_bits(0))
+    beside = b.add(bits, b.select(grows, e.const_bits(1), e.const_bits(-1)))
+    odd = e.as_floats(b.select(changes, beside, bits))
+    return flushed(e, b.select(is_halved, b.fmul(odd, e.const(2.0)), odd))
 
 
 def _emulated_round_to_bfloat16(e: Emitter) -> Value:
@@ -83,7 +163,10 @@ def _emulated_round_to_bfloat16(e: Emitter) -> Value:
     if known is not None:
         return known
     with e.function(name, [e.bits] * 2, halves) as (function, parts):
-        rounded = [storage.narrow(e, flushed(e, e.as_floats(x)), "bfloat16") for x in parts]
+        floats = [e.as_floats(x) for x in parts]
+        if e.pairs_by == "vdpbf16ps":
+            floats = [flushed(e, x) for x in floats]
+        rounded = [storage.narrow(e, x, "bfloat16") for x in floats]
         e.builder.ret(e.builder.shuffle_vector(*rounded, e.shuffle_mask(range(CHUNK))))
     return function
 
