@@ -149,6 +149,21 @@ def test_pairs_of_bfloat16_stay_in_registers(cpu) -> None:
         assert not [line for line in loop if _STACK.search(line)]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("cpu", ["neoverse-v1", "neoverse-v2", "neoverse-n2", "cortex-x2"])
+def test_pairs_of_bfloat16_stay_in_registers_on_arm(cpu) -> None:
+    """A vector of 16 lanes is four registers: 24 products in at most 38 instructions."""
+    shape = Host(cpu, "", "neon-bf16").bfloat16_shape
+    text = assembly(ARM, cpu, shape, "bfloat16")
+    count = 4 * shape.vectors * shape.keys
+    loops = product_loops(text, r"bfdot\s", count)
+    assert len(loops) == 2
+    for loop in loops:
+        assert len(loop) <= count + 14
+        assert not [line for line in loop if _STACK.search(line)]
+    assert "bfcvtn" in text
+
+
 @pytest.mark.parametrize(("chunks", "value_tiles"), [(2, 4), (4, 8)])
 def test_weights_of_bfloat16_are_computed_between_products(chunks, value_tiles) -> None:
     """A step has 32 keys of 16 queries, whose weights take five multiply-adds each."""

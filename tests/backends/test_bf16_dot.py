@@ -14,6 +14,7 @@ from forced import WITH_BFLOAT16, as_it_runs, runs_here
 from processes import in_a_process
 from qkv.backends.cpu.forward.frame import RUN, TASK
 from qkv.backends.cpu.forward.score_blocks import BLOCK_RUN
+from qkv.backends.cpu.machine import arm_features
 from qkv.backends.cpu.machine import host as cpu_host
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.passes.forward import ForwardPass
@@ -86,6 +87,52 @@ def test_tiles_that_the_system_refuses(monkeypatch) -> None:
     finally:
         monkeypatch.undo()
         cpu_host._host.cache_clear()
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_arm_with_and_without_bfloat16(monkeypatch, multiplies) -> None:
+    """What LLVM is told of the processor, whose list of features does not say it."""
+    monkeypatch.setattr(cpu_host.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(cpu_host, "multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.delenv("QKV_ISA", raising=False)
+    cpu_host._host.cache_clear()
+    try:
+        here = host()
+        assert here.isa == ("neon-bf16" if multiplies else "neon")
+        assert ("+bf16" in here.features.split(",")) == multiplies
+        assert (here.bfloat16_shape is not None) == multiplies
+        monkeypatch.setenv("QKV_ISA", "neon")
+        assert host().bfloat16_shape is None
+    finally:
+        monkeypatch.undo()
+        cpu_host._host.cache_clear()
+
+
+def test_what_systems_say_of_bfloat16(monkeypatch) -> None:
+    """The answers of Linux (AT_HWCAP2) and macOS (sysctl), from libraries that give them."""
+
+    class Library:
+        def __init__(self, word: int) -> None:
+            def getauxval(kind):
+                return word if kind == 26 else 0
+
+            def sysctlbyname(name, found, size, new, length):
+                if name != b"hw.optional.arm.FEAT_BF16":
+                    return -1
+                found._obj.value = word >> 14 & 1
+                return 0
+
+            self.getauxval, self.sysctlbyname = getauxval, sysctlbyname
+
+    for system in ("linux", "darwin"):
+        monkeypatch.setattr(arm_features.sys, "platform", system)
+        for word, expected in ((1 << 14, True), (1 << 13, False), (0xFFFF, True)):
+            monkeypatch.setattr(arm_features.ctypes, "CDLL", lambda _, word=word: Library(word))
+            assert arm_features.multiplies_bfloat16() is expected
+    monkeypatch.setattr(arm_features.ctypes, "CDLL", lambda _: object())
+    assert not arm_features.multiplies_bfloat16()
+    monkeypatch.setattr(arm_features.sys, "platform", "win32")
+    assert not arm_features.multiplies_bfloat16()
 
 
 # Numbers

@@ -69,7 +69,7 @@ class Target:
 
 TARGETS = (
     Target("aarch64-unknown-linux-gnu", "cortex-a57", "neon"),
-    Target("aarch64-unknown-linux-gnu", "neoverse-v2", "neon"),
+    Target("aarch64-unknown-linux-gnu", "neoverse-v2", "neon-bf16"),
     Target("arm64-apple-macosx", "apple-m1", "neon"),
     Target("x86_64-apple-macosx", "haswell", "avx2"),
     Target("x86_64-pc-windows-msvc", "znver4", "avx512"),
@@ -149,6 +149,13 @@ CALLS_OF_EVERY_KIND: dict[str, Callable[[], None]] = {
 }
 
 
+PAIRS = {
+    "avx512": Host("znver4", "", "avx512-bf16").bfloat16_shape,
+    "neon-bf16": Host("neoverse-v2", "", "neon-bf16").bfloat16_shape,
+}
+"""The shape of tiles of bfloat16 for targets that multiply pairs of it."""
+
+
 @lru_cache(maxsize=256)
 def modules(call: str, isa: str) -> tuple[Made, ...]:
     """What a call compiles with the tile shapes of `isa`, which run on this machine as well."""
@@ -162,7 +169,8 @@ def modules(call: str, isa: str) -> tuple[Made, ...]:
     # Kernels are kept by the machine they are for. Commas mean nothing to LLVM, and with another
     # number of them all kernels of the call are made anew.
     commas = "," * (1 + list(CALLS_OF_EVERY_KIND).index(call))
-    unknown = replace(here, isa=isa, features=here.features + commas)
+    # Instructions for bfloat16 would not run here: those kernels are added below.
+    unknown = replace(here, isa=isa.replace("neon-bf16", "neon"), features=here.features + commas)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "_host", lambda forced: unknown)
         patch.setattr(stored_kernels, "digest", noted)
@@ -180,9 +188,8 @@ def _made_from_the_same(made: list[Made], isa: str) -> Iterator[Made]:
             yield emit_delta_correction, arguments
         elif emit is emit_replay:
             yield emit_weight_blocks, (replace(arguments[0], question="blocks"),)
-        elif emit is emit_forward and isa == "avx512" and arguments[0].spec.dtype == "bfloat16":
-            pairs = Host("znver4", "", "avx512-bf16").bfloat16_shape
-            yield emit_bf16_dot, (replace(arguments[0], shape=pairs),)
+        elif emit is emit_forward and isa in PAIRS and arguments[0].spec.dtype == "bfloat16":
+            yield emit_bf16_dot, (replace(arguments[0], shape=PAIRS[isa]),)
 
 
 def modules_of_threads(target: Target) -> tuple[Made, ...]:
