@@ -5,10 +5,10 @@ import pytest
 from numpy.typing import NDArray
 
 import qkv
-from forced import as_it_runs
+from forced import OF_ARM, as_it_runs
 from qkv.backends.cpu.machine.host import host
 
-IS_ARM = host().isa.startswith("neon")
+IS_ARM = host().isa in OF_ARM
 ISAS = ["neon"] if IS_ARM else [as_it_runs(isa) for isa in ("avx512", "avx2", "sse")]
 BATCH, HEADS, QUERIES, DIM = 2, 3, 2, 16
 
