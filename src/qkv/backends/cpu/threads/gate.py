@@ -18,6 +18,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu.compiler.compile import build
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.machine.host import host
 
 _WORDS = ("python", "inside", "answer")
@@ -76,10 +77,10 @@ def emit_gate(answer_path: tuple[int, ...]) -> str:
         python, inside, answer = (
             b.gep(words, [e.index(0), e.index(n)]) for n in range(len(_WORDS))
         )
-        result = b.alloca(POINTER)
+        result = e.stack_words()
 
         def call_function(address: Value, given: Value) -> None:
-            b.store(b.call(b.inttoptr(address, _FUNCTION), [given]), result)
+            e.store(b.call(b.inttoptr(address, _FUNCTION), [given]), result, WORD)
 
         def answer_without_python(given: Value) -> None:
             place = argument
@@ -97,5 +98,5 @@ def emit_gate(answer_path: tuple[int, ...]) -> str:
             lambda: answer_without_python(closed),
         )
         b.atomic_rmw("sub", inside, e.index(1), "release")
-        b.ret(b.load(result))
+        b.ret(e.load(result, POINTER, WORD))
     return str(e.module)
