@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -85,7 +84,6 @@ def _run(argv: Sequence[str] | None) -> str:
         prog="python -m benchmarks.first_calls",
         description=(first_calls.__doc__ or "").splitlines()[0],
         allow_abbrev=False,
-        formatter_class=argparse.HelpFormatter,
     )
     parser.add_argument("calls", nargs="*", metavar="NAME", help=f"of {', '.join(CALLS)}")
     parser.add_argument("--rounds", type=int, default=_ROUNDS, metavar="N")

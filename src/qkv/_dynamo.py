@@ -132,7 +132,7 @@ class _Finder:
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]  # It acts as one.
+            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]  # It has no base class.
         return spec
 
 

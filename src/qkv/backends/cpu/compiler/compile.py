@@ -179,7 +179,7 @@ def parsed(source: str, host: Host) -> tuple[Any, Any]:
 def parsed_for(source: str, machine: Any, triple: str) -> Any:
     """The module of a text, for any machine that LLVM knows.
 
-    None of LLVM's passes over modules is run. They take a tenth of a compilation, and kernels are
+    None of LLVM's passes over modules is run. They took a sixth of a compilation, and kernels are
     no faster for them: they are written with vectors, with conditions of loops after their bodies,
     and without calls to inline.
     """

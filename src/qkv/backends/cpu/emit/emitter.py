@@ -53,7 +53,7 @@ def _short_name(type_: Any) -> str:
 
 
 class _SameLanes(ir.Constant):  # type: ignore[misc]  # llvmlite has no types.
-    """A vector with one number in every lane, written as such: text of all lanes is long."""
+    """A vector with one number in every lane, in a form that LLVM reads quicker than all lanes."""
 
     def __init__(self, kind: Any, number: float) -> None:
         super().__init__(kind, None)

@@ -145,11 +145,7 @@ class Bf16Operands(PairOperands):
 
     def clear_pairs(self, weights: Value, first: Value, stop: Value) -> None:
         e = self.e
-        nothing = [e.const(0.0)] * self.vectors
-        e.loop(
-            first, stop, 1, [],
-            lambda p, _: store_vectors(e, e.at(weights, e.mul(p, self.width)), nothing),
-        )  # fmt: skip
+        e.clear(weights, e.mul(first, self.width), e.mul(stop, self.width))
 
     def sift_function(self) -> Value:
         """A function `(values, v_head_dim, count)`: whether any value is not finite.

@@ -43,8 +43,11 @@ class Bf16Rows:
         return e.builder.call(self._load_function(), [place, marks])
 
     def _load_function(self) -> Value:
-        """`load_chunk` of a mask in a word, for machines without masked loads: there these are a
-        branch for each element."""
+        """A function `(place, marks)` that does the same with the mask in a word.
+
+        Without instructions for masked loads, LLVM writes a branch for each element. So they stand
+        in one function, and whole chunks are loaded before them.
+        """
         e, name = self.e, "load_chunk"
         known = e.module.globals.get(name)
         if known is not None:

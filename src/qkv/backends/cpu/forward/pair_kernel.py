@@ -192,11 +192,7 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
                     e.store_vector(e.const(0.0), e.at(stats, offset + row_of_sums * width))
 
             for_each_vector(block.row, begin_vector)
-            zeros = [e.const(0.0)] * vectors
-            e.loop(
-                0, padded_v_head_dim, 1, [],
-                lambda d, _: store_vectors(e, e.at(block.total, e.mul(d, width)), zeros),
-            )  # fmt: skip
+            e.clear(block.total, 0, e.mul(padded_v_head_dim, width))
 
         for_each_block(begin_block)
         blocks = QueryBlocks(
