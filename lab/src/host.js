@@ -112,8 +112,10 @@ export class Client {
     this.data = model.get("data") ?? { version: 1, host: "export", panels: [], results: {} };
     this.waiting = new Map();
     this.known = new Map();
-    /** Files that are on their way to the server. */
+    /** How many things are on their way to be shown, the last of them, and questions that wait for it. */
     this.bringing = 0;
+    this.brought = Promise.resolve();
+    this.held = [];
     /** How often something else was opened: what was drawn before is of the one before. */
     this.opening = 0;
     // Ids of two pages on one kernel must not meet.
@@ -153,20 +155,49 @@ export class Client {
     }
     const id = this.next++;
     const entry = {};
-    entry.promise = new Promise((resolve, reject) => this.waiting.set(id, { resolve, reject }));
+    const asked = { request: { id, method, params, shown: this.data.shown } };
+    entry.promise = asked.promise = new Promise((resolve, reject) => Object.assign(asked, { resolve, reject }));
     if (keep) {
       this.known.set(key, entry);
-      entry.promise.then((result) => (entry.result = result), () => this.known.delete(key));
+      entry.promise.then((result) => (entry.result = result), () => this.known.get(key) === entry && this.known.delete(key));
     }
-    this.model.send({ id, method, params });
+    if (this.bringing && method !== "open") this.held.push(asked);
+    else this.send(asked);
     return entry.promise;
   }
 
-  /** Another file was opened: what was known is of the one before. */
+  send(asked) {
+    this.waiting.set(asked.request.id, asked);
+    this.model.send(asked.request);
+  }
+
+  /**
+   * Show something else. Python would answer a question about what is shown now with what comes, so
+   * the questions that were sent are answered first, and others wait.
+   * @param {() => Promise<object>} bring gives the data of a page
+   */
+  bring(bring) {
+    this.bringing += 1;
+    const brought = this.brought.then(async () => {
+      await Promise.allSettled([...this.waiting.values()].map(({ promise }) => promise));
+      try {
+        this.replace(await bring());
+      } finally {
+        this.bringing -= 1;
+        if (!this.bringing) this.held.splice(0).forEach((asked) => this.send(asked));
+      }
+    });
+    this.brought = brought.catch(() => {});
+    return brought;
+  }
+
+  /** Something else was opened: what was known, and what waits, is of the one before. */
   replace(data) {
     this.data = data;
     this.opening += 1;
     this.known.clear();
+    const error = new HostError({ message: "Something else is shown by now.", action: "Ask once more." });
+    this.held.splice(0).forEach(({ reject }) => reject(error));
   }
 
   receive(content, buffers = []) {

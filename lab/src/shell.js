@@ -99,8 +99,8 @@ export function Shell({ client, store, root }) {
     return () => media.removeEventListener("change", follow);
   }, []);
 
-  const replace = (data) => {
-    client.replace(data);
+  const show = async (bring) => {
+    await client.bring(bring);
     redraw((count) => count + 1);
   };
 
@@ -175,7 +175,7 @@ export function Shell({ client, store, root }) {
     event.preventDefault();
     set({ panel: to });
   };
-  return html`<${Lab.Provider} value=${{ view, set, client, theme, announce, keys, replace, data: client.data, shown: shown.map(([each]) => each) }}>
+  return html`<${Lab.Provider} value=${{ view, set, client, theme, announce, keys, show, data: client.data, shown: shown.map(([each]) => each) }}>
     <header class="top">
       <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); main.current.focus(); }}>To the panel</a>
       <h1 class="brand"><b>qkv</b> lab</h1>

@@ -101,6 +101,41 @@ test("a client asks once, and hands on what Python says", async () => {
   assert.deepEqual((await tile).values, new Float32Array([1, 2]));
 });
 
+test("questions wait while something else is brought, and are not asked about it", async () => {
+  const sent = [];
+  let receive;
+  const client = new Client({
+    get: () => ({ host: "server", shown: 1, results: {} }), on: (_, each) => { receive = each; }, off() {}, send: (request) => sent.push(request),
+  });
+  const asked = () => sent.map(({ method, shown }) => [method, shown]);
+  const answer = (place) => receive({ id: sent[place].id, ok: true, result: {} });
+  const settled = () => new Promise((resolve) => setTimeout(resolve));
+  client.ask("head");
+  let arrive;
+  const opened = () => new Promise((resolve, reject) => { arrive = { resolve, reject }; });
+  const failed = assert.rejects(client.bring(opened), /no file/);
+  const late = client.ask("tile", {}, { keep: false });
+  await settled();
+  // What was asked before is answered first, and only then something else is opened.
+  assert.equal(arrive, undefined);
+  answer(0);
+  await settled();
+  arrive.reject(new Error("no file"));
+  await failed;
+  assert.deepEqual(asked(), [["head", 1], ["tile", 1]]);
+  answer(1);
+  assert.deepEqual(await late, {});
+
+  const brought = client.bring(async () => (await client.ask("open", {}, { keep: false })).data);
+  const lost = assert.rejects(client.ask("head", { layer: 1 }), /Something else is shown/);
+  await settled();
+  receive({ id: sent[2].id, ok: true, result: { data: { host: "server", shown: 2, results: {} } } });
+  await brought;
+  await lost;
+  client.ask("head", { layer: 1 });
+  assert.deepEqual(asked().slice(2), [["open", 1], ["head", 2]]);
+});
+
 function safetensors(header, floats) {
   const text = new TextEncoder().encode(JSON.stringify(header));
   const bytes = new Uint8Array(8 + text.length + 4 * floats.length);

@@ -114,7 +114,8 @@ def test_a_message_is_answered_and_an_error_is_an_answer() -> None:
     exp = np.exp(scores)
     expected = exp / exp.sum(axis=1, keepdims=True)
     np.testing.assert_allclose(np.frombuffer(data, "<f4").reshape(shape), expected, atol=1e-6)
-    for wrong in ({"id": 4, "method": "nothing"}, {"id": 4}, {"id": "x"}, [], None):
+    stale = {"id": 4, "method": "model", "shown": 0}
+    for wrong in (stale, {"id": 4, "method": "nothing"}, {"id": 4}, {"id": "x"}, [], None):
         answer, buffers = reply(session, wrong)
         assert (answer["ok"], buffers) == (False, [])
         assert answer["error"]["message"]

@@ -55,6 +55,38 @@ def test_another_source_is_chosen_in_the_page() -> None:
         session.answer("open", {"text": "another"})
 
 
+def test_a_page_is_told_that_another_one_opened_something_else() -> None:
+    """Never a head of something else than what the page shows."""
+    session = Session()
+    first = session.data("server")["shown"]
+    session.answer("head", {"layer": 0, "head": 0}, about=first)
+    second = ask(session, "open", what="tiny")["data"]["shown"]
+    for method in ("model", "head", "thumbnails", "tile", "weight", "intervene"):
+        with pytest.raises(QkvError, match="another page of this lab has opened something else"):
+            session.answer(method, {}, about=first)
+    session.answer("head", {"layer": 1, "head": 0}, about=second)
+    assert session.answer("count", {"n": 3, "d": 3}, about=first).result["total"] == 138
+    assert "shown" not in session.data("export")
+
+
+def test_what_is_opened_while_a_question_is_answered_is_told_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = Session()
+    heads, other = session.heads, source_of(qkv.inspect(np.eye(3), np.eye(3), np.eye(3)))
+
+    def after_another() -> Any:
+        session.open(other)
+        return heads()
+
+    shown = session.data("server")["shown"]
+    monkeypatch.setattr(session, "heads", after_another)
+    for head in (0, 5):  # The other one has a head 0 and no head 5.
+        with pytest.raises(QkvError, match="has opened something else"):
+            session.answer("head", {"layer": 0, "head": head}, about=shown)
+        shown = session.data("server")["shown"]
+
+
 def test_the_language_model_is_opened_reads_and_is_changed() -> None:
     session = Session()
     ask(session, "open", what="language")

@@ -261,6 +261,20 @@ def test_wrong_parameters_are_clear_errors(
     assert answer["error"]["message"].endswith(".")
 
 
+def test_questions_about_what_is_not_shown_any_more_are_answered_409(client: Client) -> None:
+    def about(shown: Any) -> tuple[int, Any]:
+        asked = {"id": 1, "method": "model", "params": {}, "shown": shown}
+        status, _, data = client.request("POST", "/call", json.dumps(asked).encode())
+        return status, json.loads(data)
+
+    assert about(1)[0] == about(None)[0] == 200
+    shown = client.call("open", what="tiny")[1]["result"]["data"]["shown"]
+    status, answer = about(1)
+    assert (status, answer["error"]["action"]) == (409, "Load this page once more to see it.")
+    assert about(shown)[0] == 200
+    assert [about(each)[0] for each in (True, "1", 1.5)] == [400, 400, 400]
+
+
 def _npz(**arrays: Any) -> bytes:
     file = io.BytesIO()
     np.savez_compressed(file, **arrays)
@@ -348,9 +362,9 @@ class SlowSession(Session):
         self.go = threading.Event()
         self.together = self.most_together = 0
 
-    def answer(self, method: str, params: Any = None) -> Any:
+    def answer(self, method: str, params: Any = None, about: int | None = None) -> Any:
         if method != "scaling":
-            return super().answer(method, params)
+            return super().answer(method, params, about)
         self.together += 1
         self.most_together = max(self.most_together, self.together)
         self.go.wait(30)
@@ -397,7 +411,7 @@ def test_what_fails_unexpectedly_tells_nothing_of_the_machine(
     start: Callable[..., Client], caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken(Session):
-        def answer(self, method: str, params: Any = None) -> Any:
+        def answer(self, method: str, params: Any = None, about: int | None = None) -> Any:
             raise RuntimeError("/home/somebody/secret")
 
     client = start(Broken())

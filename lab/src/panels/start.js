@@ -37,7 +37,7 @@ function Paste({ onGiven }) {
 }
 
 export function Start() {
-  const { view, set, announce, client, replace, shown: panels } = useLab();
+  const { view, set, announce, client, show, shown: panels } = useLab();
   const { example, rows, fixed, trace } = useExample();
   const rowName = (row) => example.tokens[row.q_index] ?? String(row.q_index);
   const [error, setError] = useState(null);
@@ -70,16 +70,13 @@ export function Start() {
   const read = async (event) => {
     const [given] = event.currentTarget.files;
     if (!given) return;
-    client.bringing += 1;
     try {
       if (client.host === "server") {
-        replace(await opened(given));
+        await show(() => opened(given));
         set({ ex: "file", panel: given.size > SMALL ? "inspect" : "start", token: 0, ...NOTHING_CHOSEN });
       } else use(exampleOf(await arraysOf(given)));
     } catch (reason) {
       setError(`${given.name}: ${reason.message}`);
-    } finally {
-      client.bringing -= 1;
     }
     file.current.value = "";
   };

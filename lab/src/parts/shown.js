@@ -6,13 +6,13 @@ import { opened } from "../host.js";
 import { NOTHING_CHOSEN } from "../view.js";
 
 export function Shown({ model }) {
-  const { client, replace, set, announce } = useLab();
+  const { client, show, set, announce } = useLab();
   const [text, setText] = useState("");
   const [state, setState] = useState({});
-  const show = async (bring) => {
+  const choose = async (bring) => {
     setState({ pending: true });
     try {
-      replace(await bring());
+      await show(bring);
       set(NOTHING_CHOSEN);
       setState({});
       announce("The heads are those of what you chose.");
@@ -20,14 +20,12 @@ export function Shown({ model }) {
       setState({ error });
     }
   };
-  const open = (params) => show(async () => (await client.ask("open", { ...params, host: client.host }, { keep: false })).data);
+  const open = (params) => choose(async () => (await client.ask("open", { ...params, host: client.host }, { keep: false })).data);
   const file = async (event) => {
     const field = event.currentTarget;
     const [given] = field.files;
     if (!given) return;
-    client.bringing += 1;
-    await show(() => opened(given));
-    client.bringing -= 1;
+    await choose(() => opened(given));
     field.value = "";
   };
   const read = (event) => {

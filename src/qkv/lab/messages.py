@@ -20,11 +20,15 @@ __all__ = ["Answer", "Request", "failure", "in_page", "key_of", "plain", "read_r
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One question: an id that the answer repeats, a method and its parameters."""
+    """One question: an id that the answer repeats, a method and its parameters.
+
+    `shown` is the number of what the page shows, as its data has it.
+    """
 
     id: int
     method: str
     params: Mapping[str, Any]
+    shown: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ def read_request(given: Any) -> Request:
     Raises
     ------
     ArgumentError
-        It is no object with an id, a method and parameters.
+        It is no object with an id, a method, parameters and perhaps the number of what is shown.
     """
     if not isinstance(given, dict):
         raise ArgumentError("the request is no JSON object.")
@@ -80,7 +84,10 @@ def read_request(given: Any) -> Request:
         raise ArgumentError("the request has no whole number as its id.")
     if not isinstance(method, str) or not isinstance(params, dict):
         raise ArgumentError("the request has no method, or parameters that are no object.")
-    return Request(number, method, params)
+    shown = given.get("shown")
+    if shown is not None and (isinstance(shown, bool) or not isinstance(shown, int)):
+        raise ArgumentError("what the page shows has a whole number.")
+    return Request(number, method, params, shown)
 
 
 def read_view(given: Any) -> dict[str, str | int | float]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from qkv.declarations import shown
 from qkv.errors import ArgumentError
 
-__all__ = ["MissingError", "Parameters", "TooLongError"]
+__all__ = ["MissingError", "Parameters", "StaleError", "TooLongError"]
 
 LONGEST_TEXT = 20_000
 """Characters of a prompt."""
@@ -26,6 +26,10 @@ class TooLongError(ArgumentError):
 
 class MissingError(ArgumentError):
     """What a request names is not there."""
+
+
+class StaleError(ArgumentError):
+    """A request is about something that is not shown any more."""
 
 
 class Parameters:

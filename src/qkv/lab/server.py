@@ -27,7 +27,7 @@ from qkv.lab.document import FILES, asset, export_data, offline_page, served_pag
 from qkv.lab.guard import Guard
 from qkv.lab.jobs import Job, Jobs, StoppedError
 from qkv.lab.messages import failure, read_request, read_view
-from qkv.lab.parameters import MissingError, TooLongError
+from qkv.lab.parameters import MissingError, StaleError, TooLongError
 from qkv.lab.session import HEAVY, Session
 from qkv.lab.sources import Source, open_arrays, require_pairs
 
@@ -140,7 +140,7 @@ def application(
 
         def answer() -> Response:
             try:
-                reply = session.answer(asked.method, asked.params)
+                reply = session.answer(asked.method, asked.params, asked.shown)
                 if reply.arrays:
                     data = reply.frame(asked.id)
                     return Response(data, media_type="application/octet-stream")
@@ -266,7 +266,13 @@ async def _body(request: Request, most: int, limits: Limits) -> bytes:
 
 
 def _status(error: Exception) -> int:
-    kinds = ((TooLongError, 422), (MissingError, 404), (UnsupportedError, 422), (QkvError, 400))
+    kinds = (
+        (TooLongError, 422),
+        (MissingError, 404),
+        (StaleError, 409),
+        (UnsupportedError, 422),
+        (QkvError, 400),
+    )
     for kind, status in kinds:
         if isinstance(error, kind):
             return status

@@ -16,7 +16,7 @@ from qkv.lab.examples import Example, examples
 from qkv.lab.heads import HeadLayer, Heads, shown
 from qkv.lab.messages import Answer, key_of, plain
 from qkv.lab.notable import notable_place
-from qkv.lab.parameters import MissingError, Parameters
+from qkv.lab.parameters import MissingError, Parameters, StaleError
 from qkv.lab.shipped import sample_source, shipped_source
 from qkv.lab.small_methods import SmallMethods
 from qkv.lab.sources import Source
@@ -33,6 +33,9 @@ HEAVY = frozenset(
     {"head", "intervene", "mechanisms", "model", "open", "scaling", "thumbnails", "tile"}
 )
 """Methods that may take seconds; a host runs one of them at a time."""
+
+_ABOUT_SHOWN = frozenset({"head", "intervene", "model", "thumbnails", "tile", "weight"})
+"""Methods whose answers are about the model or the arrays that are shown."""
 
 _MOST_QUERIES = 4096
 _LONGEST_RECEIVED = 4096
@@ -61,11 +64,13 @@ class Session:
     def __init__(self, source: Source | None = None) -> None:
         self._lock = Lock()
         self._first = source
+        self._number = 0
         self.open(source)
 
     def open(self, source: Source | None) -> None:
         """Show something else beside the examples; without heads, Inspect shows a sample."""
         own = () if source is None or source.example is None else (source.example,)
+        self._number += 1
         self.source = source
         self._small = SmallMethods((*own, *examples()))
         self._maps = WeightMaps()
@@ -100,7 +105,12 @@ class Session:
         """What is shown, in a few words."""
         return "qkv lab" if self.source is None else f"{self.source.title}: qkv lab"
 
-    def answer(self, method: str, params: Mapping[str, Any] | None = None) -> Answer:
+    def answer(
+        self,
+        method: str,
+        params: Mapping[str, Any] | None = None,
+        about: int | None = None,
+    ) -> Answer:
         """Answer one question.
 
         Parameters
@@ -111,6 +121,8 @@ class Session:
             open shows others.
         params : mapping, optional
             As JSON gives them.
+        about : int, optional
+            What the page shows, by the number `shown` of its data.
 
         Returns
         -------
@@ -119,7 +131,8 @@ class Session:
         Raises
         ------
         QkvError
-            The method or what it names does not exist, or a parameter is not what it may be.
+            The method or what it names does not exist, a parameter is not what it may be, or
+            something else is shown than the question is about.
         """
         if method not in self._methods:
             raise MissingError(
@@ -127,8 +140,23 @@ class Session:
                 [("methods", ", ".join(self._methods))],
                 "Use one of these.",
             )
-        answer = self._methods[method](Parameters(params or {}))
+        if method not in _ABOUT_SHOWN:
+            about = None
+        self._require_shown(about)
+        try:
+            answer = self._methods[method](Parameters(params or {}))
+        finally:
+            # Something else may have been opened meanwhile; an error may come from that.
+            self._require_shown(about)
         return answer if isinstance(answer, Answer) else Answer(answer)
+
+    def _require_shown(self, number: int | None) -> None:
+        """Refuse a question of a page that does not know what another one has opened."""
+        if number is not None and number != self._number:
+            raise StaleError(
+                "another page of this lab has opened something else.",
+                action="Load this page once more to see it.",
+            )
 
     def results(self, *asked: tuple[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Answers to some questions, under the names by which pages look for them."""
@@ -149,6 +177,7 @@ class Session:
                 answers[key_of("trace", {"name": example.name})] = example.trace.to_dict()
         return {
             "version": VERSION,
+            **({} if host == "export" else {"shown": self._number}),
             "host": host,
             "title": self.title,
             "panels": self.panels(host),

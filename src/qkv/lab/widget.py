@@ -76,7 +76,7 @@ def reply(session: Session, content: Any) -> tuple[dict[str, Any], list[bytes]]:
     number = content.get("id", 0) if isinstance(content, dict) else 0
     try:
         asked = read_request(content)
-        answer: Answer = session.answer(asked.method, asked.params)
+        answer: Answer = session.answer(asked.method, asked.params, asked.shown)
     except Exception as error:
         if not isinstance(error, QkvError):
             _LOG.error("a request failed", exc_info=error)
