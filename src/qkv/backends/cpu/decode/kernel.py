@@ -64,6 +64,11 @@ PART_KV = 32
 does not hold all rows."""
 
 
+_SHARES = 2
+"""A thread takes one part of the tasks that are left, of so many for each thread: few at the end.
+The rows of its next task are then those that it has prefetched already."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Scratch:
     """A worker's memory: matrices of one panel, scales of one stretch, Q, a block moved, tiles."""
@@ -446,5 +451,10 @@ class _Decode:
                 e.loop(0, rows, 1, [], merge_row)
 
         plan = tasks.plan_function()
-        self.frame.emit_job(run_task)
+
+        def share(arguments: Value, left: Value) -> Value:
+            workers = self.frame.field(arguments, "workers")
+            return e.builder.sdiv(left, e.mul(workers, _SHARES))
+
+        self.frame.emit_job(run_task, share)
         tasks.emit_step(plan, e.module.globals["job"])

@@ -28,7 +28,7 @@ FIELDS = (
     *operand_fields("query", "key", "value"),
     "batch_size", "num_kv_heads", "rows", "panel", "out", "lse",
     "entropy", "max_score", "max_weight", "shared", "groups", "records", "q_shift",
-    "not_finite",
+    "not_finite", "workers",
     *operand_fields(*SCALES),
     *(f"{name}_batch" for name in ("query", "key", "value", *SCALES)),
     *(field for name in ("key", "value", *SCALES) for field in page_fields(name)),
@@ -36,7 +36,7 @@ FIELDS = (
 """`shared` is memory for the tables that `plan` writes, which sets `tasks`, `groups` and `records`
 to where these lie. An expression may read `q_shift` in place of a table of one number. Batch rows
 of the key lie `key_batch` bytes apart, unless `key_batches` is a table of their offsets.
-`not_finite` is that of the forward pass.
+`not_finite` is that of the forward pass. `workers` is the number of threads that share the tasks.
 """
 
 

@@ -180,7 +180,9 @@ class Emitter:
         index.add_incoming(self.index(start), before)
         return index, blocks
 
-    def take_while(self, take: Callable[[], tuple[Value, Value]], body: Callable[..., Any]) -> None:
+    def take_while(
+        self, take: Callable[[], tuple[Any, Value]], body: Callable[[Any], None]
+    ) -> None:
         """`while (item, more := take())[1]: body(item)`."""
         b = self.builder
         head, inside, after = (b.append_basic_block(part) for part in ("take", "body", "after"))

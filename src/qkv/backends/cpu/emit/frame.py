@@ -132,10 +132,16 @@ class Frame:
 
     # Tasks
 
-    def emit_job(self, run: Callable[[Value, Value, Value], None]) -> None:
+    def emit_job(
+        self,
+        run: Callable[[Value, Value, Value], None],
+        share: Callable[[Value, Value], Value] | None = None,
+    ) -> None:
         """`job(arguments, worker)` takes tasks from the counter until none is left.
 
-        `run(arguments, number, scratch)` emits one task; `scratch` is the worker's own.
+        `run(arguments, number, scratch)` emits one task; `scratch` is the worker's own. Tasks are
+        taken one by one, or as many neighbours at once as `share(arguments, left)` says, of those
+        that are left.
         """
         e = self.e
         with e.function("job", [POINTER, INT64], public=True) as (_, (arguments, worker)):
@@ -143,11 +149,24 @@ class Frame:
             size = self.field(arguments, "scratch_bytes")
             scratch = e.at(self.pointer_field(arguments, "scratch"), e.mul(worker, size))
 
-            def take_number() -> tuple[Value, Value]:
-                number = e.builder.atomic_rmw("add", arguments, e.index(1), "monotonic")
-                return number, e.below(number, limit)
+            def take(count: Value) -> tuple[Value, Value]:
+                first = e.builder.atomic_rmw("add", arguments, count, "monotonic")
+                return first, e.below(first, limit)
 
-            e.take_while(take_number, lambda number: run(arguments, number, scratch))
+            def take_share() -> tuple[tuple[Value, Value], Value]:
+                assert share is not None
+                taken = e.builder.load_atomic(arguments, "monotonic", WORD, typ=INT64)
+                count = e.larger_of(share(arguments, e.sub(limit, taken)), 1)
+                first, more = take(count)
+                return (first, e.least(e.add(first, count), limit)), more
+
+            def run_share(numbers: tuple[Value, Value]) -> None:
+                e.loop(*numbers, 1, [], lambda number, _: run(arguments, number, scratch))
+
+            if share is None:
+                e.take_while(lambda: take(e.index(1)), lambda n: run(arguments, n, scratch))
+            else:
+                e.take_while(take_share, run_share)
 
     def call_for_each_task(self, function: Value, words: tuple[str, ...]) -> None:
         """A `job` that calls `function(arguments, task, scratch)`; a task is a row of `words`."""

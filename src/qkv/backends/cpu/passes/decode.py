@@ -40,8 +40,8 @@ half of the time that `_ROWS_OF_A_READ` stands for."""
 _BETWEEN_PRODUCTS = 4
 """How many times as much work one thread does alone while threads of another library spin on the
 other cores, waiting for their next product: our threads would have to share these cores."""
-_LIMIT, _SCRATCH, _SHARED, _NOT_FINITE = (
-    word_index(name, FIELDS) for name in ("limit", "scratch", "shared", "not_finite")
+_LIMIT, _SCRATCH, _SHARED, _NOT_FINITE, _WORKERS = (
+    word_index(name, FIELDS) for name in ("limit", "scratch", "shared", "not_finite", "workers")
 )
 
 
@@ -163,7 +163,8 @@ class DecodePass:
             if keys > share.alone:
                 block.keep_alive = scratch, keep_alive
                 planned = self._workload(keys, words[_LIMIT])
-                planned.run(self.kernel, block, min(share.workers, planned.workers()))
+                words[_WORKERS] = min(share.workers, planned.workers())
+                planned.run(self.kernel, block, words[_WORKERS])
                 block.keep_alive = ()
         return_scratch(scratch)
         if words[_NOT_FINITE]:
@@ -218,6 +219,7 @@ class DecodeArguments(Arguments):
             "num_kv_heads": spec.num_kv_heads,
             "rows": spec.group_size * spec.q_len,
             "panel": panel_of(spec),
+            "workers": 1,
             "out": self._address(result.out),
             "lse": self._address(result.lse),
         }

@@ -206,9 +206,15 @@ class RowProducts:
         with e.function(f"values_{rows}", arguments) as (function, args):
             value, weights, block, value_row, block_row, v_head_dim, count, ahead, asked = args
 
+            def part_of(columns: Value) -> Value:
+                """Of the bytes that are prefetched, those for so many columns, in whole lines."""
+                part = e.mul(asked, e.least(columns, v_head_dim))
+                return e.round_down(e.builder.sdiv(part, v_head_dim), CACHE_LINE)
+
             def add_tile(d: Value, live: Value | None, vectors: int) -> None:
-                # The first columns prefetch for all columns, the others nothing.
-                asked_here = e.builder.select(e.below(0, d), e.index(0), asked)
+                # Each pass over the keys prefetches its part, so that memory is idle in none.
+                first, stop = (part_of(x) for x in (d, e.add(d, vectors * e.lanes)))
+                part = e.add(ahead, first), e.sub(stop, first)
                 places = [
                     e.at(block, e.mul(i, block_row), e.mul(d, e.real_bytes), j * e.vector_bytes)
                     for i in range(rows)
@@ -221,7 +227,7 @@ class RowProducts:
                         load_vector_at(e, row, e.add(d, j * e.lanes), self.value_dtype, live)
                         for j in range(vectors)
                     ]
-                    self.prefetch(row, ahead, asked_here)
+                    self.prefetch(row, *part)
                     following = []
                     for i in range(rows):
                         at = e.at(weights, i * self.score_row, column)
