@@ -12,6 +12,7 @@
     numpy_port      what a prepared call is told of NumPy's arrays, and new arrays of results
     attend          run a bound call, prepared or checked; `inspected` does so for `inspect`
     decoding        calls that are alike whatever their number of keys
+    stored_steps    the same where keys lie in pages, as int8, or both
     dispatch        whether a call runs in main memory or on a device
     device_call     calls whose tensors stay where they are, as those on CUDA
     derivatives     gradients, tangents and second derivatives

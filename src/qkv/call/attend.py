@@ -22,6 +22,7 @@ from qkv.call.decoding import run_step
 from qkv.call.forms import Views, form_of, has_form, heads_first, in_place, values_of
 from qkv.call.numpy_port import run_on_arrays
 from qkv.call.preparing import prepare
+from qkv.call.stored_steps import stored_step
 from qkv.partial import Partial
 
 __all__ = ["Attended", "attend", "run_alike"]
@@ -85,7 +86,14 @@ def attend(
                     entry.first_of_arrays = known if known.if_alike else None
                 return _restored(results, bound)
             CALLS.discard(bound.structure, known)
+    stored = None if backward or views is not None else stored_step(bound)
+    if stored is not None:
+        results = stored.run(entry, rows)
+        if results is not None:
+            return _restored(results, bound)
     call = check_call(bound, given, backward=differentiable)
+    if stored is not None:
+        stored.prepare(entry, call)
     if form is not None and views is not None and CALLS.is_repeated(bound.structure, form):
         prepare(bound, form, views, call)
     out, lse, partial = call.compute(backward=backward)

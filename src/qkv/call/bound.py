@@ -12,6 +12,7 @@ from qkv.arrays import has_shape
 from qkv.arrays.copies import own_copy
 from qkv.call.flatten import (
     Leaves,
+    ReadByValue,
     ReadInPlace,
     Tree,
     flatten,
@@ -54,6 +55,11 @@ class Structure(NamedTuple):
     def is_plain(self) -> bool:
         """Whether query, key and value are arrays, none of them in storage of its own."""
         return self.operands is _PLAIN or self.operands == _PLAIN
+
+    @property
+    def operand_leaves(self) -> int:
+        """How many of the leaves are of query, key and value; those of variants follow."""
+        return len(_PLAIN) if self.is_plain else _count_places(self.operands)
 
     @property
     def is_known(self) -> bool:
@@ -249,6 +255,14 @@ _PLAIN_CALL = Structure(_PLAIN, (), _DEFAULT_OPTIONS)
 
 ARRAY_TYPES: set[type] = {np.ndarray}
 """Types whose objects are known to have a shape, so that it is not looked for; bridges add some."""
+
+
+@lru_cache(maxsize=256)
+def _count_places(tree: Tree) -> int:
+    """Arrays in a tree."""
+    if type(tree) is tuple:
+        return sum(map(_count_places, tree))
+    return int(tree is ReadInPlace or tree is ReadByValue)
 
 
 def _are_plain(query: Any, key: Any, value: Any) -> bool:

@@ -59,11 +59,14 @@ class StepForm(NamedTuple):
         where the queries of each batch row stand.
     every_length : bool
         Whether it serves all numbers of keys, or those with the same `length_key` of variants.
+    offset_scale : float or None
+        The scale of the scores, if keys have an offset, whose scores each step brings too.
     """
 
     at_end: bool
     lengths: int
     every_length: bool
+    offset_scale: float | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -5,6 +5,7 @@ That is so if their variants depend on positions only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,14 @@ from numpy.typing import NDArray
 from qkv.backends import Prepared
 from qkv.call.bound import BoundCall
 from qkv.call.cache import StepForm
-from qkv.call.forms import Views, in_place
-from qkv.call.numpy_port import run_on_arrays
+from qkv.call.forms import in_place
+from qkv.call.numpy_port import run_on_arrays, run_on_stored_rows
+from qkv.problem.builder import INDEX_LIMIT
+from qkv.problem.check import KEY_OFFSET
 from qkv.problem.spec import Problem
+from qkv.problem.stored_rows import without_offset
 
-__all__ = ["arrays_from_lengths", "position", "run_step"]
+__all__ = ["arrays_from_lengths", "arrays_from_offset", "position", "run_step"]
 
 Array = NDArray[Any]
 
@@ -29,8 +33,13 @@ def position(step: StepForm, given: Any, q_len: int, kv_len: int) -> int:
     return kv_len - q_len if step.at_end else 0
 
 
-def run_step(steps: Prepared, step: StepForm, bound: BoundCall, views: Views, rows: bool) -> Any:
-    """The results of a step, None if something is not as it was prepared for."""
+def run_step(
+    steps: Prepared, step: StepForm, bound: BoundCall, views: Sequence[Any], rows: bool
+) -> Any:
+    """The results of a step, None if something is not as it was prepared for.
+
+    `views` are query, key and value with heads before rows; the last two may be `StoredRows`.
+    """
     query, key, _ = views
     q_len, kv_len = query.shape[-2], key.shape[-2]
     q_shift = position(step, bound.structure.options.q_offset, q_len, kv_len)
@@ -45,15 +54,34 @@ def run_step(steps: Prepared, step: StepForm, bound: BoundCall, views: Views, ro
         lens = lens.reshape(-1)
         if step.at_end and len(lens) == 1:
             q_shift = int(lens[0]) - q_len
-        ends = (lens - q_len,) if step.lengths == 2 else ()
-        arrays = (*arrays, lens, *ends)
-    return run_on_arrays(steps, views, arrays, rows=rows, q_shift=q_shift)
+        arrays = (*arrays, lens)
+        if step.lengths == 2:
+            ends = lens - q_len if step.at_end else _positions_of_rows(bound, batch_shape)
+            if ends is None:
+                return None
+            arrays = (*arrays, ends)
+    if step.offset_scale is not None:
+        arrays = (*arrays, without_offset(query, key, step.offset_scale)[1])
+    if bound.structure.is_plain:
+        return run_on_arrays(steps, views, arrays, rows=rows, q_shift=q_shift)
+    return run_on_stored_rows(steps, views, arrays, rows=rows, q_shift=q_shift)
 
 
-def arrays_from_lengths(problem: Problem) -> list[Array]:
+def _positions_of_rows(bound: BoundCall, batch_shape: tuple[int, ...]) -> Array | None:
+    """The position of the first query of each batch row, which the call states."""
+    given = bound.leaves[-1]
+    if given.shape != batch_shape or given.dtype.kind not in "iu":
+        return None
+    if given.size and max(given.max(), -given.min()) > INDEX_LIMIT:
+        return None
+    return np.asarray(given.astype(np.int64).reshape(-1))
+
+
+def arrays_from_lengths(problem: Problem, *, states_positions: bool = False) -> list[Array]:
     """The tables `(batch,)` of the numbers of keys, and of where they put the queries, if they do.
 
-    None of them if they are not the only such tables.
+    `states_positions` says that the call puts the queries of each batch row somewhere itself. None
+    of them if they are not the only such tables.
     """
     labels = {table.name: table.label for table in problem.spec.tables}
     origins, tables = problem.operands.origins, problem.operands.tables
@@ -66,4 +94,12 @@ def arrays_from_lengths(problem: Problem) -> list[Array]:
             return []
         tables_of_steps += arrays
     has_q_offset = len(tables_of_steps) == 2
-    return [] if has_q_offset and problem.operands.positions.align != "end" else tables_of_steps
+    if has_q_offset and not states_positions and problem.operands.positions.align != "end":
+        return []
+    return tables_of_steps
+
+
+def arrays_from_offset(problem: Problem) -> list[Array]:
+    """What the offset of quantised keys adds to the scores of each query, if they have one."""
+    tables = [table.name for table in problem.spec.tables if table.label == KEY_OFFSET]
+    return [problem.operands.origins[name].array for name in tables]

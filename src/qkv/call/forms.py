@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from qkv.backends import Passes
 from qkv.call.bound import BoundCall
 from qkv.call.cache import Entry, Form
-from qkv.call.flatten import add_length_keys
+from qkv.call.flatten import ReadByValue, add_length_keys
 from qkv.problem.builder import INDEX_LIMIT
 
 __all__ = ["MAX_DECODE_QUERIES", "MAX_VALUE_BYTES", "Views", "fixed_form", "form_of", "has_form",
@@ -77,7 +77,7 @@ def fixed_form(bound: BoundCall, views: Views, passes: Passes, *more: Hashable) 
     )  # fmt: skip
 
 
-def step_form(bound: BoundCall, views: Views, passes: Passes) -> Form | None:
+def step_form(bound: BoundCall, views: Sequence[Any], passes: Passes) -> Form | None:
     """The form of a decoding step, which any number of keys shares; None of other calls."""
     query, key, value = views
     q_len, kv_len = query.shape[-2:-1], key.shape[-2:-1]
@@ -93,7 +93,10 @@ def step_form(bound: BoundCall, views: Views, passes: Passes) -> Form | None:
     structure = bound.structure
     position = structure.options.q_offset
     if not (position is None or type(position) is int or type(position) is str):
-        return None
+        # One number for each batch row, as a cache of sequences of several lengths has them.
+        of_rows = position is ReadByValue and structure.lengths and not structure.is_plain
+        if not of_rows or type(structure.options.kv_offset) is not int:
+            return None
     if type(position) is int and abs(position) > INDEX_LIMIT:
         return None
     length_keys: list[Hashable] = []
@@ -128,7 +131,10 @@ def _leaves_of_step(
     structure = bound.structure
     values: list[Hashable] = []
     arrays: list[Hashable] = []
-    for n, array in enumerate(bound.leaves[3:], start=3):
+    first, stop = structure.operand_leaves, len(bound.leaves)
+    if structure.options.q_offset is ReadByValue:  # The last one; it is read in each step.
+        stop -= 1
+    for n, array in enumerate(bound.leaves[first:stop], start=first):
         if type(array) is not np.ndarray:
             return None
         if n in structure.lengths:
@@ -183,4 +189,5 @@ def in_place(bound: BoundCall, is_step: bool = False) -> tuple[Any, ...]:
     by_value: Any = bound.structure.by_value
     if is_step and bound.structure.per_step:
         by_value = set(by_value).difference(bound.structure.per_step)
-    return tuple([a for n, a in enumerate(bound.leaves[3:], start=3) if n not in by_value])
+    first = bound.structure.operand_leaves
+    return tuple([a for n, a in enumerate(bound.leaves[first:], start=first) if n not in by_value])

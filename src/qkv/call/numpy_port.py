@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
 from qkv.arrays.addresses import quick_address_of
 from qkv.backends import Prepared
+from qkv.problem.stored_rows import Rows, StoredRows
 
 Array = NDArray[Any]
 
-__all__ = ["run_on_arrays"]
+__all__ = ["run_on_arrays", "run_on_stored_rows"]
 
 
 def run_on_arrays(
@@ -57,3 +58,55 @@ def run_on_arrays(
     for array in (*read, *arrays):
         layouts += array.shape, array.strides
     return results if prepared.run(addresses, held, layouts, q_shift) else None
+
+
+def run_on_stored_rows(
+    prepared: Prepared,
+    read: Sequence[Rows],
+    arrays: Sequence[Array],
+    *,
+    rows: bool,
+    q_shift: int,
+) -> list[Any] | None:
+    """The same for a decoding step whose keys or values are `StoredRows`."""
+    at = quick_address_of
+    results: list[Any] = [new(shape, dtype) for shape, dtype, new in prepared.results]
+    taken = [_taken_apart(each) for each in read]
+    more = [_Told(array, array.shape, array.strides) for array in arrays]
+    for _, parts in taken:
+        more += parts
+    told = [of_operand for of_operand, _ in taken]
+    addresses = [at(each.array) for each in told]
+    addresses += [*map(at, results), *[at(each.array) for each in more]]
+    if not rows:
+        results[1], addresses[len(read) + 1] = None, 0
+    layouts: list[Any] = []
+    for each in (*told, *more):
+        layouts += each.sizes, each.strides
+    held = read, results, arrays
+    return results if prepared.run(addresses, held, layouts, q_shift) else None
+
+
+class _Told(NamedTuple):
+    """An array, and the sizes and strides that a prepared call is told of it."""
+
+    array: Array
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _taken_apart(rows: Rows) -> tuple[_Told, list[_Told]]:
+    """What `Prepared.run` is told of keys or values, and of their table and scales."""
+    if not isinstance(rows, StoredRows):
+        return _Told(rows, rows.shape, rows.strides), []
+    values, table, scales = rows.values, rows.page_table, rows.scales
+    strides, parts = values.strides, []
+    if table is not None:
+        # Batch rows differ in their tables alone.
+        strides = (*(0,) * (rows.ndim - 3), *strides[1:])
+        parts.append(_Told(table, table.shape, table.strides))
+    if scales is not None and table is not None:
+        parts.append(_Told(scales, (), ()))
+    elif scales is not None:
+        parts.append(_Told(scales, scales.shape, scales.strides))
+    return _Told(values, rows.shape, strides), parts

@@ -8,8 +8,8 @@ from qkv.backends import Preparing
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS, Form, PreparedCall, StepForm
 from qkv.call.checked import CheckedCall
-from qkv.call.decoding import arrays_from_lengths
-from qkv.call.flatten import add_length_keys
+from qkv.call.decoding import arrays_from_lengths, arrays_from_offset
+from qkv.call.flatten import ReadByValue, add_length_keys
 from qkv.call.forms import Views, fixed_form, in_place
 from qkv.problem.backward import BackwardInputs
 
@@ -49,17 +49,21 @@ def prepared_by(
     arrays = in_place(bound._replace(leaves=call.leaves), is_step=any_length)
     step, at_end = None, False
     if any_length:
-        # Whether a number and "start" or "end" agree depends on the lengths.
-        if type(structure.options.q_offset) is int and align is not None:
+        # Whether numbers and "start" or "end" agree depends on the lengths.
+        of_rows = structure.options.q_offset is ReadByValue
+        if (of_rows or type(structure.options.q_offset) is int) and align is not None:
             return None
-        from_lengths = arrays_from_lengths(problem) if structure.lengths else []
-        if structure.lengths and not from_lengths:
-            return None
-        arrays, at_end = (*arrays, *from_lengths), align == "end"
+        from_lengths, from_offset = [], arrays_from_offset(problem)
+        if structure.lengths:
+            from_lengths = arrays_from_lengths(problem, states_positions=of_rows)
+            if not from_lengths:
+                return None
+        arrays, at_end = (*arrays, *from_lengths, *from_offset), align == "end"
         length_keys: list[Hashable] = []
         for tree in structure.variants:
             add_length_keys(tree, problem.spec.kv_len, length_keys)
-        step = StepForm(at_end, len(from_lengths), not length_keys)
+        scale = problem.operands.scale if from_offset else None
+        step = StepForm(at_end, len(from_lengths), not length_keys, scale)
     made = backend.prepare(
         problem, form.passes, any_length=any_length, arrays=arrays, inputs=inputs
     )

@@ -114,6 +114,10 @@ def check(
     )
 
 
+KEY_OFFSET = "the offset of key"
+"""The label of the table of what the offset of quantised keys adds to the scores."""
+
+
 @dataclass(frozen=True, eq=False)
 class _KeyOffset:
     """What the offset of quantised keys adds to all scores of a query, before any variant."""
@@ -122,7 +126,7 @@ class _KeyOffset:
 
     def lower(self, builder: Builder) -> None:
         """Add it."""
-        builder.mod(builder.score + builder.broadcast(self.added, "the offset of key"))
+        builder.mod(builder.score + builder.broadcast(self.added, KEY_OFFSET))
 
     def __repr__(self) -> str:
         return "offset of key"

@@ -10,7 +10,7 @@ read row by row: row j of a batch row and kv head is
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -134,14 +134,14 @@ class StoredRows:
     scales: Array | None = None
     page_table: Array | None = None
     offset: Array | None = None
+    shape: tuple[int, ...] = field(init=False)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        if self.page_table is None:
-            return self.values.shape
-        _, heads, page_size, dim = self.values.shape
-        *batch, pages = self.page_table.shape
-        return (*batch, heads, pages * page_size, dim)
+    def __post_init__(self) -> None:
+        shape = self.values.shape
+        if self.page_table is not None:
+            *batch, pages = self.page_table.shape
+            shape = (*batch, *shape[1:-2], pages * shape[-2], shape[-1])
+        object.__setattr__(self, "shape", shape)
 
     @property
     def ndim(self) -> int:
@@ -249,25 +249,28 @@ def as_stored_rows(
         if isinstance(inner, Quantized)
         else StoredRows(_heads_first(inner, layout))
     )
-    seen = [("pages", f"{inner.dtype} {inner.shape}")] if isinstance(inner, np.ndarray) else []
-    seen += [("page_table", f"{table.dtype} {table.shape}")]
+
+    def seen() -> list[tuple[str, str]]:
+        pages = [("pages", f"{inner.dtype} {inner.shape}")] if isinstance(inner, np.ndarray) else []
+        return [*pages, ("page_table", f"{table.dtype} {table.shape}")]
+
     if rows.values.ndim != 4:
         raise ShapeError(
             f"the pages of {role} have {rows.values.ndim} dimensions, not 4.",
-            seen,
+            seen(),
             "Pass (num_pages, num_kv_heads, page_size, dim).",
         )
     if table.dtype.kind not in "iu":
         raise DTypeError(
             f"the page_table of {role} has dtype {table.dtype}, not an integer type.",
-            seen,
+            seen(),
             "Pass page_table.astype(int).",
         )
     if table.ndim < 1:
         raise ShapeError(
-            f"the page_table of {role} is one number.", seen, "Pass (..., pages_per_slot)."
+            f"the page_table of {role} is one number.", seen(), "Pass (..., pages_per_slot)."
         )
-    return replace(rows, page_table=table.astype(np.int64))
+    return StoredRows(rows.values, rows.scales, table.astype(np.int64), rows.offset)
 
 
 def _quantized(given: Quantized, role: str, layout: str) -> StoredRows:
@@ -278,39 +281,41 @@ def _quantized(given: Quantized, role: str, layout: str) -> StoredRows:
                 f"{name} of {role} is a {type(array).__name__}, not an array.",
                 action="Pass what qkv.cache.quantize returns.",
             )
-    seen = [
-        ("values", f"{values.dtype} {values.shape}"),
-        ("scales", f"{scales.dtype} {scales.shape}"),
-    ]
+
+    def seen() -> list[tuple[str, str]]:
+        arrays = ("values", values), ("scales", scales)
+        return [(name, f"{array.dtype} {array.shape}") for name, array in arrays]
+
     if values.dtype != np.int8 or scales.dtype != np.float32:
         raise DTypeError(
             f"{role} is Quantized from {values.dtype} values and {scales.dtype} scales.",
-            seen,
+            seen(),
             "Pass int8 values and float32 scales.",
         )
     if values.ndim < 2 or scales.shape != values.shape[:-1]:
         raise ShapeError(
             f"{role} has values {values.shape} and scales {scales.shape}.",
-            seen,
+            seen(),
             "Pass values (..., heads, length, dim) and scales (..., heads, length).",
         )
     if values.ndim == 2:
-        rows = StoredRows(values[None], scales[None])
-    else:
-        scales = scales.swapaxes(-2, -1) if layout == "blhd" else scales
-        rows = StoredRows(_heads_first(values, layout), scales)
+        values, scales = values[None], scales[None]
+    elif layout == "blhd":
+        values, scales = _heads_first(values, layout), scales.swapaxes(-2, -1)
     if offset is None:
-        return rows
+        return StoredRows(values, scales)
     if role.startswith("value"):
-        raise ArgumentError("value has an offset, which only keys may have.", seen, "Leave it out.")
-    heads, dim = rows.values.shape[-3], rows.values.shape[-1]
+        raise ArgumentError(
+            "value has an offset, which only keys may have.", seen(), "Leave it out."
+        )
+    heads, dim = values.shape[-3], values.shape[-1]
     if offset.dtype != np.float32 or offset.shape != (heads, dim):
         raise ShapeError(
             f"{role} has an offset {offset.dtype} {offset.shape}; it needs float32 {(heads, dim)}.",
-            seen,
+            seen(),
             "Pass (num_kv_heads, dim), whatever the layout.",
         )
-    return replace(rows, offset=offset)
+    return StoredRows(values, scales, offset=offset)
 
 
 def _heads_first(array: Array, layout: str) -> Array:

@@ -13,8 +13,12 @@ from qkv.problem.spec import Spec
 
 
 def page_fields(name: str) -> tuple[str, ...]:
-    """Words of a paged operand: bytes and keys of a page, its table, and pages of a table row."""
-    return tuple(f"{name}_{part}" for part in ("page", "page_size", "table", "slots"))
+    """Words of a paged operand: bytes and keys of a page, its table, and pages of a table row.
+
+    Scales lie in the pages of the same table.
+    """
+    of_table = name.removesuffix("_scales")
+    return (f"{name}_page", *(f"{of_table}_{part}" for part in ("page_size", "table", "slots")))
 
 
 SCALES = ("key_scales", "value_scales")
@@ -31,12 +35,18 @@ FIELDS = (
     "not_finite", "workers",
     *operand_fields(*SCALES),
     *(f"{name}_batch" for name in ("query", "key", "value", *SCALES)),
-    *(field for name in ("key", "value", *SCALES) for field in page_fields(name)),
+    *(f"{name}_page" for name in ("key", "value", *SCALES)),
+    *(
+        f"{name}_{part}"
+        for name in ("key", "value")
+        for part in ("page_size", "table", "slots", "slot")
+    ),
 )  # fmt: skip
 """`shared` is memory for the tables that `plan` writes, which sets `tasks`, `groups` and `records`
 to where these lie. An expression may read `q_shift` in place of a table of one number. Batch rows
 of the key lie `key_batch` bytes apart, unless `key_batches` is a table of their offsets.
 `not_finite` is that of the forward pass. `workers` is the number of threads that share the tasks.
+Nothing reads `key_slot`, where prepared steps write the stride that stands behind `key_slots`.
 """
 
 

@@ -262,10 +262,11 @@ class _Memory:
 def _asked_operands(problem: Problem, kernel: Kernel) -> list[Operand]:
     """Query, key and value before they are rotated, in the first words of addresses."""
     places = range(_ADDRESSES, _ADDRESSES + 3)
-    asked = expected_of(problem, places)
     if not kernel.is_step:
-        return asked
+        return expected_of(problem, places)
+    operands = problem.operands
+    given = operands.query, operands.key, operands.value
     return [
-        operand._replace(axes=of_kernel.axes)
-        for operand, of_kernel in zip(asked, kernel.operands, strict=True)
+        Operand(place, array.dtype, of_kernel.axes)
+        for place, array, of_kernel in zip(places, given, kernel.operands, strict=True)
     ]

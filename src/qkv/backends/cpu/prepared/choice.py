@@ -39,7 +39,10 @@ def prepare(
     """See `qkv.backends.Preparing`."""
     spec = problem.spec
     sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, spec.v_head_dim)
-    if 0 in sizes or spec.key_storage or spec.value_storage:
+    if 0 in sizes:
+        return None
+    # Of keys and values in storage of their own, decoding steps alone are prepared.
+    if (spec.key_storage or spec.value_storage) and (spec.rotation or not any_length):
         return None
     is_short = is_decode(spec, host().shape_of(spec.compute_dtype))
     if any_length:

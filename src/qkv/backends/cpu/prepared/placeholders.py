@@ -10,7 +10,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from qkv.problem.spec import Problem
-from qkv.problem.stored_rows import StoredRows
+from qkv.problem.stored_rows import Rows, StoredRows
 
 Array = NDArray[Any]
 
@@ -42,18 +42,27 @@ def without_values(problem: Problem, arrays: tuple[Array, ...]) -> tuple[Problem
     operands = replace(
         operands,
         query=placeholder(operands.query),
-        key=placeholder(operands.key),
-        value=placeholder(operands.value),
+        key=_rows_placeholder(operands.key),
+        value=_rows_placeholder(operands.value),
         tables={**copies, **views},
         origins={},
     )
     return replace(problem, operands=operands), read
 
 
-def placeholder(array: Array | StoredRows) -> Array:
+def placeholder(array: Array) -> Array:
     """An array that claims the dtype, shape and strides of another over memory for one element.
 
     It is there to be described, never read: all but its first element are out of bounds.
     """
-    assert isinstance(array, np.ndarray)  # Calls with stored rows are never prepared.
     return as_strided(np.empty(1, array.dtype), array.shape, array.strides, writeable=False)
+
+
+def _rows_placeholder(rows: Rows) -> Rows:
+    """The same for keys or values."""
+    if not isinstance(rows, StoredRows):
+        return placeholder(rows)
+    scales, table = (
+        None if part is None else placeholder(part) for part in (rows.scales, rows.page_table)
+    )
+    return StoredRows(placeholder(rows.values), scales, table)

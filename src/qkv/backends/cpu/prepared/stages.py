@@ -122,7 +122,8 @@ class RotateSteps:
     def __init__(self, problem: Problem) -> None:
         operands = problem.operands
         assert operands.angles is not None
-        self._rotation = Rotation(problem, [placeholder(operands.query), placeholder(operands.key)])
+        unread = placeholder(operands.query), placeholder(plain(operands.key))
+        self._rotation = Rotation(problem, list(unread))
         angles = operands.angles.inv_freq, operands.angles.factor
         self._of_query, self._of_key = AngleTable(*angles), AngleTable(*angles)
         self._kv_shift = int(operands.positions.kv_shift[0])

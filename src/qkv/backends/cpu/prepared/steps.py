@@ -7,6 +7,7 @@ wide integers are, is found once for all lengths and shifts up to `LONGEST`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -18,12 +19,12 @@ from qkv.backends.cpu.passes.arguments import word_index
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass
 from qkv.backends.cpu.passes.scratch import NO_RESULTS
 from qkv.backends.cpu.prepared.any_length import LONGEST, AnyLengthForm, shift_tables
-from qkv.backends.cpu.prepared.decode import KEY, NOT_FINITE, QUERY, RESULTS, VALUE
+from qkv.backends.cpu.prepared.decode import KEY, NOT_FINITE, QUERY, RESULTS, VALUE, OperandWords
 from qkv.backends.cpu.prepared.kernel import Kernel
 from qkv.backends.cpu.prepared.placeholders import without_values
 from qkv.backends.cpu.python_calls.filled_block import Axis, Operand
 from qkv.problem.spec import Problem
-from qkv.problem.stored_rows import plain
+from qkv.problem.stored_rows import Rows, StoredRows
 
 Array = NDArray[Any]
 
@@ -62,6 +63,8 @@ def steps_kernel(problem: Problem, form: AnyLengthForm, arrays: tuple[Array, ...
         "q_len": problem.spec.q_len, "at_end": int(at_end),
     }  # fmt: skip
     array_operands = [words_of_array.operand for words_of_array in form.words]
+    for name, rows in (("key", problem.operands.key), ("value", problem.operands.value)):
+        array_operands += _parts(name, rows)
     return Kernel(
         new_block, run, _operands(problem), array_operands, RESULTS, words,
         is_step=True, job=decode.brief_job(),
@@ -71,7 +74,7 @@ def steps_kernel(problem: Problem, form: AnyLengthForm, arrays: tuple[Array, ...
 def _operands(problem: Problem) -> list[Operand]:
     """Query, key and value of any number of keys and any strides, with one batch axis at most."""
     operands, spec = problem.operands, problem.spec
-    given = operands.query, plain(operands.key), plain(operands.value)
+    given = operands.query, operands.key, operands.value
     expected = []
     for words, array in zip((QUERY, KEY, VALUE), given, strict=True):
         sizes = list(array.shape)
@@ -79,7 +82,30 @@ def _operands(problem: Problem) -> list[Operand]:
             sizes = [spec.batch_size, *sizes[-3:]]
         if words is not QUERY:
             sizes[-2] = -1
-        strides = [words.batch, words.head, words.row, words.element][-len(sizes) :]
-        axes = [Axis(size, 0, word) for size, word in zip(sizes, strides, strict=True)]
-        expected.append(Operand(words.address, array.dtype, axes))
+        expected.append(Operand(words.address, array.dtype, _axes(sizes, words)))
+    return expected
+
+
+def _axes(sizes: Sequence[int], words: OperandWords) -> list[Axis]:
+    """Axes of these sizes, the last of which is that of elements, and of any strides."""
+    strides = [words.batch, words.head, words.row, words.element][-len(sizes) :]
+    return [Axis(size, 0, word) for size, word in zip(sizes, strides, strict=True)]
+
+
+def _parts(name: str, rows: Rows) -> list[Operand]:
+    """The page table and the scales of stored rows; see `qkv.backends.Prepared`."""
+    expected: list[Operand] = []
+    if not isinstance(rows, StoredRows):
+        return expected
+    if rows.page_table is not None:
+        table, slot = (word_index(f"{name}_{part}", FIELDS) for part in ("table", "slot"))
+        axes = [Axis(rows.shape[0], 0, slot)] if rows.ndim > 3 else []
+        axes.append(Axis(1, 0, slot, rows.page_size))
+        expected.append(Operand(table, rows.page_table.dtype, axes))
+    if rows.scales is not None:
+        words = OperandWords.of(f"{name}_scales")
+        axes = []
+        if rows.page_table is None:  # The layout of pages is part of the form of a call.
+            axes = _axes([*rows.scales.shape[:-1], -1, 1], words)[:-1]
+        expected.append(Operand(words.address, rows.scales.dtype, axes))
     return expected

@@ -1,0 +1,119 @@
+"""Decoding steps over keys and values in pages, as int8, or both: forms, and prepared runs.
+
+They are alike as steps over arrays are (`qkv.call.forms`), whatever their number of keys. The
+layout of a page belongs to the form. A step checks the page table, the lengths and the positions
+that it brings; what is not as usual is left to the checked call, which has the error or the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.call.bound import BoundCall
+from qkv.call.cache import CALLS, Entry, Form
+from qkv.call.checked import CheckedCall
+from qkv.call.decoding import run_step
+from qkv.call.flatten import unflatten
+from qkv.call.forms import step_form
+from qkv.call.preparing import prepared_by
+from qkv.errors import QkvError
+from qkv.problem.stored_rows import Paged, Quantized, Rows, StoredRows, as_stored_rows
+
+__all__ = ["StoredStep", "stored_step"]
+
+Array = NDArray[Any]
+
+
+class StoredStep(NamedTuple):
+    """A decoding step whose keys or values are in storage of their own.
+
+    Attributes
+    ----------
+    bound : BoundCall
+    views : tuple
+        Query, key and value with heads before rows.
+    form : Form
+    """
+
+    bound: BoundCall
+    views: tuple[Array, Rows, Rows]
+    form: Form
+
+    def run(self, entry: Entry | None, rows: bool) -> Any:
+        """The results as a prepared call gives them; None if this step is to be checked."""
+        known = None if entry is None else entry.calls.get(self.form)
+        if known is None or known.step is None:
+            return None
+        known.used = CALLS.clock
+        key, value = (_with_real_pages(each) for each in self.views[1:])
+        if key is None or value is None:
+            return None
+        results = run_step(
+            known.prepared, known.step, self.bound, (self.views[0], key, value), rows
+        )
+        if results is None:
+            CALLS.discard(self.bound.structure, known)
+        return results
+
+    def prepare(self, entry: Entry | None, call: CheckedCall) -> None:
+        """Keep what the backend prepares for steps like this one, which was checked."""
+        structure, form = self.bound.structure, self.form
+        if entry is not None and form in entry.calls:
+            return  # Backends prepare no such steps, or others have just done so.
+        if CALLS.is_repeated(structure, form):
+            CALLS.insert(structure, form, prepared_by(self.bound, form, call))
+
+
+def stored_step(bound: BoundCall) -> StoredStep | None:
+    """A call of NumPy arrays as a step over stored rows; None of any other call."""
+    structure, leaves = bound
+    if structure.is_plain or structure.layout not in ("bhld", "blhd"):
+        return None
+    if not all(type(leaf) is np.ndarray for leaf in leaves):
+        return None
+    following = iter(leaves)
+    query, key, value = (unflatten(tree, following.__next__) for tree in structure.operands)
+    layout = structure.layout
+    try:
+        views = (
+            query.swapaxes(-3, -2) if layout == "blhd" else query,
+            _heads_first(key, "key", layout),
+            _heads_first(value, "value", layout),
+        )
+        # Several axes of a batch have no single stride.
+        form = step_form(bound, views, "forward") if query.ndim in (3, 4) else None
+    except (QkvError, AttributeError, TypeError, ValueError):
+        return None  # The checked call has the error.
+    if form is None:
+        return None
+    pages = _layout_of_pages(views[1]), _layout_of_pages(views[2])
+    return StoredStep(bound, views, form._replace(layouts=(*form.layouts, *pages)))
+
+
+def _heads_first(given: Any, name: str, layout: Any) -> Rows:
+    """Keys or values as the problem would have them."""
+    if isinstance(given, Paged | Quantized):
+        return as_stored_rows(given, name, layout)
+    array: Array = given.swapaxes(-3, -2) if layout == "blhd" else given
+    return array
+
+
+def _layout_of_pages(rows: Rows) -> Hashable:
+    """What the form of a call has of a page: its sizes and strides, and those of its scales."""
+    if not isinstance(rows, StoredRows) or rows.page_table is None:
+        return None
+    scales = None if rows.scales is None else rows.scales.strides
+    return rows.values.shape[1:], rows.values.strides, scales
+
+
+def _with_real_pages(rows: Rows) -> Rows | None:
+    """Rows of which every entry of the table is a page; None if one is not."""
+    if isinstance(rows, StoredRows) and rows.page_table is not None:
+        table, pages = rows.page_table, len(rows.values)
+        if not table.size or table.min() < 0 or table.max() >= pages:
+            return None
+    return rows

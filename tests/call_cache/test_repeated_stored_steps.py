@@ -1,0 +1,207 @@
+"""Steps over keys in pages, as int8, or both, prepared from the step before, and checked anew."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import qkv
+import qkv.cache
+from qkv.errors import ShapeError
+from watched import forget_prepared_calls
+
+CACHES = {
+    "int8": lambda: qkv.cache.ContiguousCache(dtype="int8"),
+    "pages": lambda: qkv.cache.PagedCache(page_size=4),
+    "int8 pages": lambda: qkv.cache.PagedCache(page_size=4, dtype="int8"),
+}
+MASKS = {
+    "nothing": ((), lambda back: back >= -math.inf),
+    "causal": ((qkv.Causal(),), lambda back: back >= 0),
+    "window": ((qkv.SlidingWindow(7, 0),), lambda back: (back >= 0) & (back <= 7)),
+}
+BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 24
+
+pytestmark = pytest.mark.usefixtures("no_prepared_calls")
+
+
+def normal(*shape, seed=0, dtype="float32"):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def rows_of(stored, batch: int) -> np.ndarray:
+    """The rows of one batch row in float64, gathered one by one."""
+    scales = offset = None
+    if isinstance(stored, qkv.Paged):
+        pages, table = stored.pages, stored.page_table[batch]
+        if isinstance(pages, qkv.Quantized):
+            pages, scales, offset = pages.values, pages.scales, pages.offset
+            scales = np.concatenate([scales[page] for page in table], axis=1)
+        values = np.concatenate([pages[page] for page in table], axis=1)
+    else:
+        values, scales, offset = stored.values[batch], stored.scales[batch], stored.offset
+    with np.errstate(all="ignore"):  # Behind the last token there may be anything.
+        rows = values.astype(np.float64)
+        if scales is not None:
+            rows = rows * scales[..., None]
+    return rows if offset is None else rows + offset[:, None]
+
+
+def defined(query, rows, allowed) -> np.ndarray:
+    """softmax(QK^T / sqrt(d)) V in float64, query by query."""
+    out = np.zeros(query.shape)
+    (part,) = rows.parts
+    lengths = [mask.kv_lens for mask in part.masks if isinstance(mask, qkv.KeyLengths)]
+    first = np.broadcast_to(rows.q_offset, BATCH)
+    for b in range(BATCH):
+        key, value = rows_of(part.key, b), rows_of(part.value, b)
+        length = np.broadcast_to(lengths[0], BATCH)[b] if lengths else key.shape[1]
+        for h in range(HEADS):
+            kv_head = h * KV_HEADS // HEADS
+            for i in range(query.shape[2]):
+                back = first[b] + i - np.arange(length)
+                scores = key[kv_head, :length] @ query[b, h, i].astype(np.float64) / math.sqrt(DIM)
+                weights = np.where(allowed(back), np.exp(scores - scores.max()), 0)
+                out[b, h, i] = weights @ value[kv_head, :length] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("is_ragged", [False, True], ids=["together", "of several lengths"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_cache_that_grows(watched, kind, mask, is_ragged, dtype) -> None:
+    """By one token at a time, through new pages and new memory; two steps at most are checked."""
+    dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    (variants, allowed), cache = MASKS[mask], CACHES[kind]()
+    first = normal(BATCH, KV_HEADS, 10, DIM, dtype=dtype)
+    cache.append(first, first, np.array([5, 10]) if is_ragged else None)
+    for step in range(30):
+        token, query = (
+            normal(BATCH, heads, 1, DIM, seed=step, dtype=dtype) for heads in (KV_HEADS, HEADS)
+        )
+        rows = cache.append(token, -token)
+        out = rows.attention(query, *variants)
+        expected = defined(query, rows, allowed)
+        atol = 2e-6 if dtype == "float32" else 2e-2
+        np.testing.assert_allclose(out.astype(np.float64), expected, atol=atol, rtol=atol)
+        if step == 3:
+            computed = watched.computed
+    assert watched.computed == computed == 2
+    assert watched.prepared("forward", any_length=True) == 1
+    forget_prepared_calls()
+    assert rows.attention(query, *variants).tobytes() == out.tobytes()
+
+
+def test_every_page_table_is_checked(watched) -> None:
+    """What a prepared step cannot serve is checked: an entry that is no page, and one behind."""
+    pages = normal(6, KV_HEADS, 4, DIM)
+    query = normal(BATCH, HEADS, 1, DIM, seed=1)
+
+    def step(table, lengths):
+        rows = qkv.Paged(pages, np.array(table))
+        return qkv.attention(query, rows, rows, qkv.KeyLengths(np.array(lengths)))
+
+    for _ in range(3):
+        expected = step([[0, 1, 2], [3, 4, 0]], [11, 6])
+    computed = watched.computed
+    step([[2, 1, 0], [3, 5, 0]], [10, 7])
+    assert watched.computed == computed
+    for wrong in (6, -1, 2**40):
+        with pytest.raises(ShapeError, match="there are 6 pages"):
+            step([[0, 1, wrong], [3, 4, 0]], [11, 6])
+        behind = step([[0, 1, 2], [3, 4, wrong]], [11, 6])
+        assert behind.tobytes() == expected.tobytes()
+    with pytest.raises(ShapeError, match="kv_lens"):
+        step([[0, 1, 2], [3, 4, 0]], [13, 6])
+
+
+def test_positions_of_sequences_are_checked(watched) -> None:
+    pages = normal(6, KV_HEADS, 4, DIM)
+    query, lens = normal(BATCH, HEADS, 1, DIM, seed=1), qkv.KeyLengths(np.array([11, 6]))
+    rows = qkv.Paged(pages, np.array([[0, 1, 2], [3, 4, 0]]))
+
+    def step(q_offset):
+        return qkv.attention(query, rows, rows, qkv.Causal(), lens, q_offset=q_offset)
+
+    for _ in range(3):
+        step(np.array([10, 5]))
+    computed = watched.computed
+    other = step(np.array([3, 2]))
+    assert watched.computed == computed
+    forget_prepared_calls()
+    assert other.tobytes() == step(np.array([3, 2])).tobytes()
+    for _ in range(3):
+        step(np.array([10, 5]))
+    for wrong in (np.array([2**62, 0]), np.array([0.5, 1.0]), np.array([1, 2, 3])):
+        with pytest.raises(qkv.QkvError, match="q_offset"):
+            step(wrong)
+    # One number for all is another call.
+    assert step(np.array(5)).tobytes() == step(5).tobytes()
+
+
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+@pytest.mark.parametrize("kind", ["pages", "int8"])
+def test_layouts_and_tensors(watched, kind, layout) -> None:
+    """Tensors are read as the arrays that they are, in either layout, with lse."""
+    rng = np.random.default_rng(3)
+
+    def arranged(array):
+        return array if layout == "bhld" else np.ascontiguousarray(array.swapaxes(-3, -2))
+
+    def stored(length, wrap):
+        values = rng.integers(-127, 128, (5, KV_HEADS, length, DIM)).astype(np.int8)
+        scales = rng.random((5, KV_HEADS, length)).astype(np.float32) / 100
+        scales = scales if layout == "bhld" else np.ascontiguousarray(scales.swapaxes(-2, -1))
+        rows = qkv.Quantized(wrap(arranged(values)), wrap(scales))
+        if kind == "int8":
+            return qkv.Quantized(*[each[:BATCH] for each in (rows.values, rows.scales)])
+        return qkv.Paged(rows, wrap(rng.integers(0, 5, (BATCH, 2))))
+
+    for wrap in (np.asarray, torch.as_tensor):
+        for step in range(4):
+            key, value = stored(9 + step, wrap), stored(9 + step, wrap)
+            query = wrap(arranged(normal(BATCH, HEADS, 2, DIM, seed=step)))
+            given = {"layout": layout, "q_offset": "end", "return_lse": True}
+            found = qkv.attention(query, key, value, qkv.Causal(), **given)
+            expected = qkv.attention(query, key, value, qkv.Causal(), **given, backend="reference")
+            for one, other in zip(found, expected, strict=True):
+                assert type(one) is type(query)
+                np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=2e-6)
+    assert watched.prepared("forward", any_length=True) >= (kind == "int8")
+
+
+def test_two_keys_of_other_layout_are_other_calls(watched) -> None:
+    """Pages of other strides, and scales that lie apart, are not told to what was prepared."""
+    query = normal(BATCH, HEADS, 1, DIM, seed=1)
+    pages = normal(6, KV_HEADS, 4, DIM)
+    table = np.array([[0, 1, 2], [3, 4, 5]])
+    apart = np.repeat(pages, 2, axis=0)[::2]
+    inside_out = np.ascontiguousarray(pages.swapaxes(1, 2)).swapaxes(1, 2)
+    halves = pages.reshape(6, KV_HEADS, 2, 2, DIM).swapaxes(1, 2).reshape(12, KV_HEADS, 2, DIM)
+    of_halves = (2 * table[..., None] + np.arange(2)).reshape(2, 6)
+    results = []
+    for each in (pages, apart, inside_out, halves) * 4:
+        rows = qkv.Paged(each, of_halves if each is halves else table)
+        results.append(qkv.attention(query, rows, rows).tobytes())
+    assert len(set(results)) == 1
+    values = np.random.default_rng(0).integers(-9, 9, (BATCH, KV_HEADS, 12, DIM)).astype(np.int8)
+    scales = np.random.default_rng(1).random((BATCH, KV_HEADS, 24)).astype(np.float32)
+    results = []
+    for each in (scales[..., ::2], np.ascontiguousarray(scales[..., ::2])) * 4:
+        rows = qkv.Quantized(values, each)
+        results.append(qkv.attention(query, rows, rows).tobytes())
+    assert len(set(results)) == 1
+
+
+def test_a_result_that_is_not_finite_is_computed_again(watched) -> None:
+    rows = qkv.Quantized(np.ones((1, 1, 8, 4), np.int8), np.ones((1, 1, 8), np.float32))
+    query = np.ones((1, 1, 1, 4), np.float32)
+    for _ in range(3):
+        qkv.attention(query, rows, rows)
+    query[0, 0, 0, 0] = np.nan
+    assert np.isnan(qkv.attention(query, rows, rows)).all()
+    query[0, 0, 0, 0] = 1
+    np.testing.assert_array_equal(qkv.attention(query, rows, rows), np.ones((1, 1, 1, 4)))
