@@ -113,7 +113,7 @@ class RollingCache(BufferedCache):
         stop = max(start, int((after - origin).max(initial=0)))
         kv_offset = origin + start
         key, value = nonempty(stored.buffer).read(start, stop, self._encoding)
-        masks: list[Any] = [self._mask()]
+        masks: list[Any] = [self._mask(_smallest(kv_offset))]
         if (after - kv_offset != stop - start).any():
             masks.append(qkv.KeyLengths(after - kv_offset))
         parts = [Part(key, value, tuple(masks), as_offset(kv_offset))]
@@ -123,9 +123,10 @@ class RollingCache(BufferedCache):
             parts.insert(0, Part(key, value, (before_others,), 0))
         return Rows(tuple(parts), as_offset(before.copy()), new, self.window)
 
-    def _mask(self) -> qkv.MaskVariant:
+    def _mask(self, first: int) -> qkv.MaskVariant:
+        """Which keys from position `first` on a query reads."""
         window = qkv.SlidingWindow(self.window - 1, None)
-        return window | qkv.Prefix(self.sinks) if self.sinks else window
+        return window | qkv.Prefix(self.sinks) if first < self.sinks else window
 
     def _checked(self, stored: Stored, lengths: Lengths) -> Lengths:
         gone = self._oldest(lengths) < stored.origin

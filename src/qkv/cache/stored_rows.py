@@ -176,16 +176,17 @@ class Rows:
             part_variants = [
                 _over_rows(v, part) for v in variants if not (i and isinstance(v, qkv.Sinks))
             ]
+            every = (*part_variants, *part.masks)
+            first_query, first_key = _as_differences(q_offset, part.kv_offset, every)
             partials.append(
                 qkv.attention(
                     query,
                     part.key,
                     part.value,
-                    *part_variants,
-                    *part.masks,
+                    *every,
                     scale=scale,
-                    q_offset=q_offset,
-                    kv_offset=part.kv_offset,
+                    q_offset=first_query,
+                    kv_offset=first_key,
                     return_lse=return_lse or len(self.parts) > 1,
                     backend=backend,
                 )
@@ -221,6 +222,33 @@ class Rows:
         key = part.key.values if isinstance(part.key, qkv.Quantized) else part.key
         rows = key.shape[-2] if lens is None else lens.kv_lens
         return np.asarray(part.kv_offset + rows, np.int64)
+
+
+_READ_DIFFERENCES = frozenset(
+    {
+        qkv.ALiBi, qkv.Causal, qkv.KeyLengths, qkv.RelativeBias, qkv.Sinks, qkv.SlidingWindow,
+        qkv.Softcap,
+    }
+)  # fmt: skip
+"""Variants that read no position of a query or a key, only how far they are apart."""
+
+
+def _as_differences(q_offset: Any, kv_offset: Any, variants: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Positions that mean the same, counted from key row 0 if they count as differences alone.
+
+    A cache that rolls on has another `kv_offset` after each token; so its steps are alike.
+    """
+    if type(kv_offset) is int and kv_offset == 0:
+        return q_offset, kv_offset
+    if not (type(q_offset) is int or (type(q_offset) is np.ndarray and q_offset.dtype == np.int64)):
+        return q_offset, kv_offset
+    for variant in variants:
+        if type(variant) not in _READ_DIFFERENCES or getattr(variant, "align", None) is not None:
+            return q_offset, kv_offset
+    try:
+        return as_offset(np.asarray(q_offset - kv_offset)), 0
+    except ValueError:  # `attention` says which shape does not fit the batch.
+        return q_offset, kv_offset
 
 
 def _over_rows(variant: Any, part: Part) -> Any:

@@ -90,7 +90,9 @@ def attend(
     if stored is not None:
         results = stored.run(entry, rows)
         if results is not None:
-            return _restored(results, bound)
+            out, lse, *_ = _restored(results, bound)
+            restore = stored.library.restore
+            return Attended(restore(out), None if lse is None else restore(lse))
     call = check_call(bound, given, backward=differentiable)
     if stored is not None:
         stored.prepare(entry, call)

@@ -94,7 +94,7 @@ def step_form(bound: BoundCall, views: Sequence[Any], passes: Passes) -> Form | 
     position = structure.options.q_offset
     if not (position is None or type(position) is int or type(position) is str):
         # One number for each batch row, as a cache of sequences of several lengths has them.
-        of_rows = position is ReadByValue and structure.lengths and not structure.is_plain
+        of_rows = position is ReadByValue and structure.lengths
         if not of_rows or type(structure.options.kv_offset) is not int:
             return None
     if type(position) is int and abs(position) > INDEX_LIMIT:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
-import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arrays import ArrayLibrary
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS, Entry, Form
-from qkv.call.checked import CheckedCall
+from qkv.call.checked import CheckedCall, views_of
 from qkv.call.decoding import run_step
 from qkv.call.flatten import unflatten
 from qkv.call.forms import step_form
@@ -34,12 +34,16 @@ class StoredStep(NamedTuple):
     Attributes
     ----------
     bound : BoundCall
+        Of NumPy views.
+    library : ArrayLibrary
+        Of the query.
     views : tuple
         Query, key and value with heads before rows.
     form : Form
     """
 
     bound: BoundCall
+    library: ArrayLibrary
     views: tuple[Array, Rows, Rows]
     form: Form
 
@@ -69,16 +73,15 @@ class StoredStep(NamedTuple):
 
 
 def stored_step(bound: BoundCall) -> StoredStep | None:
-    """A call of NumPy arrays as a step over stored rows; None of any other call."""
-    structure, leaves = bound
-    if structure.is_plain or structure.layout not in ("bhld", "blhd"):
+    """A call as a step over stored rows; None of any other call."""
+    structure, layout = bound.structure, bound.structure.layout
+    if structure.is_plain or layout not in ("bhld", "blhd"):
         return None
-    if not all(type(leaf) is np.ndarray for leaf in leaves):
-        return None
-    following = iter(leaves)
-    query, key, value = (unflatten(tree, following.__next__) for tree in structure.operands)
-    layout = structure.layout
     try:
+        library, leaves = views_of(bound)
+        bound = bound._replace(leaves=leaves)
+        following = iter(leaves)
+        query, key, value = (unflatten(tree, following.__next__) for tree in structure.operands)
         views = (
             query.swapaxes(-3, -2) if layout == "blhd" else query,
             _heads_first(key, "key", layout),
@@ -91,7 +94,7 @@ def stored_step(bound: BoundCall) -> StoredStep | None:
     if form is None:
         return None
     pages = _layout_of_pages(views[1]), _layout_of_pages(views[2])
-    return StoredStep(bound, views, form._replace(layouts=(*form.layouts, *pages)))
+    return StoredStep(bound, library, views, form._replace(layouts=(*form.layouts, *pages)))
 
 
 def _heads_first(given: Any, name: str, layout: Any) -> Rows:

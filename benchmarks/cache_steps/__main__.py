@@ -1,0 +1,87 @@
+"""The turns of all processes, and the table of their least times."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+
+from benchmarks import cache_steps
+from benchmarks.cache_steps.worker import FRONTS
+from benchmarks.compare import Revision, checked_out
+from benchmarks.tables import Table, markdown
+from qkv.cli import Parser, exit_code
+from qkv.errors import ArgumentError
+
+__all__ = ["main"]
+
+_ROOT = Path(__file__).parents[2]
+_ROUNDS = 3
+_LONGEST = 300.0
+"""Seconds after which a process counts as hung."""
+
+
+def _measure(front: str, environment: dict[str, str]) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.cache_steps.worker", front]
+    done = subprocess.run(
+        command, cwd=_ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
+        timeout=_LONGEST, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        raise ArgumentError(f"{front} failed.", [("its last words", last[:300])])
+    return dict(json.loads(done.stdout))
+
+
+def _table(rounds: int, there: Revision | None) -> Table:
+    fronts = [front for front in FRONTS if front == "qkv" or find_spec("torch")]
+    runs: list[tuple[str, str, dict[str, str]]] = [(front, front, {}) for front in fronts]
+    if there:
+        at_revision = (f"{f} at {there.name}" for f in fronts)
+        of_qkv = [f.startswith("qkv") for f in fronts]
+        runs += [
+            (title, front, there.environment)
+            for title, front, is_own in zip(at_revision, fronts, of_qkv, strict=True)
+            if is_own
+        ]
+    least: dict[str, dict[str, float]] = {}
+    for _ in range(rounds):
+        for title, front, environment in runs:
+            found = _measure(front, environment)
+            old = least.setdefault(title, found)
+            least[title] = {name: min(old[name], found[name]) for name in found}
+    caches = dict.fromkeys(name for times in least.values() for name in times)
+    cells = [
+        (cache, *(f"{t[cache]:.0f}" if cache in t else "" for t in least.values()))
+        for cache in caches
+    ]
+    title = f"Microseconds of a step over some 100 keys, the least of {rounds} processes."
+    return Table(title, ("cache", *(f">{title}" for title in least)), cells)
+
+
+def _run(argv: Sequence[str] | None) -> str:
+    parser = Parser(
+        prog="python -m benchmarks.cache_steps",
+        description=(cache_steps.__doc__ or "").splitlines()[0],
+        allow_abbrev=False,
+    )
+    parser.add_argument("--rounds", type=int, default=_ROUNDS, metavar="N")
+    parser.add_argument("--compare", metavar="REVISION", help="run beside this one in turns")
+    options = parser.parse_args(argv)
+    if options.rounds < 1:
+        raise ArgumentError(f"--rounds is {options.rounds}.", action="Pass 1 or more.")
+    with checked_out(options.compare) if options.compare else nullcontext(None) as there:
+        return "\n".join(markdown(_table(options.rounds, there)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return exit_code(lambda: _run(argv), "python -m benchmarks.cache_steps")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
