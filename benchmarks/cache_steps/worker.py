@@ -79,7 +79,7 @@ def _from_the_definition(
 
 def _cache_step(cache: Any, query: Any, key: Any, value: Any = None) -> Any:
     """The first call has keys, values and lengths; the others a token."""
-    if value is None or isinstance(value, np.ndarray) and value.ndim == 1:
+    if value is None or (isinstance(value, np.ndarray) and value.ndim == 1):
         return cache.append(query, key, value)
     return cache.append(key, value).attention(query)
 

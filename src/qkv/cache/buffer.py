@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,14 +60,16 @@ class RowBuffer:
     def grown(self, capacity: int, start: Lengths, stop: Lengths) -> RowBuffer:
         """Another buffer that begins with the rows from `start` to `stop` of each sequence."""
         arrays = tuple(_room(a, self.axis, capacity, self.library) for a in self.arrays)
+        runs = _runs(np.zeros_like(start), start, stop - start)
         for new, old in zip(arrays, self.arrays, strict=True):
-            _copy(new, np.zeros_like(start), old, start, stop - start, self.axis)
+            _copy(new, old, runs, self.axis)
         return replace(self, arrays=arrays)
 
     def write(self, new_tokens: NewTokens, start: Lengths, counts: Lengths) -> None:
         """Put the first `counts` of the new rows at row `start` of each sequence."""
+        runs = _runs(start, np.zeros_like(start), counts)
         for stored, new in zip(self.arrays, new_tokens.arrays, strict=True):
-            _copy(stored, start, new, np.zeros_like(start), counts, self.axis)
+            _copy(stored, new, runs, self.axis)
 
     def read(self, start: int, stop: int, encoding: Encoding) -> tuple[Any, Any]:
         """Key and value rows from `start` to `stop` of all sequences, without a copy."""
@@ -103,17 +105,31 @@ def _room(like: Any, axis: int, capacity: int, library: str) -> Any:
     return memory_with(library).empty(shape, like)
 
 
-def _copy(
-    target: Any, at: Lengths, source: Any, start: Lengths, counts: Lengths, axis: int
-) -> None:
-    """Rows from `start` of each sequence of `source` to row `at` of `target`."""
+class _Run(NamedTuple):
+    """`length` rows from row `source` on, which go to row `target` and following ones.
+
+    They are those of the sequence with this index, or of all if it is ().
+    """
+
+    sequence: tuple[int, ...]
+    target: int
+    source: int
+    length: int
+
+
+def _runs(target: Lengths, source: Lengths, counts: Lengths) -> list[_Run]:
+    """The rows from `source` of each sequence to row `target`, in as few runs as there can be."""
     if not counts.size:
-        return
-    same_for_all = all((n == n.flat[0]).all() for n in (at, start, counts))
-    groups = [()] if same_for_all else list(np.ndindex(*counts.shape))
-    for index in groups:
-        target_row, source_row, count = (int(n[index].flat[0]) for n in (at, start, counts))
-        prefix = (*index, *(slice(None),) * (axis - len(index)))
-        target[(*prefix, slice(target_row, target_row + count))] = source[
-            (*prefix, slice(source_row, source_row + count))
-        ]
+        return []
+    of_each = target, source, counts
+    if all(n.size == 1 or (n == n.flat[0]).all() for n in of_each):
+        return [_Run((), *(int(n.flat[0]) for n in of_each))]
+    return [_Run(index, *(int(n[index]) for n in of_each)) for index in np.ndindex(*counts.shape)]
+
+
+def _copy(target: Any, source: Any, runs: list[_Run], axis: int) -> None:
+    """Copy rows along an axis."""
+    for run in runs:
+        prefix = (*run.sequence, *(slice(None),) * (axis - len(run.sequence)))
+        rows = source[(*prefix, slice(run.source, run.source + run.length))]
+        target[(*prefix, slice(run.target, run.target + run.length))] = rows

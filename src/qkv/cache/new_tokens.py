@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,7 @@ def check(
         libraries["key"],
         (tuple(key.shape[:-2]), tuple(value.shape[:-2])),
         (key.shape[-1], value.shape[-1]),
-        (str(key.dtype), str(value.dtype)),
+        (_name(key.dtype), _name(value.dtype)),
         (_device(key), _device(value)),
     )
     for name, leading in zip(("key", "value"), row_format.leading, strict=True):
@@ -124,7 +125,7 @@ def check(
                 seen(),
                 "Use a cache of its own for each batch, or reorder this one to the new batch.",
             )
-    if first is not None:
+    if first is not None and (row_format != first or libraries["value"] != first.library):
         _compare(row_format, libraries, first, seen)
     for name, dtype in zip(("key", "value"), row_format.dtype, strict=True):
         if dtype.rpartition(".")[2] not in _FLOATING:
@@ -217,6 +218,12 @@ def _compare(
                 seen(),
                 "Move it to the device of those that came first.",
             )
+
+
+@lru_cache(maxsize=64)
+def _name(dtype: Any) -> str:
+    """The name of a type of NumPy or torch, which NumPy writes anew each time."""
+    return str(dtype)
 
 
 def _device(array: Any) -> str:
