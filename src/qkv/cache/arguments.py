@@ -12,9 +12,18 @@ from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.readable_checks import as_array
 
-__all__ = ["Lengths", "checked_integer", "sequence_indices", "shorter_lengths", "whole_numbers"]
+__all__ = [
+    "Lengths", "checked_integer", "longest", "sequence_indices", "shorter_lengths", "whole_numbers",
+]  # fmt: skip
 
 Lengths: TypeAlias = NDArray[np.int64]
+
+
+def longest(lengths: Lengths) -> int:
+    """The largest of them, 0 if there are none; one sequence is read without a reduction."""
+    if lengths.size == 1:
+        return int(lengths.flat[0])
+    return int(lengths.max(initial=0))
 
 
 def checked_integer(least: int, name: str, given: Any, most: int = 2**40) -> int:

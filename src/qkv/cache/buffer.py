@@ -131,5 +131,7 @@ def _copy(target: Any, source: Any, runs: list[_Run], axis: int) -> None:
     """Copy rows along an axis."""
     for run in runs:
         prefix = (*run.sequence, *(slice(None),) * (axis - len(run.sequence)))
-        rows = source[(*prefix, slice(run.source, run.source + run.length))]
+        rows = source
+        if run.sequence or run.length != source.shape[axis]:
+            rows = source[(*prefix, slice(run.source, run.source + run.length))]
         target[(*prefix, slice(run.target, run.target + run.length))] = rows

@@ -93,7 +93,9 @@ class BufferedCache(ABC):
         stored = self._stored
         held = stored.lengths.shape
         row_format, counts = check(key, value, new_lens, stored.row_format, held, batched=False)
-        before = np.broadcast_to(stored.lengths, row_format.batch_shape)
+        before = stored.lengths
+        if held != row_format.batch_shape:
+            before = np.broadcast_to(before, row_format.batch_shape)
         self._check_room(before, counts)
         new_tokens = encode(key, value, row_format, counts, self._encoding)
         # Rows behind the tokens that are there are written to, and count once they are all there.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import qkv
-from qkv.cache.arguments import Lengths, checked_integer
+from qkv.cache.arguments import Lengths, checked_integer, longest
 from qkv.cache.buffer import RowBuffer
 from qkv.cache.buffered import BufferedCache, Stored, nonempty
 from qkv.cache.new_tokens import NewTokens
@@ -60,7 +60,7 @@ class ContiguousCache(BufferedCache):
     def kv_extent(self, new: int) -> tuple[int, int]:
         """`(kv_len, kv_offset)` of the rows that `append` of `new` tokens would hand out."""
         new = checked_integer(0, "new", new)
-        return int(self._stored.lengths.max(initial=0)) + new, 0
+        return longest(self._stored.lengths) + new, 0
 
     def _check_room(self, before: Lengths, counts: Lengths) -> None:
         if self.capacity is None or (before + counts <= self.capacity).all():
@@ -73,7 +73,7 @@ class ContiguousCache(BufferedCache):
 
     def _written(self, stored: Stored, before: Lengths, new_tokens: NewTokens) -> Stored:
         after = before + new_tokens.new_lens
-        needed, origin, buffer = int(after.max(initial=0)), np.zeros_like(before), stored.buffer
+        needed, origin, buffer = longest(after), np.zeros_like(before), stored.buffer
         if buffer is None:
             buffer = RowBuffer.like(new_tokens, needed if self.capacity is None else self.capacity)
         elif needed > buffer.capacity:
@@ -83,8 +83,8 @@ class ContiguousCache(BufferedCache):
 
     def _rows(self, stored: Stored, before: Lengths, new: int | None) -> Rows:
         after = stored.lengths
-        longest = int(after.max(initial=0))
-        key, value = nonempty(stored.buffer).read(0, longest, self._encoding)
-        same_length = bool((after == longest).all())
+        stop = longest(after)
+        key, value = nonempty(stored.buffer).read(0, stop, self._encoding)
+        same_length = after.size == 1 or bool((after == stop).all())
         masks: tuple[Any, ...] = () if same_length else (qkv.KeyLengths(after.copy()),)
         return Rows((Part(key, value, masks, 0),), as_offset(before.copy()), new)

@@ -20,7 +20,7 @@ import numpy as np
 
 from qkv._forks import RenewedLock
 from qkv.cache.allocator import PageAllocator
-from qkv.cache.arguments import Lengths
+from qkv.cache.arguments import Lengths, longest
 from qkv.cache.encoding import Encoding
 from qkv.cache.memory import memory_with
 from qkv.cache.new_tokens import NewTokens, RowFormat
@@ -58,7 +58,7 @@ class Held(NamedTuple):
     def of(cls, table: Lengths, lengths: Lengths, page_size: int) -> Held:
         """The first pages of each row of the table, as many as there are tokens for."""
         used = -(-lengths // page_size)
-        most = int(used.max(initial=0))
+        most = longest(used)
         return cls(np.where(np.arange(most) < used[..., None], table[:, :most], 0), lengths)
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 import qkv
-from qkv.cache.arguments import Lengths, checked_integer
+from qkv.cache.arguments import Lengths, checked_integer, longest
 from qkv.cache.buffer import RowBuffer
 from qkv.cache.buffered import BufferedCache, Stored, nonempty
 from qkv.cache.new_tokens import NewTokens
@@ -81,7 +81,7 @@ class RollingCache(BufferedCache):
         Without sinks, which are a part of their own.
         """
         new = checked_integer(0, "new", new)
-        length = int(self._stored.lengths.max(initial=0))
+        length = longest(self._stored.lengths)
         before = min(length, self.window - 1)
         return before + new, length - before
 
@@ -90,10 +90,10 @@ class RollingCache(BufferedCache):
         after = before + counts
         origin, buffer = np.broadcast_to(stored.origin, before.shape), stored.buffer
         if buffer is None:
-            buffer = RowBuffer.like(new_tokens, max(int(after.max(initial=0)), 1))
-        elif int((after - origin).max(initial=0)) > buffer.capacity:
+            buffer = RowBuffer.like(new_tokens, max(longest(after), 1))
+        elif longest(after - origin) > buffer.capacity:
             dropped, origin = origin, self._oldest(before)
-            needed = int((after - origin).max(initial=0))
+            needed = longest(after - origin)
             buffer = buffer.grown(max(needed, 2 * self.window), origin - dropped, before - dropped)
         first = stored.first
         if self.sinks:
@@ -110,7 +110,7 @@ class RollingCache(BufferedCache):
     def _rows(self, stored: Stored, before: Lengths, new: int | None) -> Rows:
         after, origin = stored.lengths, stored.origin
         start = _smallest(self._oldest(before) - origin)
-        stop = max(start, int((after - origin).max(initial=0)))
+        stop = max(start, longest(after - origin))
         kv_offset = origin + start
         key, value = nonempty(stored.buffer).read(start, stop, self._encoding)
         masks: list[Any] = [self._mask(_smallest(kv_offset))]

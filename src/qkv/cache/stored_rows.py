@@ -279,6 +279,6 @@ def _page_size(paged: qkv.Paged) -> int:
 
 def as_offset(positions: Lengths) -> Any:
     """One int where all sequences agree, else the array."""
-    if positions.size and not (positions == positions.flat[0]).all():
+    if positions.size > 1 and not (positions == positions.flat[0]).all():
         return positions
     return int(positions.flat[0]) if positions.size else 0

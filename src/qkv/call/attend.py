@@ -136,7 +136,15 @@ def _repeat(first: PreparedCall, bound: BoundCall, rows: bool) -> Attended | Non
     query, key, value = leaves[:3]
     if not type(query) is type(key) is type(value) is np.ndarray:
         return None
-    if (len(leaves) > 3 or first.form.values) and values_of(bound) != first.form.values:
+    step, q_offset = first.step, structure.options.q_offset
+    if step is not None and type(q_offset) is int:
+        # It puts the last query at the last key; another position goes the longer way.
+        axis = -2 if structure.layout == "bhld" else -3
+        if key.ndim < 3 or query.ndim < 3 or q_offset != key.shape[axis] - query.shape[axis]:
+            return None
+        if len(leaves) > 3:
+            return None
+    elif (len(leaves) > 3 or first.form.values) and values_of(bound) != first.form.values:
         return None
     if_alike: Any = first.if_alike
     arrays = () if len(leaves) == 3 else in_place(bound)

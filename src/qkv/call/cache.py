@@ -83,7 +83,8 @@ class PreparedCall:
     step : StepForm or None
         If the number of keys is free.
     if_alike : callable or None
-        `Prepared.if_alike`, unless lengths or positions decide more than it asks.
+        `Prepared.if_alike`, unless lengths decide more than it asks. A step whose position is a
+        number is one that it serves only at the end.
     sinks : array (num_heads,) or None
         Those of the calls.
     of_tensors : dict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 
 from qkv.backends import Preparing
 from qkv.call.bound import BoundCall
@@ -64,17 +65,17 @@ def prepared_by(
             add_length_keys(tree, problem.spec.kv_len, length_keys)
         scale = problem.operands.scale if from_offset else None
         step = StepForm(at_end, len(from_lengths), not length_keys, scale)
+    if any_length and type(structure.options.q_offset) is int:
+        # Most such queries stand at the end, where `if_alike` puts them.
+        positions = replace(problem.operands.positions, align="end")
+        problem = replace(problem, operands=replace(problem.operands, positions=positions))
     made = backend.prepare(
         problem, form.passes, any_length=any_length, arrays=arrays, inputs=inputs
     )
     if made is None:
         return None
-    # What a step says of lengths or positions is not among the arrays that are looked at.
-    says_nothing = step is None or (
-        step.every_length
-        and not (step.lengths or structure.per_step)
-        and type(structure.options.q_offset) is not int
-    )
+    # What a step says of lengths is not among the arrays that are looked at.
+    says_nothing = step is None or (step.every_length and not (step.lengths or structure.per_step))
     sinks = problem.operands.sinks
     return PreparedCall(
         form, made, backend.name, call.choice.conditions, step,
