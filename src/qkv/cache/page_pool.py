@@ -31,6 +31,8 @@ __all__ = ["EMPTY", "Held", "Holder", "PagePool", "Storage"]
 
 FIRST_PAGES = 16
 """Pages that a pool without a fixed number begins with."""
+_FEW = 8
+"""Rows up to which each is written by itself."""
 
 
 class Held(NamedTuple):
@@ -284,5 +286,10 @@ class PagePool:
         self, new_tokens: NewTokens, pages: Lengths, rows: Lengths, batch: Lengths, new: Lengths
     ) -> None:
         """New row `new[i]` of sequence `batch[i]` into row `rows[i]` of page `pages[i]`."""
+        # Arrays of indices take longer than a few numbers, in torch above all.
+        entries: list[tuple[Any, ...]] = [(pages, rows, batch, new)]
+        if len(pages) <= _FEW:
+            entries = list(zip(*(each.tolist() for each in entries[0]), strict=True))
         for stored, new_array in zip(self.storage.arrays, new_tokens.arrays, strict=True):
-            stored[pages, :, rows] = new_array[batch, :, new]
+            for page, row, sequence, token in entries:
+                stored[page, :, row] = new_array[sequence, :, token]
