@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from qkv.arrays import has_shape
 from qkv.arrays.copies import own_copy
 from qkv.call.flatten import (
+    ARRAY_TYPES,
     Leaves,
     ReadByValue,
     ReadInPlace,
@@ -251,10 +250,6 @@ def _simple_options(*options: object) -> OptionValues:
 
 
 _PLAIN_CALL = Structure(_PLAIN, (), _DEFAULT_OPTIONS)
-
-
-ARRAY_TYPES: set[type] = {np.ndarray}
-"""Types whose objects are known to have a shape, so that it is not looked for; bridges add some."""
 
 
 @lru_cache(maxsize=256)

@@ -32,10 +32,13 @@ from qkv.variants.base import Opaque, Role
 from qkv.variants.captured import Condition
 
 __all__ = [
-    "Leaves", "Numbered", "ReadByValue", "ReadInPlace", "Tree", "add_length_keys", "copied",
-    "declared_fields", "flatten", "is_known", "roles_of", "unflatten", "uses_batch_index",
-    "without_arrays",
+    "ARRAY_TYPES", "Leaves", "Numbered", "ReadByValue", "ReadInPlace", "Tree", "add_length_keys",
+    "copied", "declared_fields", "flatten", "is_known", "roles_of", "unflatten",
+    "uses_batch_index", "without_arrays",
 ]  # fmt: skip
+
+ARRAY_TYPES: set[type] = {np.ndarray}
+"""Types whose objects are known to be arrays, so that this is not looked up; bridges add some."""
 
 Tree: TypeAlias = Any
 """A node of a structure; hashable."""
@@ -97,7 +100,7 @@ def flatten(value: Any, leaves: Leaves, role: Role = "value", whole: Whole | Non
         return value
     if kind is float:
         return float, value.hex()
-    if kind is np.ndarray:
+    if kind in ARRAY_TYPES:
         return _place(value, leaves, role)
     if whole is not None:
         of_class = declared_fields(kind)

@@ -35,7 +35,8 @@ def attention(
         return compiled.attention(query, key, value, variants, options, return_lse, attention)
     bound = bind(query, key, value, variants, options)
     try:
-        entry = CALLS.entry(bound.structure)
+        # Steps over stored rows are looked up as NumPy views.
+        entry = CALLS.entry(bound.structure) if bound.structure.is_plain else None
         if entry is not None:
             results = run_prepared(entry, bound, return_lse)
             if results is not None:

@@ -35,7 +35,6 @@ from qkv.call.bound import BoundCall, Structure, bind
 from qkv.call.device_call import check_device_call, names_device_backend
 from qkv.call.structure_text import hold, names_objects
 from qkv.errors import UnsupportedError
-from qkv.problem.stored_rows import Paged, Quantized
 
 __all__ = ["attend_on_device", "attention", "refuse_export"]
 
@@ -53,8 +52,7 @@ def attention(bound: BoundCall, variants: tuple[Any, ...], return_lse: bool) -> 
 
 def _attend(bound: BoundCall, return_lse: bool) -> Any:
     if not bound.structure.is_plain:
-        query, key, value, *_ = bound.unflatten()
-        _refuse_gradients(query, *_within(key), *_within(value))
+        _refuse_gradients(*bound.leaves[: bound.structure.operand_leaves])
         results = attend(bound)
         return (results.out, results.lse) if return_lse else results.out
     query, key, value = map(operand, bound.leaves[:3], _ROLES)
@@ -129,16 +127,6 @@ def _refuse_gradients(*arrays: Any) -> None:
             "torch differentiates this call, and paged or quantised rows have no way back.",
             action="Call it under torch.no_grad(), or gather the rows into a tensor first.",
         )
-
-
-def _within(rows: Any) -> list[Any]:
-    """The arrays that keys or values are read from."""
-    match rows:
-        case Paged(pages=pages):
-            return _within(pages)
-        case Quantized(values=values, scales=scales, offset=offset):
-            return [values, scales, offset]
-    return [rows]
 
 
 def _explain_subclasses(error: Exception, *tensors: Any) -> None:
