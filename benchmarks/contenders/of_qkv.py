@@ -11,9 +11,9 @@ import qkv
 from benchmarks.contenders import Prepared
 from benchmarks.reference import Inputs
 from benchmarks.workloads import Workload
+from qkv.call.binding.options import OptionValues
 from qkv.call.checked import CheckedCall
 from qkv.call.dispatch import checked
-from qkv.call.options import OptionValues
 from qkv.errors import UnsupportedError
 
 __all__ = [

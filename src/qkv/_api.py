@@ -12,11 +12,11 @@ from qkv.arrays import library_of
 from qkv.backends import Progress
 from qkv.bridges import bridge_of
 from qkv.call.attend import attend
-from qkv.call.bound import bind
+from qkv.call.binding.bound import bind
+from qkv.call.binding.options import DEFAULTS, Options, option_values, with_options
 from qkv.call.dispatch import checked
 from qkv.call.inspected import attend_for_inspection
 from qkv.call.merging import merge_parts
-from qkv.call.options import DEFAULTS, Options, option_values, with_options
 from qkv.declarations import shown
 from qkv.errors import ArgumentError
 from qkv.planning import Plan, make_plan

@@ -31,10 +31,8 @@ READABLE = (
     "bridges/__init__.py", "bridges/learnable.py", "bridges/torch/__init__.py",
     "bridges/torch/calls.py", "bridges/torch/compiled.py", "bridges/torch/operands.py",
     "bridges/torch/operations", "bridges/torch/score_mods.py",
-    "call/__init__.py", "call/bound.py", "call/flatten.py", "call/numbered.py", "call/options.py",
-    "call/structure_text.py",
-    "call/unknown_keywords.py", "declarations.py", "errors.py", "hf", "mechanisms", "positions",
-    "readable_checks.py", "torch", "variants",
+    "call/__init__.py", "call/binding", "declarations.py", "errors.py", "hf", "mechanisms",
+    "positions", "readable_checks.py", "torch", "variants",
 )  # fmt: skip
 """Files and folders that Dynamo may read: they hand no address to compiled code."""
 

@@ -13,13 +13,13 @@ from qkv.arrays import has_shape, library_named, library_of
 from qkv.backends import Passes, conditions
 from qkv.bridges import bridge_of
 from qkv.call.attend import attend, run_alike
-from qkv.call.bound import BoundCall, Structure, bind
-from qkv.call.cache import PreparedCall
+from qkv.call.binding.bound import BoundCall, Structure, bind
+from qkv.call.binding.options import Options, option_values, with_options
 from qkv.call.checked import CheckedCall, check_call, views_of
 from qkv.call.device_call import is_device_call
-from qkv.call.forms import MAX_DECODE_QUERIES, fixed_form, heads_first, step_form
-from qkv.call.options import Options, option_values, with_options
-from qkv.call.preparing import prepared_by
+from qkv.call.repeated.cache import PreparedCall
+from qkv.call.repeated.forms import MAX_DECODE_QUERIES, fixed_form, heads_first, step_form
+from qkv.call.repeated.preparing import prepared_by
 from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from qkv.planning import Plan, make_plan

@@ -164,9 +164,9 @@ def test_tiles_of_keys_that_no_query_may_see_are_not_read(isa: str, dtype: str) 
         PROTECTED
         + """
     from qkv.backends.cpu.passes.forward import ForwardPass
-    from qkv.call.bound import bind
+    from qkv.call.binding.bound import bind
     from qkv.call.inspected import attend_for_inspection
-    from qkv.call.options import OptionValues
+    from qkv.call.binding.options import OptionValues
     from qkv.inspection.record import Record
     from qkv.problem.check import check
 

@@ -348,7 +348,7 @@ def test_forks_while_another_thread_is_in_llvm() -> None:
 def test_a_fork_while_another_thread_holds_our_locks(leave) -> None:
     in_a_process(
         f"""
-        from qkv.call.cache import CALLS
+        from qkv.call.repeated.cache import CALLS
         attend()
         for lock in (CALLS._exclusive.lock, threads._lock, threads._workers._lock):
             lock.acquire()  # as another thread might have

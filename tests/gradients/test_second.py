@@ -13,10 +13,10 @@ from formula import TYPES, Dense, tensor, ulp
 from test_cases import cotangents, own_arrays
 
 import qkv
-from qkv.call.bound import bind
+from qkv.call.binding.bound import bind
+from qkv.call.binding.options import option_values
 from qkv.call.derivatives.jvp import SecondGradients
 from qkv.call.derivatives.jvp import second_vjp as second_vjp_of_bound
-from qkv.call.options import option_values
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.testing import Case, cases
 

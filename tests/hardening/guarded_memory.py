@@ -19,9 +19,9 @@ from qkv.backends.cpu.passes import backward as backward_pass
 from qkv.backends.cpu.prepared import backward as prepared_backward
 from qkv.backends.cpu.prepared import forward as prepared
 from qkv.backends.cpu.split_bf16 import choice
-from qkv.call.bound import bind
+from qkv.call.binding.bound import bind
+from qkv.call.binding.options import OptionValues
 from qkv.call.derivatives.pull_back import Residuals, pull_back
-from qkv.call.options import OptionValues
 from qkv.problem.builder import Shape
 from qkv.testing import Case
 

@@ -38,7 +38,7 @@ from qkv.backends.cpu.threads.gate import emit_gate
 from qkv.backends.cpu.threads.openmp_code import emit_team
 from qkv.backends.cpu.threads.pool_code import emit_pool
 from qkv.cache import ContiguousCache, PagedCache
-from qkv.call.cache import CALLS
+from qkv.call.repeated.cache import CALLS
 from qkv.testing import DTYPES
 
 from .object_files import undefined_symbols

@@ -32,7 +32,7 @@ def expected() -> np.ndarray:
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty kernel cache, nothing in memory, and no fault that was warned of before."""
     from qkv.backends.cpu.passes import decode, forward
-    from qkv.call.cache import CALLS
+    from qkv.call.repeated.cache import CALLS
 
     monkeypatch.setenv("QKV_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.setattr(stored_kernels, "_faults", [])

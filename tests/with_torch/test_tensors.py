@@ -124,8 +124,8 @@ def test_opcheck(name: str, layout: str) -> None:
     query, key, value = operands(torch.float64)
     if layout == "blhd":
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-    from qkv.call.bound import bind
-    from qkv.call.options import OptionValues
+    from qkv.call.binding.bound import bind
+    from qkv.call.binding.options import OptionValues
 
     bound = bind(query, key, value, SAMPLES[name](), OptionValues(layout=layout))
     arrays = [a.double() if a.is_floating_point() else a for a in bound.leaves[3:]]

@@ -2,7 +2,8 @@
 
 Each library has a module of operations, which say what is computed, and one of rules, how it is
 differentiated and batched; all numbers come from qkv itself. Other libraries' operations take
-arrays and constants, which are the leaves and the structure of a bound call (`qkv.call.bound`).
+arrays and constants, which are the leaves and the structure of a bound call
+(`qkv.call.binding.bound`).
 
 torch      tensors of torch
 jax        arrays of JAX

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from qkv.call.options import OptionValues
+from qkv.call.binding.options import OptionValues
 from qkv.errors import ShapeError, UnsupportedError
 from qkv.readable_checks import array_shape
 

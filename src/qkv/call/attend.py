@@ -1,8 +1,9 @@
 """Run a bound call of arrays in memory: prepared if it repeats an earlier one, else checked.
 
 Two calls are alike if their structures are equal but for the position of the queries, and their
-forms (`qkv.call.forms`). A call that is like an earlier one is told addresses and runs. The latest
-call of each structure is tried first, since working a form out takes longer than a short call.
+forms (`qkv.call.repeated.forms`). A call that is like an earlier one is told addresses and runs.
+The latest call of each structure is tried first, since working a form out takes longer than a short
+call.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from numpy.typing import NDArray
 
 from qkv._dynamo import ends_graph
 from qkv.backends import Passes
-from qkv.call.bound import BoundCall
-from qkv.call.cache import CALLS, PreparedCall
+from qkv.call.binding.bound import BoundCall
 from qkv.call.checked import CheckedCall, check_call
-from qkv.call.decoding import run_step
-from qkv.call.forms import Views, form_of, has_form, heads_first, in_place, values_of
-from qkv.call.numpy_port import run_on_arrays
-from qkv.call.preparing import prepare
-from qkv.call.stored_steps import stored_step
+from qkv.call.repeated.cache import CALLS, PreparedCall
+from qkv.call.repeated.decoding import run_step
+from qkv.call.repeated.forms import Views, form_of, has_form, heads_first, in_place, values_of
+from qkv.call.repeated.numpy_port import run_on_arrays
+from qkv.call.repeated.preparing import prepare
+from qkv.call.repeated.stored_steps import stored_step
 from qkv.partial import Partial
 
 __all__ = ["Attended", "attend", "run_alike"]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from qkv.arrays import ArrayLibrary, library_named, library_of
 from qkv.arrays.views import view_beside
 from qkv.backends import Choice, Differentiable, Preparing, choose
-from qkv.call.bound import BoundCall, UnboundCall
+from qkv.call.binding.bound import BoundCall, UnboundCall
 from qkv.errors import ArgumentError, QkvError
 from qkv.partial import Partial, finish
 from qkv.problem.check import Layout, check

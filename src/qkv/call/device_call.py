@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from qkv.arrays import library_of
 from qkv.backends import DeviceBackend, choose, device_backend
-from qkv.call.bound import BoundCall, Structure
+from qkv.call.binding.bound import BoundCall, Structure
+from qkv.call.binding.variant_arrays import made
 from qkv.call.checked import CheckedCall, check_call, checked_problem
-from qkv.call.variant_arrays import made
 from qkv.errors import UnsupportedError
 from qkv.partial import Partial
 from qkv.problem.spec import Problem

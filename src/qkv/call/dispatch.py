@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from qkv.call.bound import bind
+from qkv.call.binding.bound import bind
+from qkv.call.binding.options import DEFAULTS, OptionValues
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.device_call import check_device_call, is_device_call
-from qkv.call.options import DEFAULTS, OptionValues
 
 __all__ = ["checked"]
 

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from qkv.arrays.copies import own_copy
 from qkv.backends import Inspectable
-from qkv.call.bound import BoundCall
-from qkv.call.cache import CALLS
+from qkv.call.binding.bound import BoundCall
 from qkv.call.checked import CheckedCall, check_call, views_of
 from qkv.call.device_call import DeviceCall, check_device_call, is_device_call
-from qkv.call.forms import fixed_form, heads_first, in_place
-from qkv.call.numpy_port import run_on_arrays
-from qkv.call.preparing import prepare
+from qkv.call.repeated.cache import CALLS
+from qkv.call.repeated.forms import fixed_form, heads_first, in_place
+from qkv.call.repeated.numpy_port import run_on_arrays
+from qkv.call.repeated.preparing import prepare
 from qkv.partial import RowStatistics, share_with_sinks
 
 __all__ = ["Inspected", "attend_for_inspection"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from qkv.call.options import DEFAULTS, OptionValues
+from qkv.call.binding.options import DEFAULTS, OptionValues
 from qkv.distributed.agreement import compare, fingerprint, in_words, tell
 from qkv.distributed.dtensors import Placed
 from qkv.distributed.heads import Exchanges, HeadExchange, heads_of, kv_heads_of

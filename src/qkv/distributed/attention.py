@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import torch
 
 from qkv.arrays.torch_arrays import TorchArrays
-from qkv.call.options import Options, option_values, with_options
+from qkv.call.binding.options import Options, option_values, with_options
 from qkv.distributed.agreed_call import Place, agreed_call
 from qkv.distributed.dtensors import placed
 from qkv.distributed.heads import from_heads, to_heads

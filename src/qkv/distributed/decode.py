@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from qkv.arrays.torch_arrays import TorchArrays
-from qkv.call.bound import bind
+from qkv.call.binding.bound import bind
+from qkv.call.binding.options import DEFAULTS, Options, OptionValues, option_values, with_options
 from qkv.call.checked import CheckedCall, check_call
-from qkv.call.options import DEFAULTS, Options, OptionValues, option_values, with_options
 from qkv.distributed.agreement import compare, fingerprint, in_words, tell
 from qkv.distributed.links import TIMEOUT, Links, group_of, outside_of_graphs
 from qkv.distributed.order import Order

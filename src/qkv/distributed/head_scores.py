@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qkv.call.options import OptionValues
+from qkv.call.binding.options import OptionValues
 from qkv.distributed.attention import attention, inspect
 from qkv.distributed.links import Links, group_of
 from qkv.distributed.order import Order

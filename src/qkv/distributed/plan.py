@@ -10,8 +10,8 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.call.binding.options import Options, option_values, with_options
 from qkv.call.dispatch import checked
-from qkv.call.options import Options, option_values, with_options
 from qkv.distributed.order import Order
 from qkv.distributed.work import balance, pairs_between
 from qkv.errors import ArgumentError

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
 from qkv.arrays.torch_arrays import TorchArrays
-from qkv.call.bound import bind
+from qkv.call.binding.bound import bind
+from qkv.call.binding.options import OptionValues
+from qkv.call.binding.variant_arrays import as_given, wanted
 from qkv.call.checked import CheckedCall, check_call, views_of
-from qkv.call.options import OptionValues
-from qkv.call.variant_arrays import as_given, wanted
 from qkv.distributed.links import Links
 from qkv.distributed.parts import Residuals
 from qkv.distributed.ring import Ring

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import qkv
-from qkv.call.flatten import Leaves, copied, flatten
+from qkv.call.binding.flatten import Leaves, copied, flatten
 from qkv.errors import UnsupportedError
 from qkv.hf.stored_tensor import layer_rows, plain_tensor, state_of
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from qkv.bridges.torch.repeated.layouts import array_bytes, leaf_values
 from qkv.bridges.torch.repeated.prepared import step_of
 from qkv.bridges.torch.repeated.runs import Step
-from qkv.call.bound import BoundCall, Structure, bind
-from qkv.call.flatten import Leaves, flatten
-from qkv.call.options import DEFAULTS, OptionValues
+from qkv.call.binding.bound import BoundCall, Structure, bind
+from qkv.call.binding.flatten import Leaves, flatten
+from qkv.call.binding.options import DEFAULTS, OptionValues
 from qkv.variants import Causal, MaskVariant, SlidingWindow
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from qkv._dynamo import ends_graph
 from qkv.arrays.views import view
+from qkv.call.binding.options import Options, option_values, with_options
 from qkv.call.checked import CheckedCall
 from qkv.call.device_call import DeviceCall
 from qkv.call.dispatch import checked
-from qkv.call.options import Options, option_values, with_options
 from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from qkv.inspection.gradient import BackwardSteps, backward_steps, gradients

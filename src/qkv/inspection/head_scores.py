@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays.views import view
-from qkv.call.bound import BoundCall, bind
+from qkv.call.binding.bound import BoundCall, bind
+from qkv.call.binding.options import OptionValues
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.inspected import attend_for_inspection
-from qkv.call.options import OptionValues
 from qkv.errors import ShapeError
 from qkv.inspection.kept_inputs import KeptInputs
 from qkv.inspection.layer_heads import LayerHeads, without_dropout

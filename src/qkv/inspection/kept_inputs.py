@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.call.bound import BoundCall, bind
+from qkv.call.binding.bound import BoundCall, bind
+from qkv.call.binding.options import OptionValues
 from qkv.call.checked import check_call
 from qkv.call.inspected import Inspected, attend_for_inspection
-from qkv.call.options import OptionValues
 from qkv.inspection.replay import Replay
 from qkv.inspection.variant_data import from_data, to_data
 from qkv.inspection.weights import LazyWeights

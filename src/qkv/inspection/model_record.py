@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.call.flatten import copied
+from qkv.call.binding.flatten import copied
 from qkv.declarations import checked
 from qkv.errors import ArgumentError, KeywordError
 from qkv.inspection import model_file

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays import ArrayLibrary, is_array, library_named
-from qkv.call.bound import bind
+from qkv.call.binding.bound import bind
+from qkv.call.binding.options import OptionValues
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.inspected import Inspected
-from qkv.call.options import OptionValues
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.files.described import read_described, schema_of, write_described
 from qkv.inspection.variant_data import from_data, to_data

@@ -14,7 +14,7 @@ import numpy as np
 
 from qkv._api import attention
 from qkv.bridges.jax.rules import is_registered
-from qkv.call.unknown_keywords import drop_in_error, with_signature_of_theirs
+from qkv.call.binding.unknown_keywords import drop_in_error, with_signature_of_theirs
 from qkv.declarations import checked
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.jax.ring import ring_attention

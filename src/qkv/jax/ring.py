@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qkv._api import attention
-from qkv.call.flatten import Leaves, flatten, unflatten
+from qkv.call.binding.flatten import Leaves, flatten, unflatten
 from qkv.declarations import shown
 from qkv.errors import ArgumentError, ShapeError, UnsupportedError
 from qkv.variants import (

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from qkv._api import attention, inspect
 from qkv.arrays.views import view
-from qkv.call.bound import bind
-from qkv.call.cache import CALLS
+from qkv.call.binding.bound import bind
+from qkv.call.binding.options import option_values
 from qkv.call.derivatives.vjp import vjp
-from qkv.call.options import option_values
+from qkv.call.repeated.cache import CALLS
 from qkv.errors import QkvError
 from qkv.testing.case import DTYPES, Case, Inputs, Variants
 from qkv.testing.derivatives import GradientOracle

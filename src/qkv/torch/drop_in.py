@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import qkv
-from qkv.call.unknown_keywords import drop_in_error, with_signature_of_theirs
+from qkv.call.binding.unknown_keywords import drop_in_error, with_signature_of_theirs
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from qkv.readable_checks import checked_flag
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv.arrays.torch_arrays import check_dense
-from qkv.call.unknown_keywords import keyword_error
+from qkv.call.binding.unknown_keywords import keyword_error
 from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, KeywordError, ShapeError
 

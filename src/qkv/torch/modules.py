@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import qkv
 from qkv.backends.torch.attention import softmax
 from qkv.cache import ContiguousCache
-from qkv.call.unknown_keywords import keyword_error, with_signature_of_theirs
+from qkv.call.binding.unknown_keywords import keyword_error, with_signature_of_theirs
 from qkv.declarations import Size, checked, checked_size
 from qkv.errors import ArgumentError, ShapeError
 from qkv.torch.layer_arguments import (

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import qkv
-from qkv.call.cache import CALLS
+from qkv.call.repeated.cache import CALLS
 
 from .bounds import LUCKY, NEIGHBOURS, ORDERS, Result, largest, near, neighbour, require, ulp
 from .calls import Call, calls, keywords, spoiled

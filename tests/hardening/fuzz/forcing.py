@@ -12,7 +12,7 @@ from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes import backward, gradient
 from qkv.backends.cpu.plan import schedule
 from qkv.backends.cpu.split_bf16 import choice
-from qkv.call.cache import CALLS
+from qkv.call.repeated.cache import CALLS
 from qkv.errors import ArgumentError
 
 __all__ = ["forced"]

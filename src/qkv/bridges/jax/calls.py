@@ -19,10 +19,10 @@ from qkv.bridges.jax.operations import PROCESS, Operation
 from qkv.bridges.jax.rules import varying
 from qkv.bridges.learnable import with_scale
 from qkv.call.attend import attend
-from qkv.call.bound import BoundCall, bind
+from qkv.call.binding.bound import BoundCall, bind
+from qkv.call.binding.options import OptionValues
+from qkv.call.binding.structure_text import hold
 from qkv.call.checked import views_of
-from qkv.call.options import OptionValues
-from qkv.call.structure_text import hold
 from qkv.errors import DTypeError, UnsupportedError
 from qkv.problem.stored_rows import Paged, Quantized
 

@@ -37,7 +37,7 @@ from jax.interpreters import ad, batching, mlir
 
 from qkv.bridges.jax.operations import Operation
 from qkv.bridges.jax.rules import Shapes, call_operation, shapes_of_results, stand_in, varying
-from qkv.call.bound import BoundCall, Structure
+from qkv.call.binding.bound import BoundCall, Structure
 from qkv.errors import UnsupportedError
 
 __all__ = ["attend"]

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.call.attend import attend
-from qkv.call.bound import BoundCall, Structure
+from qkv.call.binding.bound import BoundCall, Structure
 from qkv.call.derivatives.jvp import Tangents, second_vjp, tangents_of
 from qkv.call.derivatives.pull_back import Residuals, pull_back
 from qkv.errors import UnsupportedError
@@ -48,7 +48,7 @@ class Operation:
     Parameters
     ----------
     structure : str
-        The text of a `qkv.call.bound.Structure`.
+        The text of a `qkv.call.binding.bound.Structure`.
     ndims : tuple of int
         Dimensions of query, key, value and arrays, without those of `jax.vmap`.
     layout : str

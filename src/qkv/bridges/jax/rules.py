@@ -17,10 +17,10 @@ import numpy as np
 
 from qkv.bridges.jax.ffi import ANSWER_PATH, cancelled, handler
 from qkv.bridges.jax.operations import Operation, compute
-from qkv.call.bound import BoundCall, Structure
+from qkv.call.binding.bound import BoundCall, Structure
+from qkv.call.binding.options import OptionValues
 from qkv.call.checked import check_call
 from qkv.call.dispatch import checked
-from qkv.call.options import OptionValues
 from qkv.errors import DTypeError, QkvError, ShapeError
 
 __all__ = [

@@ -12,9 +12,9 @@ from qkv.bridges.torch import compiled, eager
 from qkv.bridges.torch.compiled import merge_in_graph
 from qkv.bridges.torch.operands import LIBRARY, PLAIN, is_tracked
 from qkv.bridges.torch.repeated.prepared import run_alike, run_prepared
-from qkv.call.bound import bind
-from qkv.call.cache import CALLS
-from qkv.call.options import OptionValues
+from qkv.call.binding.bound import bind
+from qkv.call.binding.options import OptionValues
+from qkv.call.repeated.cache import CALLS
 from qkv.errors import QkvError
 
 __all__ = ["PLAIN", "attention", "merge_in_graph", "run_alike"]

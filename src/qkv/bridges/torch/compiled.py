@@ -17,11 +17,11 @@ from qkv.bridges.torch.eager import attend_on_device, refuse_export
 from qkv.bridges.torch.onnx import refuse_sizes
 from qkv.bridges.torch.operands import as_tensor, autocast
 from qkv.bridges.torch.operations import functions
-from qkv.call.bound import BoundCall, Structure, bind
-from qkv.call.flatten import declared_fields
+from qkv.call.binding.bound import BoundCall, Structure, bind
+from qkv.call.binding.flatten import declared_fields
+from qkv.call.binding.options import OptionValues
+from qkv.call.binding.structure_text import keep_for_good, names_objects
 from qkv.call.merging import merge_parts
-from qkv.call.options import OptionValues
-from qkv.call.structure_text import keep_for_good, names_objects
 from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.problem.stored_rows import Paged, Quantized
 

@@ -31,9 +31,9 @@ from qkv.bridges.torch.operands import (
 from qkv.bridges.torch.operations import functions
 from qkv.bridges.torch.operations.operators import contiguous
 from qkv.call.attend import attend
-from qkv.call.bound import BoundCall, Structure, bind
+from qkv.call.binding.bound import BoundCall, Structure, bind
+from qkv.call.binding.structure_text import hold, names_objects
 from qkv.call.device_call import check_device_call, names_device_backend
-from qkv.call.structure_text import hold, names_objects
 from qkv.errors import UnsupportedError
 
 __all__ = ["attend_on_device", "attention", "refuse_export"]

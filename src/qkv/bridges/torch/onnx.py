@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qkv._dynamo import ends_graph
-from qkv.call.options import OptionValues
+from qkv.call.binding.options import OptionValues
 from qkv.errors import UnsupportedError
 
 __all__ = ["as_torch_operations", "refuse_sizes"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from qkv.arrays import is_array, library_of
 from qkv.arrays.torch_arrays import TorchArrays, check_dense
 from qkv.arrays.views import view_beside
-from qkv.call.bound import ARRAY_TYPES
+from qkv.call.binding.bound import ARRAY_TYPES
 from qkv.errors import UnsupportedError
 
 __all__ = [

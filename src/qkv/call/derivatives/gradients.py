@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends import Differentiable
+from qkv.call.binding.variant_arrays import as_given, briefly, by_origin, made, wanted
 from qkv.call.checked import CheckedCall
 from qkv.call.derivatives.cotangents import cotangent_of_lse, cotangent_of_out, like_operand
-from qkv.call.variant_arrays import as_given, briefly, by_origin, made, wanted
 from qkv.errors import ArgumentError
 from qkv.partial import Partial
 from qkv.problem.backward import BackwardInputs

@@ -12,7 +12,16 @@ from numpy.typing import NDArray
 from qkv._dynamo import ends_graph
 from qkv.arrays.views import view
 from qkv.backends.blocked import BLOCK_KV, BLOCK_Q
-from qkv.call.bound import BoundCall, bind
+from qkv.call.binding.bound import BoundCall, bind
+from qkv.call.binding.options import Options, option_values, with_options
+from qkv.call.binding.variant_arrays import (
+    as_given,
+    briefly,
+    by_origin,
+    own_arrays,
+    wanted,
+    without_repeats,
+)
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.derivatives.cotangents import (
     cotangent_of_lse,
@@ -22,15 +31,6 @@ from qkv.call.derivatives.cotangents import (
     shapes_of,
 )
 from qkv.call.derivatives.gradients import Gradients
-from qkv.call.options import Options, option_values, with_options
-from qkv.call.variant_arrays import (
-    as_given,
-    briefly,
-    by_origin,
-    own_arrays,
-    wanted,
-    without_repeats,
-)
 from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.partial import Partial

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.call.bound import BoundCall
-from qkv.call.cache import CALLS, Form, PreparedCall
+from qkv.call.binding.bound import BoundCall
+from qkv.call.binding.variant_arrays import without_repeats
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.derivatives.gradients import Gradients, backward_inputs, gradients_of
-from qkv.call.forms import Views, fixed_form, heads_first, in_place
-from qkv.call.numpy_port import run_on_arrays
-from qkv.call.preparing import prepare
-from qkv.call.variant_arrays import without_repeats
+from qkv.call.repeated.cache import CALLS, Form, PreparedCall
+from qkv.call.repeated.forms import Views, fixed_form, heads_first, in_place
+from qkv.call.repeated.numpy_port import run_on_arrays
+from qkv.call.repeated.preparing import prepare
 from qkv.partial import Partial
 
 __all__ = ["Residuals", "prepared_gradients", "pull_back"]

@@ -9,13 +9,13 @@ from typing import Any, Unpack
 from qkv._dynamo import ends_graph
 from qkv.arrays.views import view
 from qkv.call.attend import attend
-from qkv.call.bound import BoundCall, bind
+from qkv.call.binding.bound import BoundCall, bind
+from qkv.call.binding.options import Options, option_values, with_options
+from qkv.call.binding.variant_arrays import without_repeats
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.derivatives.cotangents import shapes_of
 from qkv.call.derivatives.gradients import Gradients, gradients_of
 from qkv.call.derivatives.pull_back import Residuals, pull_back
-from qkv.call.options import Options, option_values, with_options
-from qkv.call.variant_arrays import without_repeats
 from qkv.declarations import shown
 from qkv.errors import ArgumentError
 from qkv.partial import Partial

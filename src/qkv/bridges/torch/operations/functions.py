@@ -42,7 +42,7 @@ from qkv.bridges.torch.operations.groups import (
     results_first,
 )
 from qkv.bridges.torch.repeated.passes import PreparedPasses
-from qkv.call.bound import Structure
+from qkv.call.binding.bound import Structure
 from qkv.errors import UnsupportedError
 
 __all__ = ["attend", "attend_prepared"]

@@ -5,8 +5,8 @@
     qkv::attention_tangent    how out and lse change along a direction of the inputs
     qkv::attention_second     gradients of <grad_out, tangent of out> + <grad_lse, tangent of lse>
 
-`structure` is the text of a `qkv.call.bound.Structure`, `arrays` are the leaves after query, key
-and value; `wanted` numbers those of them that are to have gradients, `directions` those that
+`structure` is the text of a `qkv.call.binding.bound.Structure`, `arrays` are the leaves after query,
+key and value; `wanted` numbers those of them that are to have gradients, `directions` those that
 change. `backward` says that a backward pass will follow. `lse_rest` is what rounding took from lse,
 NaN where that is not known. `unrounded` is the output before it was rounded to 16 bits, without any
 element in its rows where it was not, or where no backward pass follows; `attention_backward` takes
@@ -28,7 +28,7 @@ from torch import Tensor
 from qkv.bridges.torch.openmp import on_torch_threads
 from qkv.bridges.torch.operands import LIBRARY, view_of
 from qkv.call.attend import attend
-from qkv.call.bound import BoundCall, Structure
+from qkv.call.binding.bound import BoundCall, Structure
 from qkv.call.derivatives.jvp import Tangents, jvp_of, second_vjp
 from qkv.call.derivatives.pull_back import Residuals, pull_back
 from qkv.errors import ShapeError

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from qkv.bridges.torch.operands import PLAIN, view_of
-from qkv.call.bound import BoundCall
-from qkv.call.forms import MAX_VALUE_BYTES
+from qkv.call.binding.bound import BoundCall
+from qkv.call.repeated.forms import MAX_VALUE_BYTES
 
 __all__ = [
     "are_dense",

@@ -12,10 +12,10 @@ from qkv.backends import Prepared, conditions
 from qkv.bridges.torch.openmp import on_torch_threads
 from qkv.bridges.torch.operands import LIBRARY, view_of
 from qkv.bridges.torch.repeated.guards import Guard, gradient_guard
-from qkv.call.bound import BoundCall, Structure
-from qkv.call.cache import PreparedCall
+from qkv.call.binding.bound import BoundCall, Structure
 from qkv.call.derivatives.pull_back import Residuals, prepared_gradients
-from qkv.call.numpy_port import run_on_arrays
+from qkv.call.repeated.cache import PreparedCall
+from qkv.call.repeated.numpy_port import run_on_arrays
 
 __all__ = ["PreparedPasses"]
 

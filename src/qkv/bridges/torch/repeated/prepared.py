@@ -17,9 +17,9 @@ from qkv.bridges.torch.openmp import on_torch_threads
 from qkv.bridges.torch.operands import view_of
 from qkv.bridges.torch.repeated.layouts import are_dense, gradients_wanted, leaf_values
 from qkv.bridges.torch.repeated.runs import Run, Step, run_of
-from qkv.call.bound import BoundCall
-from qkv.call.cache import CALLS, Entry, PreparedCall
-from qkv.call.forms import Views, form_of, has_form, heads_first
+from qkv.call.binding.bound import BoundCall
+from qkv.call.repeated.cache import CALLS, Entry, PreparedCall
+from qkv.call.repeated.forms import Views, form_of, has_form, heads_first
 from qkv.errors import QkvError
 
 __all__ = ["run_alike", "run_prepared", "step_of"]

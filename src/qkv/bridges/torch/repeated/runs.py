@@ -22,9 +22,9 @@ from qkv.bridges.torch.operations import functions
 from qkv.bridges.torch.repeated.guards import Guard, form_guard, gradient_guard, guard
 from qkv.bridges.torch.repeated.layouts import empty_maker, leaf_values
 from qkv.bridges.torch.repeated.passes import PreparedPasses
-from qkv.call.bound import BoundCall
-from qkv.call.cache import PreparedCall
-from qkv.call.decoding import position
+from qkv.call.binding.bound import BoundCall
+from qkv.call.repeated.cache import PreparedCall
+from qkv.call.repeated.decoding import position
 
 __all__ = ["Run", "Step", "run_of"]
 

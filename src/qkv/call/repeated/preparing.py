@@ -6,12 +6,12 @@ from collections.abc import Hashable
 from dataclasses import replace
 
 from qkv.backends import Preparing
-from qkv.call.bound import BoundCall
-from qkv.call.cache import CALLS, Form, PreparedCall, StepForm
+from qkv.call.binding.bound import BoundCall
+from qkv.call.binding.flatten import ReadByValue, add_length_keys
 from qkv.call.checked import CheckedCall
-from qkv.call.decoding import arrays_from_lengths, arrays_from_offset
-from qkv.call.flatten import ReadByValue, add_length_keys
-from qkv.call.forms import Views, fixed_form, in_place
+from qkv.call.repeated.cache import CALLS, Form, PreparedCall, StepForm
+from qkv.call.repeated.decoding import arrays_from_lengths, arrays_from_offset
+from qkv.call.repeated.forms import Views, fixed_form, in_place
 from qkv.problem.backward import BackwardInputs
 
 __all__ = ["prepare", "prepared_by"]

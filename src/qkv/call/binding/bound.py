@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from qkv.arrays import has_shape
 from qkv.arrays.copies import own_copy
-from qkv.call.flatten import (
+from qkv.call.binding.flatten import (
     ARRAY_TYPES,
     Leaves,
     ReadByValue,
@@ -20,8 +20,8 @@ from qkv.call.flatten import (
     unflatten,
     uses_batch_index,
 )
-from qkv.call.options import DEFAULTS, OptionValues
-from qkv.call.structure_text import dumps, is_portable, loads
+from qkv.call.binding.options import DEFAULTS, OptionValues
+from qkv.call.binding.structure_text import dumps, is_portable, loads
 
 __all__ = ["ARRAY_TYPES", "BoundCall", "Structure", "bind"]
 

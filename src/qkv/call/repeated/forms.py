@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends import Passes
-from qkv.call.bound import BoundCall
-from qkv.call.cache import Entry, Form
-from qkv.call.flatten import ReadByValue, add_length_keys
+from qkv.call.binding.bound import BoundCall
+from qkv.call.binding.flatten import ReadByValue, add_length_keys
+from qkv.call.repeated.cache import Entry, Form
 from qkv.problem.builder import INDEX_LIMIT
 
 __all__ = ["MAX_DECODE_QUERIES", "MAX_VALUE_BYTES", "Views", "fixed_form", "form_of", "has_form",

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends import Prepared
-from qkv.call.bound import BoundCall
-from qkv.call.cache import StepForm
-from qkv.call.forms import in_place
-from qkv.call.numpy_port import run_on_arrays, run_on_stored_rows
+from qkv.call.binding.bound import BoundCall
+from qkv.call.repeated.cache import StepForm
+from qkv.call.repeated.forms import in_place
+from qkv.call.repeated.numpy_port import run_on_arrays, run_on_stored_rows
 from qkv.problem.builder import INDEX_LIMIT
 from qkv.problem.check import KEY_OFFSET
 from qkv.problem.spec import Problem

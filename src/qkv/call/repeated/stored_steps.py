@@ -1,8 +1,9 @@
 """Decoding steps over keys and values in pages, as int8, or both: forms, and prepared runs.
 
-They are alike as steps over arrays are (`qkv.call.forms`), whatever their number of keys. The
-layout of a page belongs to the form. A step checks the page table, the lengths and the positions
-that it brings; what is not as usual is left to the checked call, which has the error or the result.
+They are alike as steps over arrays are (`qkv.call.repeated.forms`), whatever their number of keys.
+The layout of a page belongs to the form. A step checks the page table, the lengths and the
+positions that it brings; what is not as usual is left to the checked call, which has the error or
+the result.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from qkv.arrays import ArrayLibrary
-from qkv.call.bound import BoundCall
-from qkv.call.cache import CALLS, Entry, Form
+from qkv.call.binding.bound import BoundCall
+from qkv.call.binding.flatten import unflatten
 from qkv.call.checked import CheckedCall, views_of
-from qkv.call.decoding import run_step
-from qkv.call.flatten import unflatten
-from qkv.call.forms import step_form
-from qkv.call.preparing import prepared_by
+from qkv.call.repeated.cache import CALLS, Entry, Form
+from qkv.call.repeated.decoding import run_step
+from qkv.call.repeated.forms import step_form
+from qkv.call.repeated.preparing import prepared_by
 from qkv.errors import QkvError
 from qkv.problem.stored_rows import Paged, Quantized, Rows, StoredRows, as_stored_rows
 

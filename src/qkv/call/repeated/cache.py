@@ -1,7 +1,7 @@
 """The cache of prepared calls: an entry for each structure, bounded, safe under threads and forks.
 
-An entry holds the prepared calls of one structure by their forms (`qkv.call.forms`), and those that
-are tried first: of NumPy arrays or views, and of tensors.
+An entry holds the prepared calls of one structure by their forms (`qkv.call.repeated.forms`), and
+those that are tried first: of NumPy arrays or views, and of tensors.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from qkv._forks import RenewedLock
 from qkv.backends import Passes, Prepared, conditions
 from qkv.backends.conditions import Conditions
-from qkv.call.bound import Structure
-from qkv.call.flatten import without_arrays
-from qkv.call.options import OptionValues
+from qkv.call.binding.bound import Structure
+from qkv.call.binding.flatten import without_arrays
+from qkv.call.binding.options import OptionValues
 
 __all__ = ["CALLS", "CallCache", "Entry", "Form", "PreparedCall", "StepForm"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from qkv.call.flatten import Numbered, ReadByValue, ReadInPlace, Tree, without_arrays
-from qkv.call.numbered import hold_object, number_of, numbered
+from qkv.call.binding.flatten import Numbered, ReadByValue, ReadInPlace, Tree, without_arrays
+from qkv.call.binding.numbered import hold_object, number_of, numbered
 from qkv.errors import ArgumentError
 from qkv.problem.reading import from_words
 from qkv.variants.base import Expression, Opaque

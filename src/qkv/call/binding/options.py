@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
-from qkv.call.unknown_keywords import keyword_error
+from qkv.call.binding.unknown_keywords import keyword_error
 from qkv.problem.check import Layout
 
 __all__ = ["DEFAULTS", "OptionValues", "Options", "option_values", "with_options"]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays.views import view
-from qkv.call.bound import BoundCall
+from qkv.call.binding.bound import BoundCall
 from qkv.errors import ArgumentError
 from qkv.problem.backward import reads
 from qkv.problem.spec import Origin, Problem

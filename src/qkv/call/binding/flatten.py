@@ -25,7 +25,7 @@ import numpy as np
 
 from qkv.arrays import is_array
 from qkv.arrays.copies import own_copy
-from qkv.call.numbered import numbered
+from qkv.call.binding.numbered import numbered
 from qkv.errors import ArgumentError
 from qkv.problem.stored_rows import Paged, Quantized
 from qkv.variants.base import Opaque, Role
