@@ -5,7 +5,7 @@
     qkv::attention_tangent    how out and lse change along a direction of the inputs
     qkv::attention_second     gradients of <grad_out, tangent of out> + <grad_lse, tangent of lse>
 
-`structure` is the text of a `qkv.call.binding.bound.Structure`, `arrays` are the leaves after query,
+`structure` is the text of a `qkv.call.binding.bound.Structure`, `arrays` the leaves after query,
 key and value; `wanted` numbers those of them that are to have gradients, `directions` those that
 change. `backward` says that a backward pass will follow. `lse_rest` is what rounding took from lse,
 NaN where that is not known. `unrounded` is the output before it was rounded to 16 bits, without any
