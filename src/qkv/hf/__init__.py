@@ -12,17 +12,12 @@ ignored_keywords
                 keywords without one; a name in neither file is refused
 layer_call      the call that comes of it, as arguments of `qkv.attention`
 positions       how many positions a model has
-text_inputs     what a model is called with for a text
 layer_weights   its weights, a tensor that is computed where it is read
 prepared_layers decoding steps: prepared calls, one for each kind of layer
 masks           masks without storage; mask_functions, groups: functions read as masks
 cache           caches of qkv in a model; stored_tensor: their pages and int8 rows as tensors
-record          every head of a model while it runs; sequences: which tokens a layer reads
-corpus          the heads of a model over many texts, which ranks share
-forward_calls   calls of a model, and the numbers of its layers
-intervention    heads changed while it runs
 usage           whether a model uses qkv at all
-switching       a model with qkv for a while, for record and intervention
+inspection      every head of a model while it runs, and heads that are changed
 sharding        models whose sequence is spread over ranks
 """
 
@@ -32,12 +27,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from qkv.hf.attention import attend, observe
 from qkv.hf.cache import Cache
-from qkv.hf.corpus import inspect_corpus
-from qkv.hf.intervention import CopyFrom, intervene
+from qkv.hf.inspection.corpus import inspect_corpus
+from qkv.hf.inspection.intervention import CopyFrom, intervene
+from qkv.hf.inspection.record import inspect
 from qkv.hf.layer_call import LayerCall
 from qkv.hf.layer_weights import LayerWeights
 from qkv.hf.masks import StatedMask, state_mask
-from qkv.hf.record import inspect
 from qkv.hf.sharding import sharded
 from qkv.hf.usage import NotUsedWarning, Usage, check
 

@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from qkv.distributed.links import TIMEOUT, Links, group_of
 from qkv.distributed.order import Order
 from qkv.errors import ArgumentError, UnsupportedError
+from qkv.hf.inspection.switching import SPREAD, inner_model, switched
 from qkv.hf.sharding.inputs import ShardedInputs
 from qkv.hf.sharding.layers import (
     CURRENT,
@@ -21,7 +22,6 @@ from qkv.hf.sharding.layers import (
     find_documents_over_ranks,
     state_shard_mask,
 )
-from qkv.hf.switching import SPREAD, inner_model, switched
 
 __all__ = ["sharded"]
 

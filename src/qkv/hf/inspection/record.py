@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from qkv.declarations import shown
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.attention import observe
-from qkv.hf.forward_calls import BackwardAfter, around_forward, in_backward
+from qkv.hf.inspection.forward_calls import BackwardAfter, around_forward, in_backward
+from qkv.hf.inspection.sequences import CallArguments, Sequence
+from qkv.hf.inspection.switching import inner_model, switched, uncompiled
+from qkv.hf.inspection.text_inputs import inputs_of_text
 from qkv.hf.layer_call import LayerCall
 from qkv.hf.positions import can_be_scaled, positions_of, require_positions, warn_beyond
-from qkv.hf.sequences import CallArguments, Sequence
 from qkv.hf.sharding.layers import sharding_of
 from qkv.hf.sharding.record import ShardRecord
-from qkv.hf.switching import inner_model, switched, uncompiled
-from qkv.hf.text_inputs import inputs_of_text
 from qkv.hf.usage import SilentLayers, warn_of_silent
 from qkv.inspection.model_record import Keep, ModelRecord
 from qkv.inspection.token_texts import token_texts

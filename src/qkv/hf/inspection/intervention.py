@@ -13,9 +13,9 @@ import torch
 
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.attention import change_outputs, observe
-from qkv.hf.forward_calls import BackwardAfter, LayerNumbers, around_forward, parts_of
+from qkv.hf.inspection.forward_calls import BackwardAfter, LayerNumbers, around_forward, parts_of
+from qkv.hf.inspection.switching import inner_model, switched, uncompiled
 from qkv.hf.layer_call import LayerCall
-from qkv.hf.switching import inner_model, switched, uncompiled
 from qkv.interventions import HeadChange, HeadInputs, changed_heads
 
 __all__ = ["Change", "CopyFrom", "intervene"]

@@ -17,9 +17,9 @@ from qkv.declarations import checked_size, shown
 from qkv.distributed.agreement import compare, in_words, tell
 from qkv.distributed.links import TIMEOUT, Links, group_of
 from qkv.errors import ArgumentError, DistributedError, FileError, QkvError
-from qkv.hf.record import inspect
-from qkv.hf.switching import inner_model
-from qkv.hf.text_inputs import inputs_of_text
+from qkv.hf.inspection.record import inspect
+from qkv.hf.inspection.switching import inner_model
+from qkv.hf.inspection.text_inputs import inputs_of_text
 from qkv.inspection.corpus import CorpusRecord, LayerSums, sums_of
 from qkv.inspection.corpus_folder import Chunk, CorpusFolder
 from qkv.inspection.unknown_tokens import unknown_id_of
