@@ -11,7 +11,9 @@ session       whose turn it is; process, worker: one contender's process, and ho
 record        what is kept of a run; machine: where it ran
 samples       medians and ratios
 report        what is shown of a run; tables, picture, compare
-first_calls/  a program of its own: what a new process pays
+first_calls/, cache_steps/
+              programs of their own: what a new process pays, what a step over a cache costs;
+              one_process: runs their workers
 latency/, models/
               other kinds of run: small calls, whole models of transformers
 linear_time   another, for the linear-time mechanisms

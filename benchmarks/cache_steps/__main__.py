@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
-from pathlib import Path
 
 from benchmarks import cache_steps
 from benchmarks.cache_steps.worker import FRONTS
 from benchmarks.compare import Revision, checked_out
+from benchmarks.one_process import times_of
 from benchmarks.tables import Table, markdown
 from qkv.cli import Parser, exit_code
 from qkv.errors import ArgumentError
 
 __all__ = ["main"]
 
-_ROOT = Path(__file__).parents[2]
 _ROUNDS = 3
-_LONGEST = 300.0
-"""Seconds after which a process counts as hung."""
-
-
-def _measure(front: str, environment: dict[str, str]) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.cache_steps.worker", front]
-    done = subprocess.run(
-        command, cwd=_ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
-        timeout=_LONGEST, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        raise ArgumentError(f"{front} failed.", [("its last words", last[:300])])
-    return dict(json.loads(done.stdout))
+_WORKER = "benchmarks.cache_steps.worker"
 
 
 def _table(rounds: int, there: Revision | None) -> Table:
@@ -52,7 +35,7 @@ def _table(rounds: int, there: Revision | None) -> Table:
     least: dict[str, dict[str, float]] = {}
     for _ in range(rounds):
         for title, front, environment in runs:
-            found = _measure(front, environment)
+            found = times_of(_WORKER, front, who=front, environment=environment)
             old = least.setdefault(title, found)
             least[title] = {name: min(old[name], found[name]) for name in found}
     caches = dict.fromkeys(name for times in least.values() for name in times)

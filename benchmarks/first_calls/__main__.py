@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,16 +13,15 @@ from typing import NamedTuple
 from benchmarks import first_calls
 from benchmarks.compare import Revision, checked_out
 from benchmarks.first_calls.calls import CALLS, COLUMNS
+from benchmarks.one_process import times_of
 from benchmarks.tables import Table, markdown
 from qkv.cli import Parser, exit_code
 from qkv.errors import ArgumentError
 
 __all__ = ["main"]
 
-_ROOT = Path(__file__).parents[2]
 _ROUNDS = 5
-_LONGEST = 300.0
-"""Seconds after which a process counts as hung."""
+_WORKER = "benchmarks.first_calls.worker"
 
 
 class _Row(NamedTuple):
@@ -51,26 +47,15 @@ def _rows(names: Sequence[str], folder: Path, there: Revision | None) -> Iterato
                 yield _Row(name, peer, peer, {})
 
 
-def _measure(row: _Row) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.first_calls.worker", row.call, row.module]
-    # As users have it: modules are compiled to bytecode once.
-    ours = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    done = subprocess.run(
-        command, cwd=_ROOT, env={**ours, **row.environment}, capture_output=True, text=True,
-        timeout=_LONGEST, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        raise ArgumentError(f"{row.who} failed at {row.call}.", [("its last words", last[:300])])
-    return dict(json.loads(done.stdout))
-
-
 def _table(names: Sequence[str], rounds: int, there: Revision | None) -> Table:
     least: dict[tuple[str, str], list[float]] = {}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory(prefix="qkv-first-calls-") as folder:
             for row in _rows(names, Path(folder), there):
-                found = _measure(row)
+                found = times_of(
+                    _WORKER, row.call, row.module, who=f"{row.who} at {row.call}",
+                    environment=row.environment,
+                )  # fmt: skip
                 times = [found[column] for column in COLUMNS]
                 old = least.setdefault((row.call, row.who), times)
                 least[row.call, row.who] = list(map(min, old, times))
