@@ -47,3 +47,11 @@ def test_the_reference_is_the_definition() -> None:
 def test_bad_options_are_refused(capsys) -> None:
     assert main(["--rounds", "0"]) == 2
     assert "--rounds is 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("front", worker.FRONTS)
+def test_every_step_of_a_front_end_is_checked(monkeypatch, front) -> None:
+    monkeypatch.setattr(worker, "STEPS", 4)
+    times = worker.measured(front)
+    assert len(times) == (12 if front.startswith("qkv") else 1)
+    assert min(times.values()) > 0
