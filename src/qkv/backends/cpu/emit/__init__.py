@@ -1,10 +1,11 @@
 """Writing LLVM IR: instructions, dtypes, elementary functions, expressions, argument blocks.
 
-emitter         the Emitter: functions, loops, addresses, memory, vectors of lanes
+structured_code functions, loops that carry values, integers, addresses
+emitter         the Emitter: all that, memory, and vectors of lanes
 argument_block  the argument block of a kernel, as a call fills it
 frame           what every kernel has: argument block, operands, tables, the loop over tasks
-expressions     score mods and masks as vector code
-mask_bounds     what a mask can be over a block of keys, by interval arithmetic
+expressions     score mods and masks as vector code; tables: the arrays that they read
+mask_bounds     what a mask can be over a block of keys; interval_arithmetic: its rules
 storage         loading and storing dtypes, float16 and bfloat16 among them
 packing         rows of any stride transposed into vectors, copied, or checked for NaN
 transpose       dense masks and biases, transposed block by block

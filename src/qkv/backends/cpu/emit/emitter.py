@@ -1,49 +1,41 @@
-"""LLVM IR written as structured code: loops that carry values, vectors of lanes, byte addresses.
+"""Memory and vectors of lanes, in structured code.
 
-An `Emitter` holds one module and the place where the next instruction goes. All integers that count
-or address are 64-bit, all pointers point to bytes, and a *vector* has one real number for each
-lane: float32, or float64 where that is the type of computation.
+A *vector* has one real number for each lane: float32, or float64 where that is the type of
+computation.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from llvmlite import ir
 
-Value: TypeAlias = Any
+from qkv.backends.cpu.emit.structured_code import (
+    BYTE,
+    CACHE_LINE,
+    INT64,
+    POINTER,
+    VOID,
+    StructuredCode,
+    Value,
+)
 
-VOID = ir.VoidType()
+__all__ = [
+    "BIT", "BYTE", "CACHE_LINE", "DOUBLE", "FLOAT", "HALF", "INT16", "INT32", "INT64", "POINTER",
+    "VOID", "Emitter", "Value", "is_vector",
+]  # fmt: skip
+
 BIT = ir.IntType(1)
-BYTE = ir.IntType(8)
 INT16 = ir.IntType(16)
 INT32 = ir.IntType(32)
-INT64 = ir.IntType(64)
 HALF = ir.HalfType()
 FLOAT = ir.FloatType()
 DOUBLE = ir.DoubleType()
-POINTER = ir.PointerType()
-CACHE_LINE = 64
 
 
 def is_vector(value: Value) -> bool:
     return isinstance(value.type, ir.VectorType)
-
-
-def _split_constants(terms: Sequence[Any]) -> tuple[list[Value], list[int]]:
-    """The values among the terms that are computed, and the numbers that are known."""
-    values, known = [], []
-    for term in terms:
-        if isinstance(term, ir.Constant):
-            known.append(int(term.constant))
-        elif isinstance(term, ir.Value):
-            values.append(term)
-        else:
-            known.append(int(term))
-    return values, known
 
 
 def _short_name(type_: Any) -> str:
@@ -63,7 +55,7 @@ class _SameLanes(ir.Constant):  # type: ignore[misc]  # llvmlite has no types.
         return self._text
 
 
-class Emitter:
+class Emitter(StructuredCode):
     """Writes one module for vectors of `lanes` real numbers, FLOAT or DOUBLE.
 
     `halves` says whether the machine converts float16 by itself, `fused` whether it multiplies and
@@ -82,7 +74,7 @@ class Emitter:
         emulated: bool = False,
         pairs_by: str = "vdpbf16ps",
     ) -> None:
-        self.module = ir.Module(name)
+        super().__init__(name)
         self.lanes = lanes
         self.real = real
         self.halves = halves
@@ -94,184 +86,7 @@ class Emitter:
         self.vector = ir.VectorType(real, lanes)
         self.bits = ir.VectorType(self.real_bits, lanes)
         self.vector_bytes = self.real_bytes * lanes
-        self.builder: Any = None
         self._constants: dict[str, Value] = {}
-
-    # Functions and control flow
-
-    @contextmanager
-    def function(
-        self,
-        name: str,
-        arguments: Sequence[Any],
-        result: Any = VOID,
-        *,
-        public: bool = False,
-        in_place: bool = False,
-    ) -> Iterator[tuple[Any, Sequence[Value]]]:
-        """Write the body of a function.
-
-        Pointers of an internal function do not alias, unless it writes what it reads (`in_place`).
-        """
-        function = ir.Function(self.module, ir.FunctionType(result, arguments), name)
-        outside = self.builder
-        self.builder = ir.IRBuilder(function.append_basic_block())
-        if not public:
-            function.linkage = "internal"
-            # Vectors that are spilled to the stack then do not straddle cache lines.
-            function.attributes.alignstack = CACHE_LINE
-            for argument in function.args:
-                if isinstance(argument.type, ir.PointerType) and not in_place:
-                    argument.add_attribute("noalias")
-        yield function, function.args
-        if not self.builder.block.is_terminated:
-            self.builder.ret_void()
-        self.builder = outside
-
-    def loop(
-        self,
-        start: Any,
-        stop: Any,
-        step: Any,
-        carried: Sequence[Value],
-        body: Callable[[Value, list[Value]], Sequence[Value] | None],
-    ) -> list[Value]:
-        """`for i in range(start, stop, step)`; `body(i, carried)` gives the next carried values."""
-        b, before = self.builder, self.builder.block
-        if isinstance(start, int) and isinstance(stop, int) and start < stop <= start + step:
-            return list(body(self.index(start), list(carried)) or ())
-        start, stop = self.index(start), self.index(stop)
-        inside, after = (b.append_basic_block(part) for part in ("body", "after"))
-        # The condition follows the body, which is the form that LLVM generates good code for.
-        b.cbranch(b.icmp_signed("<", start, stop), inside, after)
-        b.position_at_end(inside)
-        index, *values = (b.phi(value.type) for value in (start, *carried))
-        following = list(body(index, list(values)) or ())
-        next_index = self.add(index, step)
-        b.cbranch(b.icmp_signed("<", next_index, stop), inside, after)
-        last = b.block
-        b.position_at_end(after)
-        results = [b.phi(value.type) for value in carried]
-        firsts, nexts = [start, *carried, *carried], [next_index, *following, *following]
-        for phi, first, value in zip([index, *values, *results], firsts, nexts, strict=True):
-            phi.add_incoming(first, before)
-            phi.add_incoming(value, last)
-        return results
-
-    def find(self, count: Value, condition: Callable[[Value], Value]) -> Value:
-        """The first i below `count` for which `condition(i)` holds, or `count` if none does."""
-        b = self.builder
-        index, (head, inside, after) = self._count_from(0)
-        b.cbranch(b.icmp_signed("<", index, count), inside, after)
-        b.position_at_end(inside)
-        holds = condition(index)
-        index.add_incoming(b.add(index, self.index(1)), b.block)
-        b.cbranch(holds, after, head)
-        b.position_at_end(after)
-        return index
-
-    def _count_from(self, start: Any) -> tuple[Value, list[Value]]:
-        """A counter from `start` on, and the basic blocks of its loop: head, body, and after it."""
-        b, before = self.builder, self.builder.block
-        blocks = [b.append_basic_block(part) for part in ("head", "body", "after")]
-        b.branch(blocks[0])
-        b.position_at_end(blocks[0])
-        index = b.phi(INT64)
-        index.add_incoming(self.index(start), before)
-        return index, blocks
-
-    def take_while(
-        self, take: Callable[[], tuple[Any, Value]], body: Callable[[Any], None]
-    ) -> None:
-        """`while (item, more := take())[1]: body(item)`."""
-        b = self.builder
-        head, inside, after = (b.append_basic_block(part) for part in ("take", "body", "after"))
-        b.branch(head)
-        b.position_at_end(head)
-        item, more = take()
-        b.cbranch(more, inside, after)
-        b.position_at_end(inside)
-        body(item)
-        b.branch(head)
-        b.position_at_end(after)
-
-    def choose(
-        self, condition: Value, first: Callable[[], object], second: Callable[[], object]
-    ) -> None:
-        with self.builder.if_else(condition) as (then, otherwise):
-            with then:
-                first()
-            with otherwise:
-                second()
-
-    def either(
-        self, condition: Value, first: Callable[[], Value], second: Callable[[], Value]
-    ) -> Value:
-        """The value of one of the two, which alone is computed."""
-        b = self.builder
-        values = []
-        with b.if_else(condition) as branches:
-            for branch, compute in zip(branches, (first, second), strict=True):
-                with branch:
-                    values.append((compute(), b.block))
-        phi = b.phi(values[0][0].type)
-        for value, block in values:
-            phi.add_incoming(value, block)
-        return phi
-
-    # Integers and addresses
-
-    def index(self, value: Any) -> Value:
-        return value if isinstance(value, ir.Value) else ir.Constant(INT64, value)
-
-    def add(self, *terms: Any) -> Value:
-        values, known = _split_constants(terms)
-        total = self.index(sum(known)) if sum(known) or not values else values.pop(0)
-        for value in reversed(values):
-            total = self.builder.add(value, total)
-        return total
-
-    def sub(self, a: Any, b: Any) -> Value:
-        values, known = _split_constants((a, b))
-        if not values:
-            return self.index(known[0] - known[1])
-        if known == [0] and values == [a]:
-            return a
-        return self.builder.sub(self.index(a), self.index(b))
-
-    def mul(self, *factors: Any) -> Value:
-        values, known = _split_constants(factors)
-        constant = math.prod(known)
-        if not values or constant == 0:
-            return self.index(constant)
-        product = values[0]
-        for value in values[1:]:
-            product = self.builder.mul(product, value)
-        return product if constant == 1 else self.builder.mul(product, self.index(constant))
-
-    def least(self, a: Any, b: Any) -> Value:
-        a, b = self.index(a), self.index(b)
-        return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
-
-    def larger_of(self, a: Any, b: Any) -> Value:
-        a, b = self.index(a), self.index(b)
-        return self.builder.select(self.builder.icmp_signed(">", a, b), a, b)
-
-    def below(self, a: Any, b: Any) -> Value:
-        return self.builder.icmp_signed("<", self.index(a), self.index(b))
-
-    def round_down(self, a: Value, multiple: int) -> Value:
-        return self.sub(a, self.builder.srem(a, self.index(multiple)))
-
-    def at(self, pointer: Value, *offsets: Any) -> Value:
-        """The pointer moved by a number of bytes."""
-        offset = self.add(*offsets)
-        if isinstance(offset, ir.Constant) and offset.constant == 0:
-            return pointer
-        return self.builder.gep(pointer, [offset], source_etype=BYTE)
-
-    def pointer(self, address: Value) -> Value:
-        return self.builder.inttoptr(address, POINTER)
 
     # Memory
 
@@ -299,13 +114,8 @@ class Emitter:
 
     def prefetch(self, pointer: Value, *, soon: bool = True) -> None:
         """Prefetch the cache line of an address, which may be invalid, for a read soon or later."""
-        name = "llvm.prefetch.p0"
-        function = self.module.globals.get(name)
-        if function is None:
-            kind = ir.FunctionType(VOID, [POINTER, INT32, INT32, INT32])
-            function = ir.Function(self.module, kind, name)
         read, locality, data_cache = (ir.Constant(INT32, n) for n in (0, 3 if soon else 2, 1))
-        self.builder.call(function, [pointer, read, locality, data_cache])
+        self.machine_intrinsic("llvm.prefetch.p0", VOID, pointer, read, locality, data_cache)
 
     def load_vector(self, pointer: Value, *, aligned: bool = True) -> Value:
         return self.load(pointer, self.vector, self.vector_bytes if aligned else self.real_bytes)
@@ -387,11 +197,7 @@ class Emitter:
         element = type_.element if isinstance(type_, ir.VectorType) else type_
         count = f"v{type_.count}" if isinstance(type_, ir.VectorType) else ""
         full = f"llvm.{name}.{count}{'f32' if element == FLOAT else 'f64'}"
-        function = self.module.globals.get(full)
-        if function is None:
-            kind = ir.FunctionType(type_, [type_] * len(args))
-            function = ir.Function(self.module, kind, full)
-        return self.builder.call(function, args)
+        return self.machine_intrinsic(full, type_, *args)
 
     def machine_intrinsic(self, name: str, result: Any, *args: Value) -> Value:
         """An instruction that only some machines have, by the name of its intrinsic."""

@@ -15,7 +15,8 @@ import numpy as np
 from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage, vector_math
-from qkv.backends.cpu.emit.emitter import BIT, DOUBLE, FLOAT, INT64, Emitter, Value, is_vector
+from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT64, Emitter, Value, is_vector
+from qkv.backends.cpu.emit.tables import INTEGER_TYPES, TableView, item_bytes, raw_type
 from qkv.problem.expressions import (
     Const,
     Load,
@@ -27,27 +28,10 @@ from qkv.problem.expressions import (
     variables,
     walk,
 )
-from qkv.problem.spec import TableSpec
 
 _KEY = Var("kv_index")
 KEY_VARIABLES = frozenset({"kv_index", "score"})
 """Variables that change from key to key."""
-
-INTEGER_TYPES = {
-    "bool": (8, False), "int8": (8, True), "int16": (16, True), "int32": (32, True),
-    "int64": (64, True), "uint8": (8, False), "uint16": (16, False), "uint32": (32, False),
-}  # fmt: skip
-"""Bits of an element, and whether it is signed."""
-
-
-@dataclass(frozen=True, slots=True)
-class TableView:
-    """A table at run time: its first byte, and the size and byte stride of each dimension."""
-
-    spec: TableSpec
-    pointer: Value
-    sizes: tuple[Value, ...]
-    strides: tuple[Value, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,22 +378,6 @@ class Expressions:
         lanes = b.select(b.fcmp_ordered("<", lanes, low), low, lanes)
         lanes = b.select(b.fcmp_ordered(">", lanes, limit), limit, lanes)
         return b.fptosi(lanes, ir.VectorType(ir.IntType(self.int_bits), e.lanes))
-
-
-def raw_type(dtype: str) -> Any:
-    """The LLVM type in which an element lies in memory."""
-    if dtype == "float32":
-        return FLOAT
-    if dtype == "float64":
-        return DOUBLE
-    return ir.IntType(INTEGER_TYPES.get(dtype, (16, False))[0])
-
-
-def item_bytes(dtype: str) -> int:
-    """Bytes of an element of a table."""
-    return (
-        storage.ITEM_BYTES[dtype] if dtype in storage.ITEM_BYTES else INTEGER_TYPES[dtype][0] // 8
-    )
 
 
 def _soft_cap_parts(op: Op) -> tuple[Node, Node, Node] | None:
