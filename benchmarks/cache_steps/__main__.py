@@ -25,13 +25,8 @@ def _table(rounds: int, there: Revision | None) -> Table:
     fronts = [front for front in FRONTS if front == "qkv" or find_spec("torch")]
     runs: list[tuple[str, str, dict[str, str]]] = [(front, front, {}) for front in fronts]
     if there:
-        at_revision = (f"{f} at {there.name}" for f in fronts)
-        of_qkv = [f.startswith("qkv") for f in fronts]
-        runs += [
-            (title, front, there.environment)
-            for title, front, is_own in zip(at_revision, fronts, of_qkv, strict=True)
-            if is_own
-        ]
+        own = [front for front in fronts if front.startswith("qkv")]
+        runs += [(f"{front} at {there.name}", front, there.environment) for front in own]
     least: dict[str, dict[str, float]] = {}
     for _ in range(rounds):
         for title, front, environment in runs:

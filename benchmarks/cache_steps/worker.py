@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,27 @@ from numpy.typing import NDArray
 __all__ = ["FRONTS", "measured"]
 
 Array = NDArray[Any]
-Step = Callable[[Any, Any, Any], Any]
+
+
+class Held(Protocol):
+    """Keys and values that a step adds to and attends to."""
+
+    def begin(self, key: Any, value: Any, lengths: Array | None) -> None:
+        """Hold the first tokens, of sequences of these lengths, or all of them."""
+        ...
+
+    def step(self, query: Any, key: Any, value: Any) -> Any:
+        """Append a token, and attend."""
+        ...
+
+
+class Front(NamedTuple):
+    """One library's arrays, what holds them, and whether that can be sequences too."""
+
+    convert: Callable[[Array], Any]
+    holders: dict[str, Callable[[], Held]]
+    has_sequences: bool
+
 
 HEADS, DIM, KEYS, STEPS = 8, 64, 100, 40
 LENGTHS = (40, 100, 60, 80)
@@ -29,16 +49,20 @@ _TOLERANCE = {"int8": 0.1, "": 1e-5}
 """Of outputs in float32, of inputs of unit variance; int8 keeps 8 bits of the largest in a row."""
 
 
-def measured(front: str) -> dict[str, float]:
+def measured(name: str) -> dict[str, float]:
     """The microseconds of a step for each cache: the lower quartile of all steps."""
-    return {
-        f"{name}{', sequences' if lengths else ''}": _steps(make(), name, convert, lengths)
-        for name, make, convert, several in FRONTS[front]()
-        for lengths in ((None, LENGTHS) if several else (None,))
-    }
+    convert, holders, has_sequences = FRONTS[name]()
+    times: dict[str, float] = {}
+    for cache, make in holders.items():
+        times[cache] = _steps(make(), cache, convert)
+        if has_sequences:
+            times[f"{cache}, sequences"] = _steps(make(), cache, convert, LENGTHS)
+    return times
 
 
-def _steps(step: Step, name: str, convert: Callable[[Array], Any], lengths: Any) -> float:
+def _steps(
+    held: Held, name: str, convert: Callable[[Array], Any], lengths: Sequence[int] | None = None
+) -> float:
     rng = np.random.default_rng(0)
     batch = 1 if lengths is None else len(lengths)
     counts = np.array([KEYS] if lengths is None else lengths)
@@ -47,7 +71,7 @@ def _steps(step: Step, name: str, convert: Callable[[Array], Any], lengths: Any)
         return rng.standard_normal((batch, HEADS, tokens, DIM), np.float32)
 
     keys, values = [drawn(KEYS)], [drawn(KEYS)]
-    step(convert(keys[0]), convert(values[0]), None if lengths is None else counts)
+    held.begin(convert(keys[0]), convert(values[0]), None if lengths is None else counts)
     times = []
     for n in range(_WARM + STEPS):
         query, key, value = (drawn(1) for _ in range(3))
@@ -55,7 +79,7 @@ def _steps(step: Step, name: str, convert: Callable[[Array], Any], lengths: Any)
         values.append(value)
         tensors = convert(query), convert(key), convert(value)
         began = time.perf_counter()
-        out = step(*tensors)
+        out = held.step(*tensors)
         times.append(time.perf_counter() - began)
         if n in (0, _WARM, _WARM + STEPS - 1):
             every = np.concatenate(keys, axis=2), np.concatenate(values, axis=2)
@@ -77,60 +101,59 @@ def _from_the_definition(
     return np.asarray(weights / weights.sum(-1, keepdims=True) @ v)
 
 
-def _cache_step(cache: Any, query: Any, key: Any, value: Any = None) -> Any:
-    """The first call has keys, values and lengths; the others a token."""
-    if value is None or (isinstance(value, np.ndarray) and value.ndim == 1):
-        return cache.append(query, key, value)
-    return cache.append(key, value).attention(query)
+class _OfCache:
+    """A cache of qkv."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._cache = make()
+
+    def begin(self, key: Any, value: Any, lengths: Array | None) -> None:
+        self._cache.append(key, value, lengths)
+
+    def step(self, query: Any, key: Any, value: Any) -> Any:
+        return self._cache.append(key, value).attention(query)
 
 
-def _caches(convert: Callable[[Array], Any]) -> list[tuple[str, Any, Any, bool]]:
+class _Joined:
+    """Tensors that are joined, as without a cache."""
+
+    def begin(self, key: Any, value: Any, lengths: Array | None) -> None:
+        self._key, self._value = key, value
+
+    def step(self, query: Any, key: Any, value: Any) -> Any:
+        from torch import cat
+        from torch.nn.functional import scaled_dot_product_attention
+
+        self._key, self._value = cat([self._key, key], dim=2), cat([self._value, value], dim=2)
+        return scaled_dot_product_attention(query, self._key, self._value)
+
+
+def _caches() -> dict[str, Callable[[], Held]]:
     from qkv.cache import ContiguousCache, PagedCache, RollingCache
 
-    caches: dict[str, Callable[[], Any]] = {
+    kinds: dict[str, Callable[..., Any]] = {
         "contiguous": ContiguousCache,
-        "contiguous int8": partial(ContiguousCache, dtype="int8"),
         "paged": partial(PagedCache, page_size=16),
-        "paged int8": partial(PagedCache, page_size=16, dtype="int8"),
         "rolling": partial(RollingCache, 1024),
-        "rolling int8": partial(RollingCache, 1024, dtype="int8"),
     }
-    return [
-        (name, lambda make=make: partial(_cache_step, make()), convert, True)
-        for name, make in caches.items()
-    ]
+    made: dict[str, Callable[[], Held]] = {}
+    for name, kind in kinds.items():
+        made[name] = partial(_OfCache, kind)
+        made[f"{name} int8"] = partial(_OfCache, partial(kind, dtype="int8"))
+    return made
 
 
-def _of_numpy() -> list[tuple[str, Any, Any, bool]]:
-    return _caches(lambda array: array)
-
-
-def _of_torch() -> list[tuple[str, Any, Any, bool]]:
+def _tensor(array: Array) -> Any:
     import torch
 
-    return _caches(torch.from_numpy)
+    return torch.from_numpy(array)
 
 
-def _of_sdpa() -> list[tuple[str, Any, Any, bool]]:
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
-
-    def made() -> Step:
-        held: list[Any] = []
-
-        def step(query: Any, key: Any, value: Any) -> Any:
-            if not held:
-                held[:] = query, key
-                return None
-            held[:] = (torch.cat([a, b], dim=2) for a, b in zip(held, (key, value), strict=True))
-            return scaled_dot_product_attention(query, *held)
-
-        return step
-
-    return [("contiguous", made, torch.from_numpy, False)]
-
-
-FRONTS = {"qkv": _of_numpy, "qkv, tensors": _of_torch, "torch.cat and sdpa": _of_sdpa}
+FRONTS: dict[str, Callable[[], Front]] = {
+    "qkv": lambda: Front(lambda array: array, _caches(), True),
+    "qkv, tensors": lambda: Front(_tensor, _caches(), True),
+    "torch.cat and sdpa": lambda: Front(_tensor, {"contiguous": _Joined}, False),
+}
 
 
 if __name__ == "__main__":

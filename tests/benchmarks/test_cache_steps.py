@@ -28,11 +28,15 @@ def test_the_table_has_every_cache(capsys) -> None:
 
 @pytest.mark.parametrize("name", ["paged", "paged int8"])
 def test_a_wrong_output_is_not_timed(name) -> None:
-    def step(query, key, value=None):
-        return None if query.shape[2] > 1 else value
+    class Wrong:
+        def begin(self, key, value, lengths):
+            pass
+
+        def step(self, query, key, value):
+            return value
 
     with pytest.raises(ValueError, match=f"{name} is off by"):
-        worker._steps(step, name, lambda array: array, None)
+        worker._steps(Wrong(), name, lambda array: array)
 
 
 def test_the_reference_is_the_definition() -> None:

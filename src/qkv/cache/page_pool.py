@@ -286,7 +286,7 @@ class PagePool:
         self, new_tokens: NewTokens, pages: Lengths, rows: Lengths, batch: Lengths, new: Lengths
     ) -> None:
         """New row `new[i]` of sequence `batch[i]` into row `rows[i]` of page `pages[i]`."""
-        # Arrays of indices take longer than a few numbers, in torch above all.
+        # To index by arrays takes longer than to index by a few numbers, above all in torch.
         entries: list[tuple[Any, ...]] = [(pages, rows, batch, new)]
         if len(pages) <= _FEW:
             entries = list(zip(*(each.tolist() for each in entries[0]), strict=True))

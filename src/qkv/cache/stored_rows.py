@@ -234,9 +234,10 @@ _READ_DIFFERENCES = frozenset(
 
 
 def _as_differences(q_offset: Any, kv_offset: Any, variants: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Positions that mean the same, counted from key row 0 if they count as differences alone.
+    """`q_offset` and `kv_offset`, counted from key row 0 if that changes nothing.
 
-    A cache that rolls on has another `kv_offset` after each token; so its steps are alike.
+    A rolling cache has another `kv_offset` after each token. Counted from its first row, all of its
+    steps are alike, and are not checked anew.
     """
     if type(kv_offset) is int and kv_offset == 0:
         return q_offset, kv_offset

@@ -139,11 +139,11 @@ def _repeat(first: PreparedCall, bound: BoundCall, rows: bool) -> Attended | Non
         return None
     step, q_offset = first.step, structure.options.q_offset
     if step is not None and type(q_offset) is int:
-        # It puts the last query at the last key; another position goes the longer way.
+        # `if_alike` puts the last query at the last key, and compares no arrays of variants.
         axis = -2 if structure.layout == "bhld" else -3
-        if key.ndim < 3 or query.ndim < 3 or q_offset != key.shape[axis] - query.shape[axis]:
+        if len(leaves) > 3 or min(key.ndim, query.ndim) < 3:
             return None
-        if len(leaves) > 3:
+        if q_offset != key.shape[axis] - query.shape[axis]:
             return None
     elif (len(leaves) > 3 or first.form.values) and values_of(bound) != first.form.values:
         return None

@@ -60,7 +60,7 @@ class StepForm(NamedTuple):
     every_length : bool
         Whether it serves all numbers of keys, or those with the same `length_key` of variants.
     offset_scale : float or None
-        The scale of the scores, if keys have an offset, whose scores each step brings too.
+        The scale of the scores, if keys have an offset: each step computes what that adds to them.
     """
 
     at_end: bool

@@ -44,20 +44,16 @@ def run_on_arrays(
     list of array, or None
         None if something is not as it was prepared for, or an output is not finite.
     """
-    at = quick_address_of
-    results: list[Any] = [new(shape, dtype) for shape, dtype, new in prepared.results]
     known = read if read[-1] is not None else read[:-1]
-    addresses = [*map(at, known), *[0] * (len(read) - len(known))]
-    addresses += [*map(at, results), *map(at, arrays)]
-    if not rows:
-        results[1], addresses[len(read) + 1] = None, 0
-    held = read, results, arrays
-    if q_shift is None:
-        return results if prepared.run(addresses, held) else None
+    addresses = [*map(quick_address_of, known), *[0] * (len(read) - len(known))]
     layouts: list[Any] = []
-    for array in (*read, *arrays):
-        layouts += array.shape, array.strides
-    return results if prepared.run(addresses, held, layouts, q_shift) else None
+    if q_shift is not None:
+        for array in (*read, *arrays):
+            layouts += array.shape, array.strides
+    step = () if q_shift is None else (layouts, q_shift)
+    return _run(
+        prepared, addresses, list(map(quick_address_of, arrays)), rows, (read, arrays), step
+    )
 
 
 def run_on_stored_rows(
@@ -69,22 +65,35 @@ def run_on_stored_rows(
     q_shift: int,
 ) -> list[Any] | None:
     """The same for a decoding step whose keys or values are `StoredRows`."""
-    at = quick_address_of
-    results: list[Any] = [new(shape, dtype) for shape, dtype, new in prepared.results]
-    taken = [_taken_apart(each) for each in read]
-    more = [_Told(array, array.shape, array.strides) for array in arrays]
-    for _, parts in taken:
-        more += parts
-    told = [of_operand for of_operand, _ in taken]
-    addresses = [at(each.array) for each in told]
-    addresses += [*map(at, results), *[at(each.array) for each in more]]
-    if not rows:
-        results[1], addresses[len(read) + 1] = None, 0
+    operands, parts = [], [_Told(array, array.shape, array.strides) for array in arrays]
+    for each in read:
+        operand, own_parts = _taken_apart(each)
+        operands.append(operand)
+        parts += own_parts
     layouts: list[Any] = []
-    for each in (*told, *more):
-        layouts += each.sizes, each.strides
-    held = read, results, arrays
-    return results if prepared.run(addresses, held, layouts, q_shift) else None
+    for told in (*operands, *parts):
+        layouts += told.sizes, told.strides
+    addresses, more = (
+        [quick_address_of(told.array) for told in each] for each in (operands, parts)
+    )
+    return _run(prepared, addresses, more, rows, (read, arrays), (layouts, q_shift))
+
+
+def _run(
+    prepared: Prepared,
+    read: Sequence[int],
+    arrays: Sequence[int],
+    rows: bool,
+    keep_alive: object,
+    step: tuple[Any, ...],
+) -> list[Any] | None:
+    """Run at these addresses, with new results; `step` is what a step is told besides."""
+    results: list[Any] = [new(shape, dtype) for shape, dtype, new in prepared.results]
+    of_results = list(map(quick_address_of, results))
+    if not rows:
+        results[1], of_results[1] = None, 0
+    addresses = [*read, *of_results, *arrays]
+    return results if prepared.run(addresses, (keep_alive, results), *step) else None
 
 
 class _Told(NamedTuple):

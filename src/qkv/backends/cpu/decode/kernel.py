@@ -65,8 +65,8 @@ does not hold all rows."""
 
 
 _SHARES = 2
-"""A thread takes one part of the tasks that are left, of so many for each thread: few at the end.
-The rows of its next task are then those that it has prefetched already."""
+"""A thread takes 1 / (_SHARES * threads) of the tasks that are left at once, one at least. As they
+are neighbours, it has prefetched the first rows of its next task itself."""
 
 
 @dataclass(frozen=True, slots=True)
