@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dis
 import math
 import types
@@ -201,6 +202,12 @@ def _values_of(fn: types.FunctionType) -> list[Any]:
     ]
 
 
+_TYPES_THAT_STAY = frozenset(
+    value for module in (builtins, np) for value in vars(module).values() if isinstance(value, type)
+)
+"""Classes whose attributes nobody sets."""
+
+
 def _constant_key(value: Any, arrays: list[Any], outer: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """A value from outside as part of a structure, None if it may change."""
     if _is_array(value):
@@ -210,10 +217,11 @@ def _constant_key(value: Any, arrays: list[Any], outer: tuple[Any, ...]) -> tupl
         return type(value), repr(value)
     if value is np or value is math or isinstance(value, np.ufunc | types.BuiltinFunctionType):
         return (value,)
-    if isinstance(value, type) and value.__module__ in ("builtins", "numpy"):
+    if isinstance(value, type) and value in _TYPES_THAT_STAY:
         return (value,)
     if isinstance(value, types.FunctionType):
-        if value.__module__.partition(".")[0] == "numpy":
+        # A function that `exec` made in a scope without a name is of no module.
+        if (value.__module__ or "").partition(".")[0] == "numpy":
             return (value,)
         inner: list[Any] = []
         key = captured_values(value, inner, outer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -130,12 +131,18 @@ def _decoded(data: Any) -> Tree:
         return tuple(map(_decoded, data))
     if len(data) == 1:
         return _TYPES[data[0]]
-    thing: Any = import_module(data[0])
-    for name in data[1].split("."):
-        thing = getattr(thing, name)
-    return thing
+    import_module(data[0])
+    return _found(*data)
 
 
 def _is_local(kind: type) -> bool:
-    """Whether a class cannot be found again by its name."""
-    return "<locals>" in kind.__qualname__ or kind.__module__ == "__main__"
+    """Whether a class cannot be found again by its name, in this process or in another."""
+    return kind.__module__ == "__main__" or _found(kind.__module__, kind.__qualname__) is not kind
+
+
+def _found(module: str, name: str) -> Any:
+    """What a module that was imported has under a name with dots, None if there is nothing."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
