@@ -5,6 +5,7 @@ where Python does not catch it ends the process, as a nested tensor did, and mem
 there does, as that of a freed storage was not.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,8 +22,14 @@ SCRIPT = Path(__file__).with_name("exotic_tensors.py")
 
 @pytest.mark.slow
 def test_exotic_tensors() -> None:
+    path = os.pathsep.join(sys.path)  # The script imports helpers of other tests.
     done = subprocess.run(
-        [sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, str(SCRIPT)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "finished\n"
