@@ -9,6 +9,7 @@ import pytest
 
 import qkv
 from qkv.cache import ContiguousCache, PagedCache, quantize
+from qkv.cache.memory import TorchMemory
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
@@ -43,6 +44,20 @@ def test_an_entry_changes_by_half_a_step(library: str, dtype: str) -> None:
     step = np.abs(exact).max(-1, keepdims=True) / 127
     assert (np.abs(stood_for - exact) <= step / 2 * (1 + 1e-5)).all()
     assert (np.abs(values).max(-1) == 127).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_another_device_has_the_same_numbers(dtype: str) -> None:
+    """NumPy rounds rows in main memory, and torch those on another device: here on this one."""
+    rows, _ = rows_of("torch", dtype)
+    rows[0, 0, 3], rows[0, 1, 4, 5], rows[0, 2, 6, 7] = 0, np.inf, np.nan
+    offset = rows[0, :, 7].float()
+    for given in (None, offset):
+        here = TorchMemory().int8_with_scales(rows, given)
+        there = TorchMemory().int8_with_scales_by_torch(rows, given)
+        for found, expected in zip(here, there, strict=True):
+            assert found.dtype == expected.dtype
+            np.testing.assert_array_equal(found, expected)
 
 
 def test_rows_without_a_scale() -> None:

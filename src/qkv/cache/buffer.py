@@ -60,16 +60,17 @@ class RowBuffer:
     def grown(self, capacity: int, start: Lengths, stop: Lengths) -> RowBuffer:
         """Another buffer that begins with the rows from `start` to `stop` of each sequence."""
         arrays = tuple(_room(a, self.axis, capacity, self.library) for a in self.arrays)
-        runs = _runs(np.zeros_like(start), start, stop - start)
+        runs = _runs(None, start, stop - start)
         for new, old in zip(arrays, self.arrays, strict=True):
             _copy(new, old, runs, self.axis)
         return replace(self, arrays=arrays)
 
     def write(self, new_tokens: NewTokens, start: Lengths, counts: Lengths) -> None:
         """Put the first `counts` of the new rows at row `start` of each sequence."""
-        runs = _runs(start, np.zeros_like(start), counts)
+        runs = _runs(start, None, counts)
+        memory = memory_with(self.library)
         for stored, new in zip(self.arrays, new_tokens.arrays, strict=True):
-            _copy(stored, new, runs, self.axis)
+            _copy(memory.written(stored), memory.as_read(new), runs, self.axis)
 
     def read(self, start: int, stop: int, encoding: Encoding) -> tuple[Any, Any]:
         """Key and value rows from `start` to `stop` of all sequences, without a copy."""
@@ -117,14 +118,25 @@ class _Run(NamedTuple):
     length: int
 
 
-def _runs(target: Lengths, source: Lengths, counts: Lengths) -> list[_Run]:
-    """The rows from `source` of each sequence to row `target`, in as few runs as there can be."""
+def _runs(target: Lengths | None, source: Lengths | None, counts: Lengths) -> list[_Run]:
+    """The rows from `source` of each sequence to row `target`, in as few runs as there can be.
+
+    None stands for row 0 of all.
+    """
     if not counts.size:
         return []
-    of_each = target, source, counts
-    if all(n.size == 1 or (n == n.flat[0]).all() for n in of_each):
-        return [_Run((), *(int(n.flat[0]) for n in of_each))]
-    return [_Run(index, *(int(n[index]) for n in of_each)) for index in np.ndindex(*counts.shape)]
+    of_each = [n for n in (target, source, counts) if n is not None]
+    if counts.size == 1 or all((n == n.flat[0]).all() for n in of_each):
+        return [_Run((), _row(target, 0), _row(source, 0), _row(counts, 0))]
+    return [
+        _Run(index, _row(target, index), _row(source, index), _row(counts, index))
+        for index in np.ndindex(*counts.shape)
+    ]
+
+
+def _row(numbers: Lengths | None, sequence: int | tuple[int, ...]) -> int:
+    """The number of a sequence; 0 of none."""
+    return 0 if numbers is None else numbers.item(sequence)
 
 
 def _copy(target: Any, source: Any, runs: list[_Run], axis: int) -> None:

@@ -34,6 +34,14 @@ class Memory(Protocol):
         """Memory of the dtype and on the device of `like`."""
         ...
 
+    def written(self, array: Any) -> Any:
+        """The array, or a view of it, to write a few rows into."""
+        ...
+
+    def as_read(self, array: Any) -> Any:
+        """Rows as an array that can be assigned to one that is `written`."""
+        ...
+
     def int8_with_scales(self, rows: Any, offset: Any = None) -> tuple[Any, Any]:
         """`(values, scales)` of `qkv.cache.quantize`, of rows less an offset (heads, dim)."""
         ...
@@ -68,6 +76,14 @@ class HostMemory:
         except (MemoryError, ValueError) as error:
             raise too_large(shape, like.dtype.itemsize) from error
 
+    def written(self, array: Any) -> Any:
+        """The array itself."""
+        return array
+
+    def as_read(self, array: Any) -> Any:
+        """The array itself."""
+        return array
+
     def mean_of_rows(self, rows: Any, counts: Any, fewest: int) -> Any:
         """See `Memory`."""
         real = np.arange(rows.shape[-2]) < np.asarray(counts)[..., None]
@@ -94,7 +110,10 @@ class HostMemory:
 
 
 class TorchMemory:
-    """torch tensors, on any device."""
+    """torch tensors, on any device.
+
+    NumPy reads and writes those in main memory: a few rows take torch two to ten times as long.
+    """
 
     def __init__(self) -> None:
         import torch
@@ -103,6 +122,7 @@ class TorchMemory:
 
         self.torch, self.check_dense = torch, check_dense
         self.library = library_of(torch.empty(0), "rows")
+        self.on_host = HostMemory()
 
     def own_array(self, array: Any, role: str) -> Any:
         """The tensor, detached; an error if it is not dense, or torch would differentiate it."""
@@ -124,6 +144,21 @@ class TorchMemory:
             except (RuntimeError, TypeError) as error:
                 raise too_large(shape, like.dtype.itemsize) from error
 
+    def _is_on_host(self, array: Any) -> bool:
+        """Whether NumPy can have a view; a tensor that stands for one in a trace has none."""
+        return type(array) is self.torch.Tensor and array.device.type == "cpu"
+
+    def written(self, array: Any) -> Any:
+        """A view of a tensor in main memory; torch is told that its derivatives may be stale."""
+        if not self._is_on_host(array):
+            return array
+        self.torch.autograd.graph.increment_version(array)
+        return self.library.view(array, "rows")
+
+    def as_read(self, array: Any) -> Any:
+        """A view of a tensor in main memory."""
+        return self.library.view(array, "rows") if self._is_on_host(array) else array
+
     def mean_of_rows(self, rows: Any, counts: Any, fewest: int) -> Any:
         """See `Memory`."""
         torch = self.torch
@@ -139,6 +174,14 @@ class TorchMemory:
 
     def int8_with_scales(self, rows: Any, offset: Any = None) -> tuple[Any, Any]:
         """See `qkv.cache.quantize`."""
+        if not self._is_on_host(rows):
+            return self.int8_with_scales_by_torch(rows, offset)
+        read = None if offset is None else self.as_read(offset)
+        values, scales = self.on_host.int8_with_scales(self.as_read(rows), read)
+        return self.library.restore(values), self.library.restore(scales)
+
+    def int8_with_scales_by_torch(self, rows: Any, offset: Any = None) -> tuple[Any, Any]:
+        """The same on another device."""
         torch = self.torch
         wide = rows if rows.dtype is torch.float64 else rows.float()
         if offset is not None:

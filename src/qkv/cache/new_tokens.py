@@ -47,8 +47,21 @@ class RowFormat:
         """Leading dimensions without the heads."""
         return self.leading[0][:-1]
 
+    def is_of(self, i: int, rows: Any, library: str) -> bool:
+        """Whether keys, i = 0, or values, i = 1, of this library have this format."""
+        shape = rows.shape
+        return (
+            library == self.library
+            and shape[:-2] == self.leading[i]
+            and shape[-1] == self.dims[i]
+            and _name(rows.dtype) == self.dtype[i]
+            and _device(rows, library) == self.device[i]
+        )
+
     def with_batch(self, size: int) -> RowFormat:
         """The same with another first batch dimension."""
+        if self.leading[0][0] == size == self.leading[1][0]:
+            return self
         key, value = ((size, *leading[1:]) for leading in self.leading)
         return replace(self, leading=(key, value))
 
@@ -91,9 +104,9 @@ def check(
     def seen() -> list[tuple[str, str]]:
         return [("key", _shown(key)), ("value", _shown(value))]
 
-    libraries = {name: library_of(t, name).name for name, t in (("key", key), ("value", value))}
-    for name, array in (("key", key), ("value", value)):
-        if libraries[name] == "torch":
+    libraries = library_of(key, "key").name, library_of(value, "value").name
+    for name, array, library in zip(("key", "value"), (key, value), libraries, strict=True):
+        if library == "torch":
             from qkv.arrays.torch_arrays import check_dense
 
             check_dense(array, name)
@@ -110,12 +123,46 @@ def check(
             seen(),
             "Pass (batch, num_kv_heads, new, dim).",
         )
+    if (
+        first is not None
+        and first.batch_shape == held
+        and first.is_of(0, key, libraries[0])
+        and first.is_of(1, value, libraries[1])
+    ):
+        row_format = first
+    else:
+        row_format = _checked_format(key, value, libraries, first, held)
+    new = int(key.shape[-2])
+    counts = np.full(row_format.batch_shape, new, np.int64)
+    if new_lens is not None:
+        counts = whole_numbers("new_lens", new_lens, row_format.batch_shape)
+        if counts.size and (counts.min() < 0 or counts.max() > new):
+            raise ShapeError(
+                f"new_lens runs from {counts.min()} to {counts.max()}; {new} rows arrive.",
+                seen(),
+                "Give each sequence a number of tokens from 0 to the rows that arrive.",
+            )
+    return row_format, counts
+
+
+def _checked_format(
+    key: Any,
+    value: Any,
+    libraries: tuple[str, str],
+    first: RowFormat | None,
+    held: tuple[int, ...],
+) -> RowFormat:
+    """The format of new rows that are not known to be like the first ones."""
+
+    def seen() -> list[tuple[str, str]]:
+        return [("key", _shown(key)), ("value", _shown(value))]
+
     row_format = RowFormat(
-        libraries["key"],
+        libraries[0],
         (tuple(key.shape[:-2]), tuple(value.shape[:-2])),
         (key.shape[-1], value.shape[-1]),
         (_name(key.dtype), _name(value.dtype)),
-        (_device(key), _device(value)),
+        (_device(key, libraries[0]), _device(value, libraries[1])),
     )
     for name, leading in zip(("key", "value"), row_format.leading, strict=True):
         if leading[:-1] != held and len(leading) == len(held) + 1 > 1:
@@ -125,7 +172,7 @@ def check(
                 seen(),
                 "Use a cache of its own for each batch, or reorder this one to the new batch.",
             )
-    if first is not None and (row_format != first or libraries["value"] != first.library):
+    if first is not None and (row_format != first or libraries[1] != first.library):
         _compare(row_format, libraries, first, seen)
     for name, dtype in zip(("key", "value"), row_format.dtype, strict=True):
         if dtype.rpartition(".")[2] not in _FLOATING:
@@ -145,9 +192,9 @@ def check(
             seen(),
             "Pass a key and a value for each token and kv head.",
         )
-    if libraries["key"] != libraries["value"]:
+    if libraries[0] != libraries[1]:
         raise DTypeError(
-            f"key is an array of {libraries['key']} and value of {libraries['value']}.",
+            f"key is an array of {libraries[0]} and value of {libraries[1]}.",
             seen(),
             "Pass both as arrays of one library.",
         )
@@ -157,17 +204,7 @@ def check(
             seen(),
             "Move them to one device.",
         )
-    new = int(key.shape[-2])
-    counts = np.full(row_format.batch_shape, new, np.int64)
-    if new_lens is not None:
-        counts = whole_numbers("new_lens", new_lens, row_format.batch_shape)
-        if counts.size and (counts.min() < 0 or counts.max() > new):
-            raise ShapeError(
-                f"new_lens runs from {counts.min()} to {counts.max()}; {new} rows arrive.",
-                seen(),
-                "Give each sequence a number of tokens from 0 to the rows that arrive.",
-            )
-    return row_format, counts
+    return row_format
 
 
 def encode(
@@ -186,16 +223,15 @@ def encode(
 
 def _compare(
     row_format: RowFormat,
-    libraries: dict[str, str],
+    libraries: tuple[str, str],
     first: RowFormat,
     seen: Callable[[], list[tuple[str, str]]],
 ) -> None:
     """Raise an error if new rows differ in format from the first ones."""
     for i, name in enumerate(("key", "value")):
-        if libraries[name] != first.library:
+        if libraries[i] != first.library:
             raise DTypeError(
-                f"{name} is an array of {libraries[name]}; the cache has arrays of "
-                f"{first.library}.",
+                f"{name} is an array of {libraries[i]}; the cache has arrays of {first.library}.",
                 seen(),
                 "Convert it to the library of those that came first, or reset the cache.",
             )
@@ -221,14 +257,14 @@ def _compare(
 
 
 @lru_cache(maxsize=64)
-def _name(dtype: Any) -> str:
-    """The name of a type of NumPy or torch, which NumPy writes anew each time."""
-    return str(dtype)
+def _name(thing: Any) -> str:
+    """The name of a type or a device, which takes long to write anew each time."""
+    return str(thing)
 
 
-def _device(array: Any) -> str:
+def _device(array: Any, library: str) -> str:
     """The device of a torch tensor; other arrays are read from main memory."""
-    return str(array.device) if kind_of(array) == "torch" else "cpu"
+    return _name(array.device) if library == "torch" else "cpu"
 
 
 def _shown(array: Any) -> str:

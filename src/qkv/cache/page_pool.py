@@ -286,10 +286,12 @@ class PagePool:
         self, new_tokens: NewTokens, pages: Lengths, rows: Lengths, batch: Lengths, new: Lengths
     ) -> None:
         """New row `new[i]` of sequence `batch[i]` into row `rows[i]` of page `pages[i]`."""
-        # To index by arrays takes longer than to index by a few numbers, above all in torch.
+        # To index by arrays takes longer than to index by a few numbers.
         entries: list[tuple[Any, ...]] = [(pages, rows, batch, new)]
         if len(pages) <= _FEW:
             entries = list(zip(*(each.tolist() for each in entries[0]), strict=True))
-        for stored, new_array in zip(self.storage.arrays, new_tokens.arrays, strict=True):
+        memory = memory_with(new_tokens.row_format.library)
+        for stored_array, new_array in zip(self.storage.arrays, new_tokens.arrays, strict=True):
+            stored, read = memory.written(stored_array), memory.as_read(new_array)
             for page, row, sequence, token in entries:
-                stored[page, :, row] = new_array[sequence, :, token]
+                stored[page, :, row] = read[sequence, :, token]
