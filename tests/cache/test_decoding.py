@@ -325,3 +325,10 @@ def test_a_layer_with_any_cache(kind: str) -> None:
         steps = pairwise((0, 120, 121, 130))
         parts = [layer(tokens[:, a:b], cache=held) for a, b in steps]
     assert torch.allclose(torch.cat(parts, 1), whole, rtol=0, atol=1e-12)
+
+
+def test_sizes_may_be_integers_of_numpy() -> None:
+    x = np.ones((1, 2, 3, 8), np.float32)
+    rows = qkv.cache.PagedCache(np.uint32(16), np.uint8(200)).append(x, x)
+    assert rows.attention(x, qkv.Causal()).shape == x.shape
+    assert len(qkv.cache.PageAllocator(np.uint16(300)).take(np.uint8(5))) == 5

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from forks_in_threads import run
 
 import qkv
 from processes import in_a_process
-from qkv.cache import PageAllocator, PagedCache
+from qkv.cache import ContiguousCache, PageAllocator, PagedCache, RollingCache
+from qkv.cache.buffer import RowBuffer
 
 
 @pytest.mark.slow
@@ -77,19 +79,52 @@ def test_one_cache_in_two_threads_is_an_error_and_costs_no_page(
     assert held_pages(prompt) == 3
 
 
-def test_one_growing_array_in_two_threads_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = qkv.cache.ContiguousCache()
-    encode = qkv.cache.buffered.encode
+@pytest.mark.parametrize("make", [ContiguousCache, lambda: RollingCache(4)], ids=["grows", "rolls"])
+def test_two_threads_in_one_cache_never_mix_their_rows(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any]
+) -> None:
+    """The second thread appends while the first writes its rows."""
+    cache = make()
+    cache.append(tokens(1, 1, 2), tokens(1, 1, 2))
+    write, threads, errors = RowBuffer.write, [], []
 
-    def while_another_appends(*arguments: Any) -> Any:
-        monkeypatch.setattr(qkv.cache.buffered, "encode", encode)
-        cache.append(tokens(1, 4), tokens(1, 4))
+    def append_too() -> None:
+        try:
+            cache.append(tokens(1, 4), tokens(1, 4))
+        except qkv.ArgumentError as error:
+            errors.append(str(error))
+
+    def while_another_begins(buffer: RowBuffer, *arguments: Any) -> None:
+        monkeypatch.setattr(RowBuffer, "write", write)
+        threads.append(threading.Thread(target=append_too))
+        threads[0].start()
+        threads[0].join(0.2)  # It waits, or has written its row.
+        write(buffer, *arguments)
+
+    monkeypatch.setattr(RowBuffer, "write", while_another_begins)
+    rows = cache.append(tokens(1, 9), tokens(1, 9))
+    threads[0].join()
+    assert rows.key[0, 0, :, 0].tolist() == [1, 2, 9]
+    assert len(errors) == 1
+    assert "another thread has changed the cache" in errors[0]
+    assert cache.read().key[0, 0, :, 0].tolist() == [1, 2, 9]
+
+
+def test_an_append_in_the_middle_of_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = ContiguousCache()
+    encode, errors = qkv.cache.buffered.encode, []
+
+    def while_a_finalizer_appends(*arguments: Any) -> Any:
+        try:
+            cache.append(tokens(1, 4), tokens(1, 4))
+        except qkv.UnsupportedError as error:
+            errors.append(str(error))
         return encode(*arguments)
 
-    monkeypatch.setattr(qkv.cache.buffered, "encode", while_another_appends)
-    with pytest.raises(qkv.ArgumentError, match="another thread has changed the cache"):
-        cache.append(tokens(1, 9), tokens(1, 9))
-    assert cache.read().key[0, 0, :, 0].tolist() == [4]
+    monkeypatch.setattr(qkv.cache.buffered, "encode", while_a_finalizer_appends)
+    cache.append(tokens(1, 9), tokens(1, 9))
+    assert "in the middle of a call of the same thread" in errors[0]
+    assert cache.read().key[0, 0, :, 0].tolist() == [9]
 
 
 def test_many_threads_in_one_cache_leave_the_pages_of_others_alone() -> None:

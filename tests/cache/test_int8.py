@@ -99,3 +99,83 @@ def test_a_token_takes_the_bytes_that_are_stated() -> None:
             held = make(dtype=dtype)
             held.append(x, wide)
             assert held.nbytes == tokens * token
+
+
+def of_mean(mean: float, tokens: int = 20) -> np.ndarray:
+    rows = np.random.default_rng(0).normal(size=(1, 1, tokens, 8))
+    return (rows + mean).astype(np.float32)
+
+
+def dense_keys(cache: Any) -> np.ndarray:
+    """Keys as a query of unit vectors reads them, one channel after another."""
+    query = np.eye(8, dtype=np.float32)[None, None]
+    rows, lens = cache.read(), int(cache.lengths[0])
+    scores = []
+    for n in range(lens):
+        chosen = qkv.Mask(lambda b, h, i, j, n=n: j == n)
+        scores.append(rows.attention(query, chosen, scale=1.0, q_offset=0, return_lse=True)[1])
+    return np.stack(scores, -1)[0, 0].T
+
+
+MAKE = {
+    "contiguous": lambda: ContiguousCache(dtype="int8"),
+    "rolling": lambda: qkv.cache.RollingCache(64, dtype="int8"),
+    "pages": lambda: PagedCache(16, dtype="int8"),
+}
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_fork_that_begins_anew_leaves_the_keys_of_others_alone(kind: str) -> None:
+    cache = MAKE[kind]()
+    keys = of_mean(5.0)
+    cache.append(keys, keys)
+    fork = cache.fork()
+    fork.reset()
+    other = of_mean(-50.0, tokens=30)
+    fork.append(other, other)
+    np.testing.assert_allclose(dense_keys(cache), keys[0, 0], atol=0.02)
+    # Pages are stored together, and have one mean.
+    np.testing.assert_allclose(
+        dense_keys(fork), other[0, 0], atol=0.25 if kind == "pages" else 0.02
+    )
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_cache_that_is_reset_takes_the_mean_of_what_comes_next(kind: str) -> None:
+    cache = MAKE[kind]()
+    cache.append(of_mean(500.0), of_mean(500.0))
+    cache.reset()
+    keys = of_mean(0.0)
+    cache.append(keys, keys)
+    np.testing.assert_allclose(dense_keys(cache), keys[0, 0], atol=0.02)
+
+
+def test_rows_that_were_refused_leave_no_mean() -> None:
+    cache = PagedCache(4, num_pages=6, dtype="int8")
+    with pytest.raises(qkv.ShapeError, match="pages are needed"):
+        cache.append(of_mean(500.0, tokens=40), of_mean(500.0, tokens=40))
+    keys = of_mean(0.0)
+    cache.append(keys, keys)
+    np.testing.assert_allclose(dense_keys(cache), keys[0, 0], atol=0.02)
+
+
+@pytest.mark.parametrize("first", [3, 20], ids=["too few for a mean", "mean"])
+def test_two_forks_of_an_empty_pool_keep_one_offset(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is the first to write, while the other has encoded its rows."""
+    root = PagedCache(4, dtype="int8")
+    one, two = root.fork(), root.fork()
+    encode = qkv.cache.paged.encode
+    near, far = of_mean(1.0), of_mean(-40.0, tokens=first)
+
+    def while_another_appends(*arguments: Any) -> Any:
+        monkeypatch.setattr(qkv.cache.paged, "encode", encode)
+        encoded = encode(*arguments)
+        two.append(far, far)
+        return encoded
+
+    monkeypatch.setattr(qkv.cache.paged, "encode", while_another_appends)
+    one.append(near, near)
+    np.testing.assert_allclose(dense_keys(one), near[0, 0], atol=0.25)
+    np.testing.assert_allclose(dense_keys(two), far[0, 0], atol=0.25)

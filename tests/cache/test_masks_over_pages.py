@@ -69,3 +69,20 @@ def test_a_nested_tensor_is_refused_by_name() -> None:
     nested = torch.nested.nested_tensor([torch.ones(6, 6)])
     with pytest.raises(qkv.DTypeError, match="nested tensor"):
         rows.attention(query, nested)
+
+
+def test_of_no_sequences_it_is_refused() -> None:
+    none = np.ones((0, 2, 3, 8), np.float32)
+    rows = qkv.cache.PagedCache(page_size=4).append(none, none)
+    with pytest.raises(qkv.ShapeError, match="does not broadcast"):
+        rows.attention(none, np.ones((3, 3), bool))
+
+
+@pytest.mark.parametrize("kind", [qkv.Mask, qkv.Bias, lambda array: array])
+def test_integers_are_refused_by_their_own_shape(kind: Any) -> None:
+    key = RNG.normal(size=(1, 1, 6, 8))
+    rows = qkv.cache.PagedCache(page_size=4).append(key, key)
+    with pytest.raises(qkv.QkvError) as caught:
+        rows.attention(key, kind(np.ones((6, 6), np.int64)))
+    assert "int64" in str(caught.value)
+    assert "8" not in str(caught.value).replace("int64", "")

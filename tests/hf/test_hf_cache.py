@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 REASON = "the Hugging Face plug-in needs transformers: pip install transformers"
@@ -362,3 +363,21 @@ def test_steps_after_inference_mode() -> None:
         with torch.no_grad():
             key, _ = cache.update(rows, rows, 0)
         assert torch.equal((key + 0)[:, :, :6], torch.ones(1, 1, 6, 4))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_int8_rows_are_rounded_once(paged: bool) -> None:
+    rng = np.random.default_rng(0)
+    values = rng.integers(-127, 128, size=(5, 2, 4, 16)).astype(np.int8)
+    scales = rng.uniform(0.01, 0.1, size=(5, 2, 4)).astype(np.float32)
+    offset = rng.normal(size=(2, 16)).astype(np.float32)
+    exact = values * scales.astype(np.float64)[..., None] + offset[:, None]
+    rows: Any = qkv.Quantized(*map(torch.from_numpy, (values, scales, offset)))
+    if paged:
+        rows = qkv.Paged(rows, np.array([[3, 1]]))
+        exact = exact[[3, 1]].transpose(1, 0, 2, 3).reshape(1, 2, 8, 16)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        found = StoredTensor(rows, None, dtype).dense()
+        assert found.dtype == dtype
+        error = np.abs(found.double().numpy() - exact)
+        assert (error <= 0.51 * torch.finfo(dtype).eps * np.abs(exact) + 3e-7).all()

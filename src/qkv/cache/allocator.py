@@ -104,7 +104,7 @@ class PageAllocator:
         ShapeError
             If there are not as many.
         """
-        checked_integer(0, "count", count)
+        count = checked_integer(0, "count", count)
         self._refuse_inside_another_call()
         with self._exclusive.lock:
             free = self._begin()

@@ -25,6 +25,8 @@ class RowBuffer:
         As `NewTokens.arrays`, with `capacity` in place of the number of new rows.
     of_key : int
         How many of them belong to the keys.
+    key_offset : array or None
+        What the encoding has taken from the keys.
     axis : int
         The dimension that counts rows.
     library : str
@@ -33,6 +35,7 @@ class RowBuffer:
 
     arrays: tuple[Any, ...]
     of_key: int
+    key_offset: Any
     axis: int
     library: str
 
@@ -43,6 +46,7 @@ class RowBuffer:
         return cls(
             tuple(_room(a, axis, capacity, library) for a in new_tokens.arrays),
             new_tokens.of_key,
+            new_tokens.key_offset,
             axis,
             library,
         )
@@ -77,7 +81,7 @@ class RowBuffer:
         index = (slice(None),) * self.axis + (slice(start, stop),)
         stored = tuple(a[index] for a in self.arrays)
         key, value = stored[: self.of_key], stored[self.of_key :]
-        return encoding.decode(key, "key"), encoding.decode(value, "value")
+        return encoding.decode(key, self.key_offset), encoding.decode(value, None)
 
     def reordered(self, indices: Lengths) -> RowBuffer:
         """A copy in which sequence i is what sequence `indices[i]` of the first dimension was."""

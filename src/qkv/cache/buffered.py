@@ -7,13 +7,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from qkv._forks import on_one_torch_thread
+from qkv._forks import RenewedLock, on_one_torch_thread
 from qkv.cache.arguments import Lengths, sequence_indices, shorter_lengths
 from qkv.cache.buffer import RowBuffer
 from qkv.cache.encoding import encoding_of
 from qkv.cache.new_tokens import NewTokens, RowFormat, check, encode
 from qkv.cache.stored_rows import Rows, as_offset
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, UnsupportedError
 
 __all__ = ["BufferedCache", "Stored", "nonempty"]
 
@@ -51,6 +51,7 @@ class BufferedCache(ABC):
 
     def __init__(self, dtype: str | None) -> None:
         self._encoding = encoding_of(dtype)
+        self._writing = RenewedLock()
         self.dtype = dtype
         self.reset()
 
@@ -92,15 +93,24 @@ class BufferedCache(ABC):
         """
         stored = self._stored
         held = stored.lengths.shape
-        row_format, counts = check(key, value, new_lens, stored.row_format, held, batched=False)
-        before = stored.lengths
-        if held != row_format.batch_shape:
-            before = np.broadcast_to(before, row_format.batch_shape)
-        self._check_room(before, counts)
-        new_tokens = encode(key, value, row_format, counts, self._encoding)
-        # Rows behind the tokens that are there are written to, and count once they are all there.
-        after = self._written(stored, before, new_tokens)
-        self._replace(stored, after)
+        if self._writing.is_mine():
+            raise UnsupportedError(
+                "a cache is written to in the middle of a call of the same thread.",
+                [("called from", "a finalizer or a signal handler")],
+                "Append to it outside of them.",
+            )
+        # Two threads that write behind the same tokens would mix their rows.
+        with self._writing.lock:
+            self._require(stored)
+            row_format, counts = check(key, value, new_lens, stored.row_format, held, batched=False)
+            before = stored.lengths
+            if held != row_format.batch_shape:
+                before = np.broadcast_to(before, row_format.batch_shape)
+            self._check_room(before, counts)
+            new_tokens = encode(key, value, row_format, counts, self._encoding, stored.buffer)
+            # Rows behind the tokens that are there count once they are all there.
+            after = self._written(stored, before, new_tokens)
+            self._replace(stored, after)
         return self._rows(after, before, int(key.shape[-2]))
 
     def truncate(self, lengths: Any) -> None:
@@ -173,13 +183,17 @@ class BufferedCache(ABC):
 
     def _replace(self, before: Stored, after: Stored) -> None:
         """Hold something else, if nobody else has seen to that."""
+        self._require(before)
+        self._stored = after
+
+    def _require(self, before: Stored) -> None:
+        """An error if the cache holds something else by now."""
         if self._stored is not before:
             raise ArgumentError(
                 "another thread has changed the cache while this one did.",
                 [("lengths before", str(before.lengths)), ("now", str(self._stored.lengths))],
                 "Give each thread a fork of its own.",
             )
-        self._stored = after
 
 
 def nonempty(buffer: RowBuffer | None) -> RowBuffer:

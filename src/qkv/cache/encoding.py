@@ -7,9 +7,8 @@ to the length, so that storage can keep them side by side without knowing what t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from qkv._forks import RenewedLock
 from qkv.cache.arguments import Lengths
 from qkv.cache.memory import Memory, memory_of
 from qkv.errors import ArgumentError, DTypeError
@@ -18,8 +17,6 @@ from qkv.problem.stored_rows import Quantized
 __all__ = ["Encoding", "encoding_of", "quantize"]
 
 
-Role = Literal["key", "value"]
-
 FEWEST_ROWS = 16
 """Keys of a head from which their mean is taken; the mean of fewer may be far from that of all."""
 
@@ -27,11 +24,18 @@ FEWEST_ROWS = 16
 class Encoding(Protocol):
     """How a cache stores rows."""
 
-    def encode(self, rows: Any, memory: Memory, role: Role, new_lens: Lengths) -> tuple[Any, ...]:
-        """The arrays to keep for these rows, of which the first `new_lens` are tokens."""
+    def key_offset(self, keys: Any, memory: Memory, new_lens: Lengths) -> Any:
+        """What is taken from all keys of a cache, found of those that arrive first, or None.
+
+        The first `new_lens` of each sequence are tokens.
+        """
         ...
 
-    def decode(self, stored: tuple[Any, ...], role: Role) -> Any:
+    def encode(self, rows: Any, memory: Memory, offset: Any) -> tuple[Any, ...]:
+        """The arrays to keep for these rows less an offset, None for none."""
+        ...
+
+    def decode(self, stored: tuple[Any, ...], offset: Any) -> Any:
         """These arrays as a key or value that `qkv.attention` takes."""
         ...
 
@@ -39,11 +43,15 @@ class Encoding(Protocol):
 class Unquantized:
     """Rows in their own dtype."""
 
-    def encode(self, rows: Any, memory: Memory, role: Role, new_lens: Lengths) -> tuple[Any, ...]:
+    def key_offset(self, keys: Any, memory: Memory, new_lens: Lengths) -> Any:
+        """None: keys stay as they are."""
+        return None
+
+    def encode(self, rows: Any, memory: Memory, offset: Any) -> tuple[Any, ...]:
         """The rows themselves."""
         return (rows,)
 
-    def decode(self, stored: tuple[Any, ...], role: Role) -> Any:
+    def decode(self, stored: tuple[Any, ...], offset: Any) -> Any:
         """The array itself."""
         return stored[0]
 
@@ -52,32 +60,21 @@ class Int8:
     """One byte for each number and one float32 scale for each row; keys less their mean.
 
     The mean of each head and channel is that of the keys which arrive first, if they are at least
-    `FEWEST_ROWS`, and stays that of the cache and its forks.
+    `FEWEST_ROWS`, and is kept with the rows as long as there are any.
     """
 
-    def __init__(self) -> None:
-        self._offset: Any = None
-        self._format: tuple[Any, ...] | None = None
-        # Forks in several threads may write at once, and all rows need the one offset.
-        self._exclusive = RenewedLock()
+    def key_offset(self, keys: Any, memory: Memory, new_lens: Lengths) -> Any:
+        """The mean, or None."""
+        return memory.mean_of_rows(keys, new_lens, FEWEST_ROWS)
 
-    def encode(self, rows: Any, memory: Memory, role: Role, new_lens: Lengths) -> tuple[Any, ...]:
+    def encode(self, rows: Any, memory: Memory, offset: Any) -> tuple[Any, ...]:
         """`(values, scales)`."""
-        if role == "value":
-            return memory.int8_with_scales(rows)
-        known = type(rows), rows.shape[-3:-2], rows.shape[-1:], str(getattr(rows, "device", "cpu"))
-        with self._exclusive.lock:
-            # Another format can only come when no row is kept.
-            if self._format != known:
-                self._format = known
-                self._offset = memory.mean_of_rows(rows, new_lens, FEWEST_ROWS)
-            offset = self._offset
         return memory.int8_with_scales(rows, offset)
 
-    def decode(self, stored: tuple[Any, ...], role: Role) -> Any:
+    def decode(self, stored: tuple[Any, ...], offset: Any) -> Any:
         """`Quantized` rows."""
         values, scales = stored
-        return Quantized(values, scales, self._offset if role == "key" else None)
+        return Quantized(values, scales, offset)
 
 
 _ENCODINGS: dict[str | None, Callable[[], Encoding]] = {None: Unquantized, "int8": Int8}

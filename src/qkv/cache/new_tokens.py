@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -77,6 +77,8 @@ class NewTokens:
         The stored form of the keys, then that of the values.
     of_key : int
         How many of the arrays belong to the keys.
+    key_offset : array or None
+        What the encoding has taken from the keys.
     new_lens : int64 array (*batch_shape)
         Tokens of each sequence; rows behind them are padding.
     """
@@ -84,7 +86,15 @@ class NewTokens:
     row_format: RowFormat
     arrays: tuple[Any, ...]
     of_key: int
+    key_offset: Any
     new_lens: Lengths
+
+
+class Holds(Protocol):
+    """Rows that came before, and what the encoding takes from the keys that join them."""
+
+    @property
+    def key_offset(self) -> Any: ...
 
 
 def check(
@@ -208,17 +218,24 @@ def _checked_format(
 
 
 def encode(
-    key: Any, value: Any, row_format: RowFormat, new_lens: Lengths, encoding: Encoding
+    key: Any,
+    value: Any,
+    row_format: RowFormat,
+    new_lens: Lengths,
+    encoding: Encoding,
+    held: Holds | None,
 ) -> NewTokens:
-    """Checked rows, encoded for storage; an error if their library tracks gradients."""
+    """Checked rows, encoded to join those that are held; an error if gradients are tracked."""
     memory = memory_with(row_format.library)
     rows = [memory.own_array(t, name) for name, t in (("key", key), ("value", value))]
     key_rows, value_rows = rows
-    encoded = (
-        encoding.encode(key_rows, memory, "key", new_lens),
-        encoding.encode(value_rows, memory, "value", new_lens),
-    )
-    return NewTokens(row_format, (*encoded[0], *encoded[1]), len(encoded[0]), new_lens)
+    if held is None:
+        offset = encoding.key_offset(key_rows, memory, new_lens)
+    else:
+        offset = held.key_offset
+    keys = encoding.encode(key_rows, memory, offset)
+    values = encoding.encode(value_rows, memory, None)
+    return NewTokens(row_format, (*keys, *values), len(keys), offset, new_lens)
 
 
 def _compare(

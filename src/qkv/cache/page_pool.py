@@ -86,16 +86,19 @@ class Storage(NamedTuple):
         How many of them belong to the keys.
     row_format : RowFormat or None
         What the rows have in common, its batch dimension apart; None while no page is held.
+    key_offset : array or None
+        What the encoding has taken from the keys.
     """
 
     arrays: tuple[Any, ...] = ()
     of_key: int = 0
     row_format: RowFormat | None = None
+    key_offset: Any = None
 
     def paged(self, encoding: Encoding, table: Lengths) -> tuple[Paged, Paged]:
         """Key and value of sequences with these pages."""
-        key = encoding.decode(self.arrays[: self.of_key], "key")
-        value = encoding.decode(self.arrays[self.of_key :], "value")
+        key = encoding.decode(self.arrays[: self.of_key], self.key_offset)
+        value = encoding.decode(self.arrays[self.of_key :], None)
         return Paged(key, table), Paged(value, table)
 
 
@@ -275,7 +278,9 @@ class PagePool:
             grown.append(memory.empty((total, new.shape[1], self.page_size, *new.shape[3:]), new))
             if old:
                 grown[-1][: len(old[i])] = old[i]
-        self.storage = Storage(tuple(grown), new_tokens.of_key, new_tokens.row_format)
+        self.storage = Storage(
+            tuple(grown), new_tokens.of_key, new_tokens.row_format, new_tokens.key_offset
+        )
 
     def copy_page(self, source: int, target: int) -> None:
         """Write one page over another."""

@@ -17,7 +17,7 @@ from qkv.cache.arguments import (
     whole_numbers,
 )
 from qkv.cache.encoding import encoding_of
-from qkv.cache.new_tokens import NewTokens, RowFormat, check, encode
+from qkv.cache.new_tokens import NewTokens, check, encode
 from qkv.cache.page_pool import EMPTY, Held, PagePool, Storage
 from qkv.cache.stored_rows import Part, Rows, as_offset
 from qkv.errors import ArgumentError, ShapeError
@@ -80,9 +80,9 @@ class PagedCache:
     def __init__(
         self, page_size: int = 16, num_pages: int | None = None, *, dtype: str | None = None
     ) -> None:
-        checked_integer(1, "page_size", page_size)
+        page_size = checked_integer(1, "page_size", page_size)
         if num_pages is not None:
-            checked_integer(0, "num_pages", num_pages)
+            num_pages = checked_integer(0, "num_pages", num_pages)
         self.dtype = dtype
         self._begin(PagePool(page_size, num_pages, encoding_of(dtype)))
 
@@ -150,27 +150,27 @@ class PagedCache:
         pool, held = self._pool, self._holder.held
         pool.count()
         storage = pool.storage
-        row_format, counts = self._checked(key, value, new_lens, held)
-        new_tokens = encode(key, value, row_format, counts, pool.encoding)
-        before = np.broadcast_to(held.lengths, counts.shape)
+        new_tokens = self._new_tokens(key, value, new_lens, held, storage)
+        before = np.broadcast_to(held.lengths, new_tokens.new_lens.shape)
         with pool.lock:
             pool.begin_change(self._holder, held)
             if pool.storage is not storage:  # A fork may have been the first to append.
-                self._checked(key, value, new_lens, held)
+                new_tokens = self._new_tokens(key, value, new_lens, held, pool.storage)
             after, replaced = self._with_room(held, before, new_tokens)
             self._write(after.table, before, new_tokens)
             pool.change(self._holder, after, [], replaced)
             return self._rows(after, pool.storage, before, int(key.shape[-2]))
 
-    def _checked(
-        self, key: Any, value: Any, new_lens: Any, held: Held
-    ) -> tuple[RowFormat, Lengths]:
-        """The format of new rows and the tokens of each sequence, if they fit what is there."""
-        first = self._pool.storage.row_format
+    def _new_tokens(
+        self, key: Any, value: Any, new_lens: Any, held: Held, storage: Storage
+    ) -> NewTokens:
+        """New rows, encoded, if they fit what is stored."""
+        first = storage.row_format
         if first is not None:  # The pool is shared with forks, which may have another batch size.
-            nested = getattr(key, "is_nested", False)
-            first = first.with_batch((*(() if nested else getattr(key, "shape", ())), 0)[0])
-        return check(key, value, new_lens, first, held.lengths.shape, batched=True)
+            first = first.with_batch(_batch_size(key))
+        row_format, counts = check(key, value, new_lens, first, held.lengths.shape, batched=True)
+        holds = None if storage.row_format is None else storage
+        return encode(key, value, row_format, counts, self._pool.encoding, holds)
 
     def truncate(self, lengths: Any) -> None:
         """Forget all tokens but the first `lengths` of each sequence, and release their pages.
@@ -351,6 +351,14 @@ class PagedCache:
         key, value = storage.paged(self._pool.encoding, held.table.copy())
         part = Part(key, value, (qkv.KeyLengths(held.lengths.copy()),), 0)
         return Rows((part,), as_offset(before.copy()), new, _cache=self)
+
+
+def _batch_size(key: Any) -> int:
+    """The first dimension of what may be no array at all, which is refused later."""
+    if getattr(key, "is_nested", False):  # A nested tensor has no shape.
+        return 0
+    shape = getattr(key, "shape", ())
+    return shape[0] if shape else 0
 
 
 def _wider(table: Lengths, batch: int, slots: int) -> Lengths:

@@ -11,7 +11,7 @@ import numpy as np
 import qkv
 from qkv.arrays import is_array
 from qkv.arrays.views import view
-from qkv.cache.arguments import Lengths
+from qkv.cache.arguments import Lengths, longest
 from qkv.cache.query_positions import check_row_count, check_window, q_len_of, without_end
 from qkv.errors import UnsupportedError
 from qkv.readable_checks import checked_flag
@@ -259,7 +259,7 @@ def _over_rows(variant: Any, part: Part) -> Any:
     if lens is None or not isinstance(part.key, qkv.Paged) or not is_array(array):
         return variant
     rows = part.key.page_table.shape[-1] * _page_size(part.key)
-    tokens = int(np.max(lens.kv_lens))
+    tokens = longest(np.asarray(lens.kv_lens))
     try:
         shape = tuple(array.shape)
     except RuntimeError:  # A nested tensor has none: `attention` refuses it by name.
@@ -267,6 +267,8 @@ def _over_rows(variant: Any, part: Part) -> Any:
     if len(shape) < 2 or shape[-1] != tokens or tokens == rows:
         return variant
     known = view(array, "mask")
+    if known.dtype != bool and known.dtype.kind in "iu":
+        return variant  # `attention` refuses it in its own words.
     fill = False if known.dtype == bool else -np.inf
     tail = np.full((*known.shape[:-1], rows - tokens), fill, known.dtype)
     continued = np.concatenate([known, tail], axis=-1)

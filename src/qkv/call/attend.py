@@ -72,8 +72,10 @@ def attend(
     """
     passes: Passes = "residuals" if backward else "forward"
     entry = CALLS.entry(bound.structure)
-    if entry is not None and not backward and entry.first_of_arrays is not None:
-        repeated = _repeat(entry.first_of_arrays, bound, rows)
+    # Read once: another thread may drop it.
+    first = None if entry is None or backward else entry.first_of_arrays
+    if first is not None:
+        repeated = _repeat(first, bound, rows)
         if repeated is not None:
             return repeated
     views = heads_first(bound)

@@ -67,10 +67,12 @@ class StoredTensor(torch.Tensor):
         if isinstance(rows, qkv.Paged):
             rows, table = rows.pages, torch.as_tensor(rows.page_table, device=self.device)
         if isinstance(rows, qkv.Quantized):
-            gathered = _gathered(rows.values, table).to(self.dtype)
-            gathered *= _gathered(rows.scales, table).to(self.dtype)[..., None]
+            # In a wide type, so that a number is rounded once.
+            wide = _gathered(rows.values, table).to(torch.promote_types(self.dtype, torch.float32))
+            wide *= _gathered(rows.scales, table)[..., None]
             if rows.offset is not None:
-                gathered += rows.offset[:, None].to(self.dtype)
+                wide += rows.offset[:, None]
+            gathered = wide.to(self.dtype)
         else:
             gathered = _gathered(rows, table).to(self.dtype)
         if self.kv_lens is not None:
