@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import qkv
 from qkv.cli import main
 from qkv.errors import QkvError
 from qkv.lab.session import Session
+from qkv.lab.small_methods import SmallMethods
 from qkv.lab.sources import source_of
 from qkv.samples import language_model, real_sample, tiny_model
 
@@ -85,6 +88,27 @@ def test_what_is_opened_while_a_question_is_answered_is_told_too(
         with pytest.raises(QkvError, match="has opened something else"):
             session.answer("head", {"layer": 0, "head": head}, about=shown)
         shown = session.data("server")["shown"]
+
+
+def test_two_pages_that_open_at_once_show_all_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.random.default_rng(0).normal(size=(5, 3))
+    one = source_of(qkv.inspect(x, x, x), list("abcde"))
+    two = replace(one, title="two")
+    session, threads = Session(), []
+
+    def while_another_opens(examples: Any) -> SmallMethods:
+        monkeypatch.setattr("qkv.lab.session.SmallMethods", SmallMethods)
+        threads.append(Thread(target=session.open, args=(two,)))
+        threads[0].start()
+        threads[0].join(0.2)
+        return SmallMethods(examples)
+
+    monkeypatch.setattr("qkv.lab.session.SmallMethods", while_another_opens)
+    data = session.show(one, "server")
+    assert (data["title"], data["shown"]) == (f"{one.title}: qkv lab", 2)
+    threads[0].join()
+    data = session.data("server")
+    assert (data["title"], data["shown"]) == ("two: qkv lab", 3)
 
 
 def test_the_language_model_is_opened_reads_and_is_changed() -> None:

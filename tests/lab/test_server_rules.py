@@ -25,6 +25,7 @@ import qkv.files
 from qkv.lab.guard import POLICY
 from qkv.lab.server import Limits, listen
 from qkv.lab.session import Session
+from qkv.lab.sources import Source
 
 OCTETS = {"Content-Type": "application/octet-stream"}
 ASK = json.dumps({"id": 1, "method": "errata"}).encode()
@@ -423,23 +424,15 @@ def test_what_fails_unexpectedly_tells_nothing_of_the_machine(
 
 
 def test_tokens_cannot_end_the_element_that_they_are_in(start: Callable[..., Client]) -> None:
-    client = start()
-    client.enter()
     hostile = "</script><script>alert(1)</script>\u2028\u2029<!--"
-
-    class Titled(Session):
-        @property
-        def title(self) -> str:
-            return hostile
-
-    client = start(Titled())
+    client = start(Session(Source(hostile)))
     client.enter()
     _, _, data = client.request("GET", "/")
     page = data.decode()
     assert "<script>alert" not in page
     assert "\u2028" not in page
     inside = page.partition('id="qkv-data">')[2].partition("</script>")[0]
-    assert json.loads(inside)["title"] == hostile
+    assert json.loads(inside)["title"] == f"{hostile}: qkv lab"
 
 
 def test_the_command_prints_its_address_and_ends_quietly() -> None:

@@ -82,7 +82,7 @@ class ScoreTile:
         return np.asarray(log_weights)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Replay:
     """Weights of a problem whose forward pass gave `lse`, `(*batch_shape, num_heads, q_len)`."""
 

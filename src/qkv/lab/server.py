@@ -211,8 +211,7 @@ def application(
             return source or _busy(0)
 
         def show() -> Response:
-            session.open(source)
-            return _JSON({"ok": True, "result": {"data": session.data("server")}})
+            return _JSON({"ok": True, "result": {"data": session.show(source, "server")}})
 
         return await jobs.soon(show)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from threading import Lock
-from typing import Any
+from threading import RLock
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,12 +37,32 @@ HEAVY = frozenset(
 _ABOUT_SHOWN = frozenset({"head", "intervene", "model", "thumbnails", "tile", "weight"})
 """Methods whose answers are about the model or the arrays that are shown."""
 
+_SMALL_METHODS = (
+    "example", "trace", "tiles", "count", "scaling", "mechanisms", "language", "code", "errata",
+    "exercises",
+)  # fmt: skip
+"""Methods of `SmallMethods`."""
+
 _MOST_QUERIES = 4096
 _LONGEST_RECEIVED = 4096
 _LONGEST_READ = 4096
 """Characters of a text that is typed into the page."""
 _LONGEST_SENTENCE = 200
 """Characters of the sentence of the tour, which reads the last tokens of it."""
+
+
+class _Shown(NamedTuple):
+    """What a session shows: replaced as a whole, since other threads answer questions about it."""
+
+    number: int
+    source: Source | None
+    small: SmallMethods
+    maps: WeightMaps
+
+    @classmethod
+    def of(cls, source: Source | None, number: int) -> _Shown:
+        own = () if source is None or source.example is None else (source.example,)
+        return cls(number, source, SmallMethods((*own, *examples())), WeightMaps())
 
 
 @checked
@@ -62,30 +82,11 @@ class Session:
     """
 
     def __init__(self, source: Source | None = None) -> None:
-        self._lock = Lock()
+        self._lock = RLock()
         self._first = source
-        self._number = 0
-        self.open(source)
-
-    def open(self, source: Source | None) -> None:
-        """Show something else beside the examples; without heads, Inspect shows a sample."""
-        own = () if source is None or source.example is None else (source.example,)
-        self._number += 1
-        self.source = source
-        self._small = SmallMethods((*own, *examples()))
-        self._maps = WeightMaps()
-        small = self._small
+        self._shown = _Shown.of(source, 1)
         self._methods: dict[str, Callable[[Parameters], Any]] = {
-            "example": small.example,
-            "trace": small.trace,
-            "tiles": small.tiles,
-            "count": small.count,
-            "scaling": small.scaling,
-            "mechanisms": small.mechanisms,
-            "language": small.language,
-            "code": small.code,
-            "errata": small.errata,
-            "exercises": small.exercises,
+            **{name: partial(self._small_method, name) for name in _SMALL_METHODS},
             "model": self._model,
             "head": self._head,
             "thumbnails": self._thumbnails,
@@ -95,15 +96,34 @@ class Session:
             "open": self._open,
         }
 
+    def open(self, source: Source | None) -> None:
+        """Show something else beside the examples; without heads, Inspect shows a sample."""
+        with self._lock:
+            self._shown = _Shown.of(source, self._shown.number + 1)
+
+    def show(self, source: Source | None, host: str) -> dict[str, Any]:
+        """Open something, and the data of a page that shows it."""
+        with self._lock:
+            self.open(source)
+            return self.data(host)
+
+    @property
+    def source(self) -> Source | None:
+        """What is shown beside the examples."""
+        return self._shown.source
+
+    def _small_method(self, name: str, given: Parameters) -> Any:
+        return getattr(self._shown.small, name)(given)
+
     @property
     def examples(self) -> tuple[Example, ...]:
         """The examples that come with qkv, and what was given, first."""
-        return tuple(self._small.examples.values())
+        return tuple(self._shown.small.examples.values())
 
     @property
     def title(self) -> str:
         """What is shown, in a few words."""
-        return "qkv lab" if self.source is None else f"{self.source.title}: qkv lab"
+        return _title(self.source)
 
     def answer(
         self,
@@ -152,7 +172,7 @@ class Session:
 
     def _require_shown(self, number: int | None) -> None:
         """Refuse a question of a page that does not know what another one has opened."""
-        if number is not None and number != self._number:
+        if number is not None and number != self._shown.number:
             raise StaleError(
                 "another page of this lab has opened something else.",
                 action="Load this page once more to see it.",
@@ -171,17 +191,17 @@ class Session:
         results : mapping, optional
             Answers that the page need not ask for.
         """
-        answers = dict(results or {})
-        for example in self.examples:
+        answers, now = dict(results or {}), self._shown
+        for example in now.small.examples.values():
             if example.trace is not None:
                 answers[key_of("trace", {"name": example.name})] = example.trace.to_dict()
         return {
             "version": VERSION,
-            **({} if host == "export" else {"shown": self._number}),
+            **({} if host == "export" else {"shown": now.number}),
             "host": host,
-            "title": self.title,
+            "title": _title(now.source),
             "panels": self.panels(host),
-            "view": self._view(),
+            "view": _view(now.source),
             "results": answers,
         }
 
@@ -194,23 +214,6 @@ class Session:
         if host == "export" and not self._has_heads():
             names.remove("inspect")
         return names
-
-    def _view(self) -> dict[str, str]:
-        """What a page opens with: the heads; and in every panel the text that they have read."""
-        source = self.source
-        if source is None or source.heads is None:
-            return {}
-        text, heads = source.text, source.heads
-        if text is None and heads.title == LANGUAGE and heads.tokens is not None:
-            text = "".join(heads.tokens)
-        if text is None:
-            return {"panel": "inspect"}
-        sentence = " ".join(text.splitlines())
-        return {
-            "panel": "inspect",
-            "text": text[-_LONGEST_READ:],
-            "sentence": sentence[-_LONGEST_SENTENCE:],
-        }
 
     def _has_heads(self) -> bool:
         return self.source is not None and self.source.heads is not None
@@ -244,15 +247,15 @@ class Session:
         text = given.text("text", _LONGEST_READ)
         with self._lock:
             if text is not None:
-                self.open(self._read(text))
+                source: Source | None = self._read(text)
             else:
                 made: dict[str, Callable[[], Source | None]] = {
                     "given": lambda: self._first,
                     "sample": _sample,
                     **{name: partial(shipped_source, name) for name in SHIPPED_MODELS},
                 }
-                self.open(made[given.choice("what", tuple(made), "sample")]())
-            return {"data": self.data(host)}
+                source = made[given.choice("what", tuple(made), "sample")]()
+            return {"data": self.show(source, host)}
 
     def _read(self, text: str) -> Source:
         if self.source is None or self.source.read is None:
@@ -298,7 +301,7 @@ class Session:
         side = TILE << level
         row = given.integer("row", 0, max(0, (layer.q_len - 1) // side), 0)
         column = given.integer("column", 0, max(0, (layer.kv_len - 1) // side), 0)
-        tile = self._maps.tile(_replay(layer), head, level, row, column)
+        tile = self._shown.maps.tile(_replay(layer), head, level, row, column)
         array = tile.largest if reduce == "max" else tile.mean
         result = {
             "layer": layer.index,
@@ -360,6 +363,27 @@ class Session:
         heads = self.heads()
         layer = heads.layer(given.integer("layer", 0, max(len(heads.layers) - 1, 0)))
         return layer, given.integer("head", 0, layer.num_heads - 1)
+
+
+def _title(source: Source | None) -> str:
+    return "qkv lab" if source is None else f"{source.title}: qkv lab"
+
+
+def _view(source: Source | None) -> dict[str, str]:
+    """What a page opens with: the heads; and in every panel the text that they have read."""
+    if source is None or source.heads is None:
+        return {}
+    text, heads = source.text, source.heads
+    if text is None and heads.title == LANGUAGE and heads.tokens is not None:
+        text = "".join(heads.tokens)
+    if text is None:
+        return {"panel": "inspect"}
+    sentence = " ".join(text.splitlines())
+    return {
+        "panel": "inspect",
+        "text": text[-_LONGEST_READ:],
+        "sentence": sentence[-_LONGEST_SENTENCE:],
+    }
 
 
 @cache

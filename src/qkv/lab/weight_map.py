@@ -70,7 +70,7 @@ class WeightMaps:
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
-        self._blocks: dict[int, WeightBlocks | None] = {}
+        self._blocks: dict[Replay, WeightBlocks | None] = {}
         self._kept: OrderedDict[Any, tuple[Array, Array]] = OrderedDict()
         self._lock = Lock()
 
@@ -92,7 +92,7 @@ class WeightMaps:
         q_first, kv_first = row * TILE * block, column * TILE * block
         q_stop = min(q_first + TILE * block, spec.q_len)
         kv_stop = min(kv_first + TILE * block, spec.kv_len)
-        place = (id(replay), head, level, row, column)
+        place = (replay, head, level, row, column)
         maps = self._get(place)
         if maps is None:
             if level < _base_level(spec.q_len, spec.kv_len):
@@ -107,7 +107,7 @@ class WeightMaps:
     def _level(self, replay: Replay, head: int, level: int) -> tuple[Array, Array]:
         """A whole level, from the one below it or, at the base, from all weights."""
         spec = replay.problem.spec
-        place = (id(replay), head, level)
+        place = (replay, head, level)
         maps = self._get(place)
         if maps is None:
             if level == _base_level(spec.q_len, spec.kv_len):
@@ -152,7 +152,7 @@ class WeightMaps:
 
     def _blocks_of(self, replay: Replay) -> WeightBlocks | None:
         """The reductions of the backend that would run the problem, if it has them."""
-        if id(replay) not in self._blocks:
+        if replay not in self._blocks:
             blocks = None
             try:
                 backend = choose(replay.problem.spec).backend
@@ -160,8 +160,8 @@ class WeightMaps:
                 backend = None
             if isinstance(backend, Inspectable):
                 blocks = backend.weight_blocks(replay.problem, replay.lse)
-            self._blocks[id(replay)] = blocks
-        return self._blocks[id(replay)]
+            self._blocks[replay] = blocks
+        return self._blocks[replay]
 
     def _get(self, place: Any) -> tuple[Array, Array] | None:
         with self._lock:
