@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import qkv
 import qkv.hf
-from qkv.inspection.corpus import CorpusRecord
+from qkv.inspection.models.corpus import CorpusRecord
 
 README = Path(__file__).parents[1] / "README.md"
 

@@ -14,7 +14,7 @@ import sys
 
 import numpy as np
 
-from qkv.inspection.model_record import ModelRecord
+from qkv.inspection.models.model_record import ModelRecord
 from qkv.samples.tiny import tiny_model
 
 PERIOD = 50

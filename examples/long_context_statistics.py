@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import qkv
-from qkv.inspection.model_record import ModelRecord
+from qkv.inspection.models.model_record import ModelRecord
 from qkv.ledger import memory
 
 HEADS, HEAD_DIM, VOCABULARY = 12, 64, 2000

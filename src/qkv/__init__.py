@@ -36,7 +36,7 @@ from qkv.errors import (
     UnsupportedError,
 )
 from qkv.extras import install_command as _install_command
-from qkv.inspection.pages import write_pages_with as _write_pages_with
+from qkv.inspection.rendering.pages import write_pages_with as _write_pages_with
 from qkv.planning import Plan
 from qkv.positions import LearnedPositions, SinusoidalPositions
 from qkv.prepared import ArrayForm, CallForm, PreparedAttention, prepare
@@ -66,12 +66,12 @@ from qkv.variants import (
 
 if _TYPE_CHECKING:
     from qkv.classical import ScaledDotProductAttention
-    from qkv.inspection.explain import explain
-    from qkv.inspection.model_record import LayerRecord, ModelRecord
-    from qkv.inspection.record import Record
-    from qkv.inspection.trace import Trace
-    from qkv.inspection.trace_fields import Projections
-    from qkv.inspection.weights import LazyWeights
+    from qkv.inspection.models.model_record import LayerRecord, ModelRecord
+    from qkv.inspection.records.record import Record
+    from qkv.inspection.traces.explain import explain
+    from qkv.inspection.traces.trace import Trace
+    from qkv.inspection.traces.trace_fields import Projections
+    from qkv.inspection.weights.lazy_weights import LazyWeights
     from qkv.saturation import ScalingCurve, ScalingPoint, scaling_curve
 
 __all__ = [
@@ -142,16 +142,16 @@ __all__ = [
 ]
 
 _INSPECTION = {
-    "LayerRecord": "inspection.model_record",
-    "LazyWeights": "inspection.weights",
-    "ModelRecord": "inspection.model_record",
-    "Projections": "inspection.trace_fields",
-    "Record": "inspection.record",
+    "LayerRecord": "inspection.models.model_record",
+    "LazyWeights": "inspection.weights.lazy_weights",
+    "ModelRecord": "inspection.models.model_record",
+    "Projections": "inspection.traces.trace_fields",
+    "Record": "inspection.records.record",
     "ScaledDotProductAttention": "classical",
     "ScalingCurve": "saturation",
     "ScalingPoint": "saturation",
-    "Trace": "inspection.trace",
-    "explain": "inspection.explain",
+    "Trace": "inspection.traces.trace",
+    "explain": "inspection.traces.explain",
     "scaling_curve": "saturation",
 }
 """What looks into attention, and the module of each. It is imported when it is first used, because

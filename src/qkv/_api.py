@@ -24,7 +24,7 @@ from qkv.problem.check import Layout
 from qkv.readable_checks import checked_flag
 
 if TYPE_CHECKING:
-    from qkv.inspection.record import Record
+    from qkv.inspection.records.record import Record
 
 __all__ = ["attention", "inspect", "merge", "plan"]
 
@@ -164,7 +164,7 @@ def inspect(
     if not bound.structure.is_known:
         inspected.copy_tables()
     with importing():
-        from qkv.inspection.record import Record
+        from qkv.inspection.records.record import Record
 
     return Record(inspected, progress)
 

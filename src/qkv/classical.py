@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from qkv.arrays.views import view
 from qkv.declarations import checked_integer, checked_size
 from qkv.errors import ArgumentError, DTypeError, ShapeError
-from qkv.inspection.explain import explain, selected_indices
-from qkv.inspection.steps import softmax
-from qkv.inspection.tokens import printable
-from qkv.inspection.trace_text import bar
+from qkv.inspection.rendering.tokens import printable
+from qkv.inspection.traces.explain import explain, selected_indices
+from qkv.inspection.traces.steps import softmax
+from qkv.inspection.traces.trace_text import bar
 
 Array = NDArray[np.float64]
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from qkv._dynamo import ends_graph
 from qkv.declarations import Size, Whole, checked, shown
 from qkv.errors import ArgumentError
-from qkv.inspection.steps import softmax
+from qkv.inspection.traces.steps import softmax
 
 __all__ = ["ScalingCurve", "ScalingPoint", "scaling_curve"]
 
@@ -105,7 +105,7 @@ class ScalingCurve:
 
         The path and the errors are those of `qkv.Record.plot`.
         """
-        from qkv.inspection.pictures import save_picture
+        from qkv.inspection.rendering.pictures import save_picture
 
         save_picture(path, (11, 6), self._draw)
 

@@ -45,11 +45,16 @@ def test_import_qkv_imports_no_framework() -> None:
 @pytest.mark.parametrize(
     ("program", "others"),
     [
-        ("", ("inspection.record", "inspection.trace", "classical", "backends.cpu.backend")),
+        (
+            "",
+            ("inspection.records.record", "inspection.traces.trace", "classical",
+             "backends.cpu.backend"),
+        ),
         (
             "qkv.attention(x, x, x, qkv.Causal(), backend='cpu')",
-            ("inspection.record", "backends.cpu.decode.kernel", "backends.cpu.backward.kernel",
-             "backends.cpu.bf16_tiles.kernel", "backends.cpu.split_bf16.kernels"),
+            ("inspection.records.record", "backends.cpu.decode.kernel",
+             "backends.cpu.backward.kernel", "backends.cpu.bf16_tiles.kernel",
+             "backends.cpu.split_bf16.kernels"),
         ),
         (
             "qkv.attention(x[:1], x, x, backend='cpu')",

@@ -167,7 +167,7 @@ def test_tiles_of_keys_that_no_query_may_see_are_not_read(isa: str, dtype: str) 
     from qkv.call.binding.bound import bind
     from qkv.call.inspected import attend_for_inspection
     from qkv.call.binding.options import OptionValues
-    from qkv.inspection.record import Record
+    from qkv.inspection.records.record import Record
     from qkv.problem.check import check
 
     dtype, product, terms = sys.argv[1:]

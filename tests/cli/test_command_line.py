@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 
 import qkv
 from qkv.cli import info_command, inspect_command, main
-from qkv.inspection import progress_bar
+from qkv.inspection.rendering import progress_bar
 
 PLAIN = {
     name: value

@@ -19,8 +19,8 @@ import pytest
 import qkv
 from qkv.cli import main, model_command
 from qkv.extras import _is_checkout, install_command
-from qkv.inspection.head_scores import KINDS, SCORES
-from qkv.inspection.model_record import ModelRecord, load
+from qkv.inspection.heads.head_scores import KINDS, SCORES
+from qkv.inspection.models.model_record import ModelRecord, load
 from qkv.samples.tiny import tiny_model
 
 HOSTILE = [

@@ -9,7 +9,7 @@ from qkv.backends import Prepared, ResultForm, array_at, backends
 from qkv.backends.blocked import BlockedBackend
 from qkv.backends.cpu import CpuBackend
 from qkv.hf.groups import SameGroup
-from qkv.inspection.earlier_tokens import EarlierToken
+from qkv.inspection.heads.earlier_tokens import EarlierToken
 from qkv.partial import Partial, finish
 from qkv.testing import CHECKS, Case, cases, cases_of, check_case
 

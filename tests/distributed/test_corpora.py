@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from qkv.inspection.corpus import CorpusRecord, quantile
-from qkv.inspection.head_scores import SCORES
+from qkv.inspection.heads.head_scores import SCORES
+from qkv.inspection.models.corpus import CorpusRecord, quantile
 from tests.distributed.ranks import LIMIT, Ranks
 
 TEXTS = 7
@@ -143,7 +143,7 @@ def test_quantiles_are_those_of_the_tables(confidence: float, degrees: int, righ
 
 def test_intervals_hold_the_mean_as_often_as_they_say() -> None:
     """600 corpora of texts of several lengths, each with a level of its own around 0.3."""
-    from qkv.inspection.corpus import LayerSums
+    from qkv.inspection.models.corpus import LayerSums
 
     rng = np.random.default_rng(0)
     inside = 0

@@ -14,7 +14,7 @@ import torch
 import qkv
 import qkv.jax
 import qkv.torch
-from qkv.inspection.token_texts import token_texts
+from qkv.inspection.rendering.token_texts import token_texts
 
 Q = torch.randn(2, 4, 6, 8)
 CALLS = [

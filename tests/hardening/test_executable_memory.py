@@ -135,7 +135,7 @@ def test_commands() -> None:
 def test_the_lab() -> None:
     refused(
         """
-        from qkv.inspection.model_record import ModelRecord
+        from qkv.inspection.models.model_record import ModelRecord
         from qkv.lab.session import Session
         from qkv.lab.sources import source_of
         record = ModelRecord("one layer", keep="weights")

@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 
 import qkv.hf
-from qkv.inspection.model_record import ModelRecord, load
+from qkv.inspection.models.model_record import ModelRecord, load
 from qkv.lab.heads import heads_of_model
 
 SCORES_OF_POSITIONS = ("previous", "own", "duplicate", "induction", "distance")

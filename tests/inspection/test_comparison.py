@@ -7,7 +7,7 @@ import pytest
 
 import qkv
 import qkv.samples
-from qkv.inspection.score_rows import SCORES
+from qkv.inspection.heads.score_rows import SCORES
 
 REPEATS, PLAIN = "the cat. the cat. the cat.", "a quick dog jumps over it."
 

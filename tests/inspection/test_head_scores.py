@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.inspection import head_scores as module
-from qkv.inspection.earlier_tokens import EarlierToken
-from qkv.inspection.head_scores import HeadScores, head_scores, kind_of
-from qkv.inspection.model_record import HeadTable, ModelRecord, load
+from qkv.inspection.heads import head_scores as module
+from qkv.inspection.heads.earlier_tokens import EarlierToken
+from qkv.inspection.heads.head_scores import HeadScores, head_scores, kind_of
+from qkv.inspection.models.model_record import HeadTable, ModelRecord, load
 
 SHAPE = (2, 4, 13, 8)
 BATCH, HEADS, LENGTH, DIM = SHAPE

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.inspection.model_record import ModelRecord, load
-from qkv.inspection.variant_data import from_data, to_data
+from qkv.inspection.models.model_record import ModelRecord, load
+from qkv.inspection.records.variant_data import from_data, to_data
 from qkv.problem.builder import Shape
 from qkv.variants import ALL
 
@@ -57,7 +57,7 @@ def test_weights_elsewhere_are_those_of_the_definition(tmp_path: Path) -> None:
     path = tmp_path / "r.safetensors"
     record.save(path)
     program = (
-        "import sys, json\nfrom qkv.inspection.model_record import load\n"
+        "import sys, json\nfrom qkv.inspection.models.model_record import load\n"
         "print(json.dumps(load(sys.argv[1])[0].weights[1, 3, 7].tolist()))"
     )
     ran = subprocess.run(

@@ -10,8 +10,8 @@ from hypothesis.extra import numpy as hnp
 
 import qkv
 from qkv.backends import reference
-from qkv.inspection import weight_reductions
-from qkv.inspection import weights as lazy
+from qkv.inspection.weights import lazy_weights as lazy
+from qkv.inspection.weights import weight_reductions
 from qkv.testing.oracle import truth
 
 RNG = np.random.default_rng(0)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.inspection import pages
+from qkv.inspection.rendering import pages
 
 X = np.eye(3)
 

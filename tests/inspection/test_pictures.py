@@ -14,7 +14,7 @@ matplotlib = pytest.importorskip("matplotlib", reason="the extra plot is not ins
 from matplotlib.figure import Figure  # noqa: E402
 
 import qkv  # noqa: E402
-from qkv.inspection.model_record import ModelRecord  # noqa: E402
+from qkv.inspection.models.model_record import ModelRecord  # noqa: E402
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(2, 50, 8))
@@ -50,7 +50,7 @@ def test_weights_of_one_head(images: list[Any], tmp_path: Path) -> None:
 def test_long_rows_show_the_largest_of_blocks(
     images: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qkv.inspection.record_pictures.LONGEST", 16)
+    monkeypatch.setattr("qkv.inspection.records.record_pictures.LONGEST", 16)
     qkv.inspect(X[0], X[0], X[0]).plot(tmp_path / "a.png")
     exact = dense(X[0], X[0], True)
     blocks = [[exact[i : i + 4, j : j + 4].max() for j in range(0, 50, 4)] for i in range(0, 50, 4)]
@@ -59,7 +59,7 @@ def test_long_rows_show_the_largest_of_blocks(
 
 def test_progress_of_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Told to the caller, or drawn in a terminal; once it is whole."""
-    monkeypatch.setattr("qkv.inspection.weight_blocks.PAIRS", 32)
+    monkeypatch.setattr("qkv.inspection.weights.weight_blocks.PAIRS", 32)
     told: list[tuple[int, int]] = []
     record = qkv.inspect(X, X, X, qkv.Causal(), progress=lambda *share: told.append(share))
     alone = qkv.inspect(X, X, X, qkv.Causal())
@@ -70,8 +70,8 @@ def test_progress_of_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
 
     terminal = io.StringIO()
     console = Console(file=terminal, force_terminal=True, width=80)
-    monkeypatch.setattr("qkv.inspection.progress_bar.BAR_AFTER", 0.0)
-    monkeypatch.setattr("qkv.inspection.progress_bar.Console", lambda stderr: console)
+    monkeypatch.setattr("qkv.inspection.rendering.progress_bar.BAR_AFTER", 0.0)
+    monkeypatch.setattr("qkv.inspection.rendering.progress_bar.Console", lambda stderr: console)
     alone.plot(ax=axes[1], head=1)
     assert "reading the weights" in terminal.getvalue()
     assert "100%" in terminal.getvalue()

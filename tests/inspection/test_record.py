@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import qkv
-from qkv.inspection import replay
+from qkv.inspection.weights import replay
 from qkv.problem.builder import Shape
 from qkv.testing.oracle import Truth, truth
 from qkv.variants import ALL
@@ -72,7 +72,7 @@ def entropy(weights: np.ndarray) -> np.ndarray:
     return -(weights * np.log(np.where(weights > 0, weights, 1))).sum(-1)
 
 
-def check_top(record: qkv.inspection.record.Record, dense: Truth, k: int) -> None:
+def check_top(record: qkv.inspection.records.record.Record, dense: Truth, k: int) -> None:
     indices, weights = record.top(k)
     assert indices.shape == weights.shape == (*dense.lse.shape, k)
     for place in np.ndindex(*dense.lse.shape):

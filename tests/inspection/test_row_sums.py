@@ -14,7 +14,7 @@ import torch
 import qkv
 from forced import as_it_runs
 from qkv.hf import LayerCall, LayerWeights
-from qkv.inspection.model_record import ModelRecord
+from qkv.inspection.models.model_record import ModelRecord
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 SINKS = np.array([40.0, 1.0])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.inspection.statistics import by_weight
+from qkv.inspection.weights.statistics import by_weight
 
 BACKENDS = ("cpu", "blocked", "reference")
 

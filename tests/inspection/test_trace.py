@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.inspection.trace import Trace
-from qkv.inspection.trace_fields import TracedRow
+from qkv.inspection.traces.trace import Trace
+from qkv.inspection.traces.trace_fields import TracedRow
 from qkv.testing import Case, cases
 
 SCHEMA = json.loads(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import qkv
-from qkv.inspection import gradient
+from qkv.inspection.traces import gradient
 from qkv.problem.derivative import RULES, derivative
 from qkv.problem.evaluate import evaluate
 from qkv.problem.expressions import OPERATIONS, SCORE, Load, constant, operation

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import qkv
-from qkv.inspection.tokens import LONGEST, columns, printable
-from qkv.inspection.trace_text import bar
+from qkv.inspection.rendering.tokens import LONGEST, columns, printable
+from qkv.inspection.traces.trace_text import bar
 from qkv.samples import shared_example
 from qkv.testing import Case, cases
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.inspection.model_record import load
-from qkv.inspection.trace_fields import Projections, TracedMechanism
+from qkv.inspection.models.model_record import load
+from qkv.inspection.traces.trace_fields import Projections, TracedMechanism
 from qkv.samples import shared_example
 
 FILES = Path(__file__).parent / "files"

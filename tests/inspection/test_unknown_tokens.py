@@ -14,8 +14,8 @@ import pytest
 
 import qkv
 from qkv.cli import main
-from qkv.inspection.model_record import ModelRecord, load
-from qkv.inspection.unknown_tokens import unknown_id_of
+from qkv.inspection.heads.unknown_tokens import unknown_id_of
+from qkv.inspection.models.model_record import ModelRecord, load
 from qkv.lab.heads import heads_of_model
 from qkv.samples import language_model, tiny_model
 

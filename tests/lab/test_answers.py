@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.inspection.model_record import ModelRecord
-from qkv.inspection.weight_blocks import reduced
+from qkv.inspection.models.model_record import ModelRecord
+from qkv.inspection.weights.weight_blocks import reduced
 from qkv.lab.document import export_data, to_html
 from qkv.lab.messages import key_of
 from qkv.lab.parameters import Parameters

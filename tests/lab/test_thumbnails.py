@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.inspection.model_record import ModelRecord
+from qkv.inspection.models.model_record import ModelRecord
 from qkv.lab.document import export_data
 from qkv.lab.session import Session
 from qkv.lab.sources import source_of

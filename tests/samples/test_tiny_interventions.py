@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.inspection.model_record import ModelRecord
+from qkv.inspection.models.model_record import ModelRecord
 from qkv.samples import tiny_model
 from qkv.samples.decoder import EPSILON
 

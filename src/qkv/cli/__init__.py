@@ -27,7 +27,7 @@ from qkv._version import __version__
 from qkv.cli.meant import command_meant
 from qkv.cli.variants import add_variants, words
 from qkv.errors import ArgumentError, QkvError
-from qkv.inspection.tokens import printable
+from qkv.inspection.rendering.tokens import printable
 from qkv.spelling import did_you_mean
 
 __all__ = ["Parser", "exit_code", "main"]
@@ -169,7 +169,7 @@ class Parser(argparse.ArgumentParser):
 def _run_inspect(options: argparse.Namespace) -> str:
     from qkv.cli import inspect_command, model_command
     from qkv.cli.given_text import sentence_is_text
-    from qkv.inspection.model_file import is_model_record
+    from qkv.inspection.models.model_file import is_model_record
 
     sentence_is_text(options)
     if options.model is not None:

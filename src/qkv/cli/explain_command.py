@@ -10,7 +10,7 @@ import qkv
 from qkv.cli.inputs import CommandInput, InputArrays, checked_index
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.files.contents import shown
-from qkv.inspection.head_scores import KINDS, MEANINGS, THRESHOLD
+from qkv.inspection.heads.head_scores import KINDS, MEANINGS, THRESHOLD
 from qkv.inspection.summaries.model import beside_threshold
 from qkv.inspection.summaries.terminal import Page
 
@@ -104,7 +104,7 @@ def _choose_head(options: argparse.Namespace) -> str:
 
 def _of_file(options: argparse.Namespace) -> InputArrays:
     from qkv.cli.model_command import refuse_without_model
-    from qkv.inspection.model_file import is_model_record
+    from qkv.inspection.models.model_file import is_model_record
 
     if options.file is not None and is_model_record(options.file):
         layer = 0 if options.layer is None else options.layer

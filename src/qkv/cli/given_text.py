@@ -12,7 +12,7 @@ from pathlib import Path
 
 from qkv.errors import ArgumentError, FileError
 from qkv.files.contents import shown
-from qkv.inspection.tokens import printable
+from qkv.inspection.rendering.tokens import printable
 from qkv.samples.shipped_models import LANGUAGE
 
 __all__ = ["given_text", "sentence_is_text"]

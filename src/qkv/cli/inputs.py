@@ -15,8 +15,8 @@ from qkv.call.inspected import Inspected
 from qkv.cli.variants import command_line_of, variants_of
 from qkv.errors import ArgumentError
 from qkv.files import read_arrays
-from qkv.inspection import record_file
-from qkv.inspection.non_finite import First
+from qkv.inspection.records import record_file
+from qkv.inspection.records.non_finite import First
 from qkv.inspection.summaries.head_statistics import HeadStatistics, ShownHeads
 from qkv.problem.stored_rows import whole_rows
 

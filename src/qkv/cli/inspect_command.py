@@ -19,7 +19,7 @@ from qkv.cli.lab_command import require_place, write_page
 from qkv.cli.variants import command_line_of
 from qkv.errors import ArgumentError
 from qkv.files import Arrays
-from qkv.inspection.progress_bar import Bar
+from qkv.inspection.rendering.progress_bar import Bar
 from qkv.inspection.summaries.head_statistics import (
     Head,
     Pair,

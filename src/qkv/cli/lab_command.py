@@ -89,7 +89,7 @@ def _session(options: argparse.Namespace) -> Session:
 
     if options.model is not None:
         from qkv.cli.model_loading import lab_source
-        from qkv.inspection.progress_bar import Bar
+        from qkv.inspection.rendering.progress_bar import Bar
         from qkv.inspection.summaries.terminal import Page
 
         with Bar(f"inspecting {Page().token(options.model, 40)}", passes=1) as bar:

@@ -16,8 +16,8 @@ from qkv.cli.model_layer import model_layer, saved_layer
 from qkv.cli.model_loading import about, inspect_model
 from qkv.cli.variants import command_line_of
 from qkv.errors import ArgumentError
-from qkv.inspection.model_record import ModelRecord, load
-from qkv.inspection.progress_bar import Bar
+from qkv.inspection.models.model_record import ModelRecord, load
+from qkv.inspection.rendering.progress_bar import Bar
 from qkv.inspection.summaries.terminal import Page
 
 __all__ = ["refuse_with_model", "refuse_without_model", "run", "run_saved"]

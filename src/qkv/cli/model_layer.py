@@ -13,8 +13,8 @@ from qkv.cli.inputs import InputArrays, checked_index
 from qkv.cli.model_loading import inspect_model
 from qkv.errors import ArgumentError
 from qkv.files.contents import shown
-from qkv.inspection.model_record import LayerRecord, ModelRecord
-from qkv.inspection.progress_bar import Bar
+from qkv.inspection.models.model_record import LayerRecord, ModelRecord
+from qkv.inspection.rendering.progress_bar import Bar
 from qkv.inspection.summaries.terminal import Page
 
 __all__ = ["model_layer", "saved_layer"]

@@ -20,9 +20,9 @@ from qkv.cli.given_text import given_text
 from qkv.errors import ArgumentError, FileError, QkvError, UnsupportedError
 from qkv.extras import install_command
 from qkv.files.contents import shown
-from qkv.inspection.model_record import Keep, ModelRecord
-from qkv.inspection.token_texts import token_texts
-from qkv.inspection.unknown_tokens import unknown_id_of
+from qkv.inspection.heads.unknown_tokens import unknown_id_of
+from qkv.inspection.models.model_record import Keep, ModelRecord
+from qkv.inspection.rendering.token_texts import token_texts
 from qkv.samples.shipped_models import SHIPPED_MODELS
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
 """Scores of the heads of a layer whose rows are spread over ranks, as in one process.
 
-Each score is a pass of attention in which a mask allows some keys (`qkv.inspection.layer_heads`);
-here keys travel in each of them, and nothing is sent to ranks whose queries see none of those.
+Each score is a pass of attention in which a mask allows some keys
+(`qkv.inspection.heads.layer_heads`); here keys travel in each of them, and nothing is sent to ranks
+whose queries see none of those.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from qkv.distributed.attention import attention, inspect
 from qkv.distributed.links import Links, group_of
 from qkv.distributed.order import Order
 from qkv.distributed.sharded_call import whole_call
-from qkv.inspection.layer_heads import LayerHeads, without_dropout
-from qkv.inspection.score_rows import SCORES, HeadScores
+from qkv.inspection.heads.layer_heads import LayerHeads, without_dropout
+from qkv.inspection.heads.score_rows import SCORES, HeadScores
 from qkv.partial import Partial, coarse
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
@@ -93,7 +94,7 @@ def shard_head_scores(
     *variants, scale
         Of the whole sequence, as for `qkv.distributed.attention`.
     tokens, real, real_queries : array (batch, length), optional
-        Of the whole sequence; see `qkv.inspection.head_scores.head_scores`.
+        Of the whole sequence; see `qkv.inspection.heads.head_scores.head_scores`.
     top, one_sequence
         See there.
     order : Order

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends import Backend, Differentiable, Inspectable, choose
-from qkv.inspection.replay import Replay
-from qkv.inspection.statistics import weight_statistics
+from qkv.inspection.weights.replay import Replay
+from qkv.inspection.weights.statistics import weight_statistics
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.bounds import bound

@@ -15,7 +15,7 @@ from qkv.distributed.agreement import compare, tell
 from qkv.distributed.parts import ShardRows
 from qkv.distributed.sharded_call import ShardedCall
 from qkv.errors import ShapeError
-from qkv.inspection.statistics import number_of_keys
+from qkv.inspection.weights.statistics import number_of_keys
 from qkv.problem.part import PartOf
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem

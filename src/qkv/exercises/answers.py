@@ -15,7 +15,7 @@ from qkv.arrays.views import view
 from qkv.classical import ScaledDotProductAttention
 from qkv.errors import QkvError
 from qkv.exercises.written import UnreadableError, readings
-from qkv.inspection.steps import softmax
+from qkv.inspection.traces.steps import softmax
 from qkv.ledger import attention_operations, ledger
 from qkv.samples import shared_example
 

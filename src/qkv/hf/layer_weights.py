@@ -17,7 +17,7 @@ from qkv.call.inspected import attend_for_inspection
 from qkv.declarations import checked, shown
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.layer_call import LayerCall
-from qkv.inspection.record import Record
+from qkv.inspection.records.record import Record
 
 __all__ = ["LayerWeights", "weights_of"]
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from qkv.errors import UnsupportedError
-from qkv.inspection.tokens import printable
+from qkv.inspection.rendering.tokens import printable
 from qkv.lab.heads import HeadLayer, Heads
 from qkv.lab.messages import Answer, in_page, key_of, plain
 from qkv.lab.session import Session

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.inspection.trace import Trace
-from qkv.inspection.trace_fields import Projections
+from qkv.inspection.traces.trace import Trace
+from qkv.inspection.traces.trace_fields import Projections
 from qkv.samples import shared_example
 
 __all__ = ["LONGEST", "Example", "examples", "small_example", "traced_example"]

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
-from qkv.inspection.head_scores import KINDS, LETTERS, MEANINGS, SCORES, THRESHOLD, kinds_of
-from qkv.inspection.head_table import mean_of_known
-from qkv.inspection.model_record import LayerRecord, ModelRecord
-from qkv.inspection.record import Record
-from qkv.inspection.replay import Replay
-from qkv.inspection.tokens import printable
+from qkv.inspection.heads.head_scores import KINDS, LETTERS, MEANINGS, SCORES, THRESHOLD, kinds_of
+from qkv.inspection.heads.head_table import mean_of_known
+from qkv.inspection.models.model_record import LayerRecord, ModelRecord
+from qkv.inspection.records.record import Record
+from qkv.inspection.rendering.tokens import printable
+from qkv.inspection.weights.replay import Replay
 from qkv.variants.causal import Causal
 
 __all__ = [

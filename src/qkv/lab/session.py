@@ -11,7 +11,7 @@ import numpy as np
 
 from qkv.declarations import checked
 from qkv.errors import ArgumentError, UnsupportedError
-from qkv.inspection.tokens import printable
+from qkv.inspection.rendering.tokens import printable
 from qkv.lab.examples import Example, examples
 from qkv.lab.heads import HeadLayer, Heads, shown
 from qkv.lab.messages import Answer, key_of, plain

@@ -16,9 +16,9 @@ import qkv
 from qkv.errata import ERRATA
 from qkv.exercises import EXERCISES
 from qkv.exercises.answers import numbers_of
-from qkv.inspection.head_scores import MEANINGS, THRESHOLD
-from qkv.inspection.trace import Trace
-from qkv.inspection.trace_fields import TracedMechanism
+from qkv.inspection.heads.head_scores import MEANINGS, THRESHOLD
+from qkv.inspection.traces.trace import Trace
+from qkv.inspection.traces.trace_fields import TracedMechanism
 from qkv.lab.code_lines import class_lines, listings
 from qkv.lab.examples import LONGEST, Example
 from qkv.lab.parameters import MissingError, Parameters

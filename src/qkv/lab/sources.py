@@ -14,11 +14,11 @@ import qkv
 from qkv.backends import Progress
 from qkv.declarations import checked
 from qkv.files import Arrays, read_arrays
-from qkv.inspection.model_file import is_model_record
-from qkv.inspection.model_record import ModelRecord, load
-from qkv.inspection.record import Record
-from qkv.inspection.record_file import is_record
-from qkv.inspection.trace import Trace
+from qkv.inspection.models.model_file import is_model_record
+from qkv.inspection.models.model_record import ModelRecord, load
+from qkv.inspection.records.record import Record
+from qkv.inspection.records.record_file import is_record
+from qkv.inspection.traces.trace import Trace
 from qkv.lab.examples import Example, small_example, traced_example
 from qkv.lab.heads import Heads, heads_of_model, heads_of_record
 from qkv.lab.parameters import Parameters, TooLongError

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.inspection.replay import Replay
+from qkv.inspection.weights.replay import Replay
 from qkv.lab.heads import EXACT_KEYS, HeadLayer
 
 __all__ = ["queries_drawn", "thumbnails"]

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qkv.inspection.trace import Trace
-from qkv.inspection.trace_fields import TracedRow
+from qkv.inspection.traces.trace import Trace
+from qkv.inspection.traces.trace_fields import TracedRow
 
 __all__ = ["CountedStep", "walkthrough"]
 

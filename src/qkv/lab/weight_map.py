@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from qkv.backends import Inspectable, WeightBlocks, choose
 from qkv.errors import UnsupportedError
-from qkv.inspection.replay import Replay
-from qkv.inspection.weight_blocks import folded, pairs_of, reduced
+from qkv.inspection.weights.replay import Replay
+from qkv.inspection.weights.weight_blocks import folded, pairs_of, reduced
 
 __all__ = ["TILE", "MapTile", "WeightMaps", "levels_of"]
 

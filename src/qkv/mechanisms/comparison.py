@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.declarations import Indent, checked
-from qkv.inspection.pictures import save_picture
+from qkv.inspection.rendering.pictures import save_picture
 from qkv.mechanisms.base.example import example_tokens
 from qkv.mechanisms.lookup.scaled_dot_product import ScaledDotProduct
 from qkv.mechanisms.registry import MECHANISMS, mechanism_class

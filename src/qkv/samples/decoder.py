@@ -14,7 +14,7 @@ from qkv._api import attention
 from qkv.backends import Progress
 from qkv.declarations import TextOrIds, checked, shown
 from qkv.errors import ArgumentError
-from qkv.inspection.model_record import Keep, ModelRecord
+from qkv.inspection.models.model_record import Keep, ModelRecord
 from qkv.interventions import HeadChange, HeadInputs, changed_heads
 
 __all__ = ["EPSILON", "Array", "Decoder", "norm"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qkv.inspection.model_record import ModelRecord
+from qkv.inspection.models.model_record import ModelRecord
 from qkv.samples.decoder import Decoder
 from qkv.samples.language import language_model
 from qkv.samples.tiny import tiny_model

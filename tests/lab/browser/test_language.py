@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qkv.inspection.head_scores import MEANINGS, THRESHOLD
+from qkv.inspection.heads.head_scores import MEANINGS, THRESHOLD
 from qkv.samples import language_model
 
 pytestmark = pytest.mark.browser

@@ -20,9 +20,9 @@ from qkv.errors import ArgumentError, DistributedError, FileError, QkvError
 from qkv.hf.inspection.record import inspect
 from qkv.hf.inspection.switching import inner_model
 from qkv.hf.inspection.text_inputs import inputs_of_text
-from qkv.inspection.corpus import CorpusRecord, LayerSums, sums_of
-from qkv.inspection.corpus_folder import Chunk, CorpusFolder
-from qkv.inspection.unknown_tokens import unknown_id_of
+from qkv.inspection.heads.unknown_tokens import unknown_id_of
+from qkv.inspection.models.corpus import CorpusRecord, LayerSums, sums_of
+from qkv.inspection.models.corpus_folder import Chunk, CorpusFolder
 
 __all__ = ["inspect_corpus"]
 

@@ -26,9 +26,9 @@ from qkv.hf.positions import can_be_scaled, positions_of, require_positions, war
 from qkv.hf.sharding.layers import sharding_of
 from qkv.hf.sharding.record import ShardRecord
 from qkv.hf.usage import SilentLayers, warn_of_silent
-from qkv.inspection.model_record import Keep, ModelRecord
-from qkv.inspection.token_texts import token_texts
-from qkv.inspection.unknown_tokens import unknown_id_of
+from qkv.inspection.heads.unknown_tokens import unknown_id_of
+from qkv.inspection.models.model_record import Keep, ModelRecord
+from qkv.inspection.rendering.token_texts import token_texts
 
 __all__ = ["inspect"]
 
@@ -110,7 +110,7 @@ def inspect(
     -------
     ModelRecord, or a context manager that gives one
         With a text the record, with its tokens as text; else one that is filled while the model
-        runs inside of the `with`. What each score is, `qkv.inspection.head_scores` says.
+        runs inside of the `with`. What each score is, `qkv.inspection.heads.head_scores` says.
 
     Warns
     -----

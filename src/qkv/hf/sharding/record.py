@@ -11,8 +11,8 @@ import torch
 from qkv.distributed.head_scores import shard_head_scores
 from qkv.errors import UnsupportedError
 from qkv.hf.sharding.layers import Sharding
-from qkv.inspection.head_scores import HeadScores
-from qkv.inspection.model_record import Keep, ModelRecord
+from qkv.inspection.heads.head_scores import HeadScores
+from qkv.inspection.models.model_record import Keep, ModelRecord
 
 __all__ = ["ShardRecord"]
 

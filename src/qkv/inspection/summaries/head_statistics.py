@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.inspection.head_table import mean_of_known
-from qkv.inspection.non_finite import First, NonFinite
+from qkv.inspection.heads.head_table import mean_of_known
+from qkv.inspection.records.non_finite import First, NonFinite
 from qkv.problem.spec import Problem
 from qkv.variants import Causal
 

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.console import RenderableType
 from rich.text import Text
 
-from qkv.inspection.counts import counted
+from qkv.inspection.rendering.counts import counted
 from qkv.inspection.summaries.head_statistics import (
     FAR,
     Head,

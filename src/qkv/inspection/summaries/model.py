@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from qkv.inspection.counts import counted, words_of_tokens
-from qkv.inspection.head_scores import KINDS, LETTERS, MEANINGS, THRESHOLD
-from qkv.inspection.score_rows import SCORES
+from qkv.inspection.heads.head_scores import KINDS, LETTERS, MEANINGS, THRESHOLD
+from qkv.inspection.heads.score_rows import SCORES
+from qkv.inspection.rendering.counts import counted, words_of_tokens
 from qkv.inspection.summaries.heads_text import CAUTION
 from qkv.inspection.summaries.terminal import Page
 
 if TYPE_CHECKING:
-    from qkv.inspection.head_table import HeadTable
-    from qkv.inspection.layer_record import LayerRecord
+    from qkv.inspection.heads.head_table import HeadTable
+    from qkv.inspection.models.layer_record import LayerRecord
 
 __all__ = ["beside_threshold", "summary_of_model"]
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
-from qkv.inspection.counts import counted
+from qkv.inspection.rendering.counts import counted
 from qkv.inspection.summaries.head_statistics import HeadStatistics, ReadRecord, ShownHeads, heads
 from qkv.inspection.summaries.heads_text import PAIRS, summary_of_heads
 

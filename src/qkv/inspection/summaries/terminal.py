@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from qkv.inspection.tokens import printable
+from qkv.inspection.rendering.tokens import printable
 
 __all__ = ["Page", "weight"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from qkv.inspection.steps import Softmax
-from qkv.inspection.trace import Trace
-from qkv.inspection.trace_fields import TracedHead
+from qkv.inspection.traces.steps import Softmax
+from qkv.inspection.traces.trace import Trace
+from qkv.inspection.traces.trace_fields import TracedHead
 from qkv.mechanisms.base.explanation import Line, Step, dot_product, number, numbers
 
 __all__ = ["attention_steps", "softmax_and_output", "token_lines"]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from qkv.declarations import Indent, checked
-from qkv.inspection.tokens import printable
+from qkv.inspection.rendering.tokens import printable
 
 __all__ = ["ExplainedToken", "Explanation", "Line", "Step", "dot_product", "number", "numbers"]
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from qkv.declarations import Size, Whole, checked
 from qkv.errors import ArgumentError, ShapeError
-from qkv.inspection.explain import selected_indices
+from qkv.inspection.traces.explain import selected_indices
 from qkv.ledger import Count, Ledger, symbols
 from qkv.mechanisms.base.arguments import all_three, one_sequence, token_names
 from qkv.mechanisms.base.example import example_input

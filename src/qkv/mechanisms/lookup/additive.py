@@ -8,7 +8,7 @@ import numpy as np
 
 from qkv.declarations import Size, Whole
 from qkv.errors import ShapeError
-from qkv.inspection.steps import softmax
+from qkv.inspection.traces.steps import softmax
 from qkv.ledger import Count, Ledger, matmul, step, symbols
 from qkv.ledger import softmax as softmax_ledger
 from qkv.mechanisms.base.attention_steps import softmax_and_output, token_lines

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import qkv
 from qkv.declarations import Size
-from qkv.inspection.streaming import stream
+from qkv.inspection.traces.streaming import stream
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.arguments import one_sequence
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, number, numbers

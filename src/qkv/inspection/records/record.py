@@ -14,21 +14,21 @@ from qkv.backends import Inspectable, Progress
 from qkv.call.checked import CheckedCall
 from qkv.call.inspected import Inspected
 from qkv.declarations import LARGEST, checked, checked_size
-from qkv.inspection import key_mass, record_file
-from qkv.inspection.head_table import Table, as_frame, table_of_means
-from qkv.inspection.non_finite import First, NonFinite, non_finite
-from qkv.inspection.pages import page_of
-from qkv.inspection.record_pictures import picture_of_tiles, picture_of_weights
-from qkv.inspection.replay import Replay
-from qkv.inspection.statistics import (
+from qkv.inspection.heads.head_table import Table, as_frame, table_of_means
+from qkv.inspection.records import key_mass, record_file
+from qkv.inspection.records.non_finite import First, NonFinite, non_finite
+from qkv.inspection.records.record_pictures import picture_of_tiles, picture_of_weights
+from qkv.inspection.rendering.pages import page_of
+from qkv.inspection.summaries import in_html
+from qkv.inspection.weights.lazy_weights import LazyWeights
+from qkv.inspection.weights.replay import Replay
+from qkv.inspection.weights.statistics import (
     WeightStatistics,
     by_weight,
     number_of_keys,
     top_keys,
     weight_statistics,
 )
-from qkv.inspection.summaries import in_html
-from qkv.inspection.weights import LazyWeights
 from qkv.problem.spec import Problem
 
 Array = NDArray[Any]

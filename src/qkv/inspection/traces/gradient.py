@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from qkv.backends.reference import DENSE_LIMIT
 from qkv.errors import UnsupportedError
-from qkv.inspection.steps import Steps, steps
+from qkv.inspection.traces.steps import Steps, steps
 from qkv.ledger import memory
 from qkv.problem.backward import rotate_back
 from qkv.problem.derivative import derivative

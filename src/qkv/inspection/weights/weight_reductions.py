@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.inspection.replay import Replay
+from qkv.inspection.weights.replay import Replay
 
 __all__ = ["Axis", "Tiled", "largest", "place_of_largest", "reduced_axes", "smallest", "total"]
 

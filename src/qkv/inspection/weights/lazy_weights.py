@@ -14,8 +14,8 @@ from qkv.backends import Inspectable
 from qkv.backends.reference import DENSE_LIMIT
 from qkv.declarations import checked, shown
 from qkv.errors import ArgumentError, DTypeError, UnsupportedError
-from qkv.inspection.replay import BLOCK_Q, Replay
-from qkv.inspection.weight_reductions import (
+from qkv.inspection.weights.replay import BLOCK_Q, Replay
+from qkv.inspection.weights.weight_reductions import (
     Axis,
     largest,
     place_of_largest,

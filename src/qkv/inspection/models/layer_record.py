@@ -8,9 +8,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
-from qkv.inspection.counts import counted
-from qkv.inspection.head_scores import SCORES, HeadScores, also, kind_of
-from qkv.inspection.weights import LazyWeights
+from qkv.inspection.heads.head_scores import SCORES, HeadScores, also, kind_of
+from qkv.inspection.rendering.counts import counted
+from qkv.inspection.weights.lazy_weights import LazyWeights
 
 __all__ = ["LayerRecord"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from qkv.inspection.steps import Softmax
-from qkv.inspection.streaming import TileState
+from qkv.inspection.traces.steps import Softmax
+from qkv.inspection.traces.streaming import TileState
 from qkv.ledger import attention_ledger
 
 Array = NDArray[Any]

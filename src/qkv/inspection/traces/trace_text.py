@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.inspection.counts import counted
-from qkv.inspection.tokens import columns, printable
-from qkv.inspection.trace_fields import (
+from qkv.inspection.rendering.counts import counted
+from qkv.inspection.rendering.tokens import columns, printable
+from qkv.inspection.traces.trace_fields import (
     RowGradients,
     TracedGradients,
     TracedHead,

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ShapeError
-from qkv.inspection.earlier_tokens import Tokens, sequence_starts
-from qkv.inspection.kept_inputs import KeptInputs
-from qkv.inspection.key_mass import has_key_at
-from qkv.inspection.score_rows import SCORES, HeadScores
-from qkv.inspection.weights import LazyWeights
+from qkv.inspection.heads.earlier_tokens import Tokens, sequence_starts
+from qkv.inspection.heads.kept_inputs import KeptInputs
+from qkv.inspection.heads.score_rows import SCORES, HeadScores
+from qkv.inspection.records.key_mass import has_key_at
+from qkv.inspection.weights.lazy_weights import LazyWeights
 from qkv.partial import Partial
 from qkv.variants.causal import Causal
 from qkv.variants.dropout import Dropout

@@ -17,7 +17,7 @@ from qkv.call.checked import CheckedCall, check_call
 from qkv.call.inspected import Inspected
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.files.described import read_described, schema_of, write_described
-from qkv.inspection.variant_data import from_data, to_data
+from qkv.inspection.records.variant_data import from_data, to_data
 from qkv.partial import RowStatistics
 from qkv.problem.stored_rows import Paged, Quantized
 

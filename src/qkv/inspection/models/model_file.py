@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.files.described import read_described, schema_of, write_described
-from qkv.inspection.head_scores import SCORES, HeadScores
-from qkv.inspection.kept_inputs import KeptInputs
+from qkv.inspection.heads.head_scores import SCORES, HeadScores
+from qkv.inspection.heads.kept_inputs import KeptInputs
 
 __all__ = ["RecordFields", "is_model_record", "load", "save"]
 
@@ -57,7 +57,7 @@ def save(record: RecordFields, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> RecordFields:
-    """Read a record; see `qkv.inspection.model_record.load`."""
+    """Read a record; see `qkv.inspection.models.model_record.load`."""
     return read_described(path, SCHEMA, VERSION, "record of a model", _record)
 
 

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from qkv.declarations import checked
 from qkv.errors import ShapeError
-from qkv.inspection.counts import counted, words_of_tokens
-from qkv.inspection.head_table import HeadTable, as_frame
-from qkv.inspection.pictures import picture_of_differences
-from qkv.inspection.score_rows import SCORES, require_score
-from qkv.inspection.tokens import joined, printable
+from qkv.inspection.heads.head_table import HeadTable, as_frame
+from qkv.inspection.heads.score_rows import SCORES, require_score
+from qkv.inspection.rendering.counts import counted, words_of_tokens
+from qkv.inspection.rendering.pictures import picture_of_differences
+from qkv.inspection.rendering.tokens import joined, printable
 
 __all__ = ["HeadComparison"]
 
@@ -131,7 +131,7 @@ class HeadComparison:
         Parameters
         ----------
         score : str
-            One of `qkv.inspection.head_scores.SCORES`.
+            One of `qkv.inspection.heads.head_scores.SCORES`.
         count : int
             Rows, at most.
 

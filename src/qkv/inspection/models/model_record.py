@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 from qkv.call.binding.flatten import copied
 from qkv.declarations import checked
 from qkv.errors import ArgumentError, KeywordError
-from qkv.inspection import model_file
-from qkv.inspection.comparison import ComparedHeads, HeadComparison
-from qkv.inspection.counts import counted
-from qkv.inspection.head_scores import HeadScores, head_scores
-from qkv.inspection.head_table import HeadTable, as_frame, frame_or_table
-from qkv.inspection.keep import Keep, require_keep
-from qkv.inspection.layer_record import LayerRecord
-from qkv.inspection.non_finite import sentences_of_nan
-from qkv.inspection.pages import page_of
-from qkv.inspection.pictures import picture_of_heads
+from qkv.inspection.heads.head_scores import HeadScores, head_scores
+from qkv.inspection.heads.head_table import HeadTable, as_frame, frame_or_table
+from qkv.inspection.heads.unknown_tokens import sentences_of_unknown, without_unknown
+from qkv.inspection.models import model_file
+from qkv.inspection.models.comparison import ComparedHeads, HeadComparison
+from qkv.inspection.models.keep import Keep, require_keep
+from qkv.inspection.models.layer_record import LayerRecord
+from qkv.inspection.records.non_finite import sentences_of_nan
+from qkv.inspection.rendering.counts import counted
+from qkv.inspection.rendering.pages import page_of
+from qkv.inspection.rendering.pictures import picture_of_heads
 from qkv.inspection.summaries import in_html
-from qkv.inspection.unknown_tokens import sentences_of_unknown, without_unknown
 
 __all__ = ["Keep", "LayerRecord", "ModelRecord", "load"]
 
@@ -349,7 +349,7 @@ class ModelRecord:
             Where to write the picture; its ending says the format: .svg, .png or .pdf. Without, a
             new figure of pyplot is drawn, which a notebook shows. Needs matplotlib.
         score : str
-            One of `qkv.inspection.head_scores.SCORES`.
+            One of `qkv.inspection.heads.head_scores.SCORES`.
         ax : matplotlib.axes.Axes, optional
             Where to draw, in place of a path.
 

@@ -17,11 +17,11 @@ from qkv.call.device_call import DeviceCall
 from qkv.call.dispatch import checked
 from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
-from qkv.inspection.gradient import BackwardSteps, backward_steps, gradients
-from qkv.inspection.steps import Steps, steps
-from qkv.inspection.streaming import TileState, stream
-from qkv.inspection.trace import Trace
-from qkv.inspection.trace_fields import (
+from qkv.inspection.traces.gradient import BackwardSteps, backward_steps, gradients
+from qkv.inspection.traces.steps import Steps, steps
+from qkv.inspection.traces.streaming import TileState, stream
+from qkv.inspection.traces.trace import Trace
+from qkv.inspection.traces.trace_fields import (
     MaskStage,
     Projections,
     RowGradients,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends import Progress
-from qkv.inspection.replay import Replay
+from qkv.inspection.weights.replay import Replay
 
 __all__ = ["folded", "pairs_of", "reduced"]
 

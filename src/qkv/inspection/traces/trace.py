@@ -13,11 +13,11 @@ from typing import Any
 
 from qkv.declarations import Indent, Size, Whole, checked
 from qkv.errors import ArgumentError
-from qkv.inspection.counts import counted
-from qkv.inspection.pages import page_of
-from qkv.inspection.trace_data import built, plain
-from qkv.inspection.trace_fields import TracedHead, TracedLedger, TracedProblem, TraceFields
-from qkv.inspection.trace_text import render
+from qkv.inspection.rendering.counts import counted
+from qkv.inspection.rendering.pages import page_of
+from qkv.inspection.traces.trace_data import built, plain
+from qkv.inspection.traces.trace_fields import TracedHead, TracedLedger, TracedProblem, TraceFields
+from qkv.inspection.traces.trace_text import render
 
 SCHEMA, VERSION = "qkv-trace", 2
 

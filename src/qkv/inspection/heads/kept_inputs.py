@@ -13,9 +13,9 @@ from qkv.call.binding.bound import BoundCall, bind
 from qkv.call.binding.options import OptionValues
 from qkv.call.checked import check_call
 from qkv.call.inspected import Inspected, attend_for_inspection
-from qkv.inspection.replay import Replay
-from qkv.inspection.variant_data import from_data, to_data
-from qkv.inspection.weights import LazyWeights
+from qkv.inspection.records.variant_data import from_data, to_data
+from qkv.inspection.weights.lazy_weights import LazyWeights
+from qkv.inspection.weights.replay import Replay
 
 __all__ = ["KeptInputs"]
 

@@ -8,9 +8,15 @@ from typing import Any
 
 from qkv.backends import Backend, Progress
 from qkv.errors import ArgumentError
-from qkv.inspection.pictures import LONGEST, draw_tiles, draw_weights, picture, save_picture
-from qkv.inspection.replay import Replay
-from qkv.inspection.weight_blocks import reduced
+from qkv.inspection.rendering.pictures import (
+    LONGEST,
+    draw_tiles,
+    draw_weights,
+    picture,
+    save_picture,
+)
+from qkv.inspection.weights.replay import Replay
+from qkv.inspection.weights.weight_blocks import reduced
 from qkv.problem.spec import Spec
 
 __all__ = ["picture_of_tiles", "picture_of_weights"]
@@ -27,7 +33,7 @@ def picture_of_weights(
 ) -> Any:
     """The weights of one head; see `Record.plot`."""
     # rich, which draws the bar, is imported when the first picture is asked for.
-    from qkv.inspection.progress_bar import Bar
+    from qkv.inspection.rendering.progress_bar import Bar
 
     spec = replay.problem.spec
     _require_head(spec, head, batch)

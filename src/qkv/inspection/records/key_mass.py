@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
-from qkv.inspection.earlier_tokens import sequence_starts
-from qkv.inspection.replay import PAIRS, Replay
+from qkv.inspection.heads.earlier_tokens import sequence_starts
+from qkv.inspection.weights.replay import PAIRS, Replay
 from qkv.problem.spec import Problem
 
 __all__ = [

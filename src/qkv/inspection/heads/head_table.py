@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import UnsupportedError
-from qkv.inspection.score_rows import require_score
+from qkv.inspection.heads.score_rows import require_score
 
 __all__ = ["HeadTable", "Table", "as_frame", "frame_or_table", "mean_of_known", "table_of_means"]
 

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
-from qkv.inspection.counts import counted
-from qkv.inspection.head_scores import SCORES, also, kind_of
-from qkv.inspection.head_table import HeadTable, frame_or_table
-from qkv.inspection.model_record import ModelRecord
-from qkv.inspection.score_rows import require_score
+from qkv.inspection.heads.head_scores import SCORES, also, kind_of
+from qkv.inspection.heads.head_table import HeadTable, frame_or_table
+from qkv.inspection.heads.score_rows import require_score
+from qkv.inspection.models.model_record import ModelRecord
+from qkv.inspection.rendering.counts import counted
 
 __all__ = ["CorpusRecord", "LayerSums", "quantile", "sums_of"]
 

@@ -17,7 +17,7 @@ from qkv.declarations import checked, shown
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.extras import install_command
 from qkv.files.writing import replace_file
-from qkv.inspection.tokens import printable
+from qkv.inspection.rendering.tokens import printable
 from qkv.problem.tiles import TileGrid, TileKind
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
-from qkv.inspection.kept_inputs import KeptInputs
-from qkv.inspection.weights import LazyWeights
+from qkv.inspection.heads.kept_inputs import KeptInputs
+from qkv.inspection.weights.lazy_weights import LazyWeights
 
 __all__ = ["SCORES", "HeadScores", "require_score"]
 

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends import Progress
-from qkv.inspection.steps import softmax
+from qkv.inspection.traces.steps import softmax
 from qkv.partial import LSE_ROUNDING, coarse
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem

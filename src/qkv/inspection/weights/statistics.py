@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from qkv.backends import Progress
 from qkv.errors import ArgumentError
-from qkv.inspection.replay import Replay, ScoreTile, weights_of
+from qkv.inspection.weights.replay import Replay, ScoreTile, weights_of
 
 Array = NDArray[Any]
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from qkv.errors import FileError
 from qkv.files.writing import replace_file
-from qkv.inspection.corpus import LayerSums
+from qkv.inspection.models.corpus import LayerSums
 
 __all__ = ["Chunk", "CorpusFolder"]
 

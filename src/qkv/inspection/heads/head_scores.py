@@ -23,11 +23,11 @@ from qkv.call.binding.options import OptionValues
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.inspected import attend_for_inspection
 from qkv.errors import ShapeError
-from qkv.inspection.kept_inputs import KeptInputs
-from qkv.inspection.layer_heads import LayerHeads, without_dropout
-from qkv.inspection.record import Record
-from qkv.inspection.score_rows import SCORES, HeadScores
-from qkv.inspection.weights import LazyWeights
+from qkv.inspection.heads.kept_inputs import KeptInputs
+from qkv.inspection.heads.layer_heads import LayerHeads, without_dropout
+from qkv.inspection.heads.score_rows import SCORES, HeadScores
+from qkv.inspection.records.record import Record
+from qkv.inspection.weights.lazy_weights import LazyWeights
 from qkv.partial import Partial, coarse
 from qkv.variants.dense_mask import Mask
 
