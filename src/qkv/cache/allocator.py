@@ -70,6 +70,7 @@ class PageAllocator:
     @property
     def num_free(self) -> int:
         """Free pages."""
+        self._settle()
         free = self._free
         return len(self._all_free()) if free is None else len(free)
 
@@ -81,6 +82,7 @@ class PageAllocator:
         ArgumentError
             If there is no such page.
         """
+        self._settle()
         self._named([page])
         return self._times_held(page)
 
@@ -151,7 +153,7 @@ class PageAllocator:
         """Hold pages once less; those that are held no more are free.
 
         A finalizer may call it that runs in the middle of another method: the pages are released
-        when that has ended.
+        before anything is asked of the allocator after that.
 
         Parameters
         ----------
@@ -186,9 +188,9 @@ class PageAllocator:
         self._refuse_inside_another_call()
         with self._exclusive.lock:
             free, first = self._begin(), self.num_pages
-            checked_integer(first, "num_pages", num_pages, MOST_PAGES)
+            num_pages = checked_integer(first, "num_pages", num_pages, MOST_PAGES)
             self._free = None
-            self._num_pages = int(num_pages)
+            self._num_pages = num_pages
             free[:0] = range(num_pages - 1, first - 1, -1)
             self._free = free
 
@@ -205,6 +207,12 @@ class PageAllocator:
                 [("called from", "a finalizer or a signal handler")],
                 "Only release pages there.",
             )
+
+    def _settle(self) -> None:
+        """Release what finalizers have, unless one of them asks."""
+        if self._late and not self._exclusive.is_mine():
+            with self._exclusive.lock:
+                self._begin()
 
     def _begin(self) -> list[int]:
         """The free list, with what finalizers have released; the lock is held."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +16,6 @@ from qkv.declarations import checked
 from qkv.errors import ArgumentError
 
 __all__ = ["RollingCache"]
-
-Self = TypeVar("Self", bound="RollingCache")
 
 
 @checked

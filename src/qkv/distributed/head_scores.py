@@ -20,9 +20,9 @@ from qkv.distributed.attention import attention, inspect
 from qkv.distributed.links import Links, group_of
 from qkv.distributed.order import Order
 from qkv.distributed.sharded_call import whole_call
-from qkv.inspection.heads.layer_heads import LayerHeads, without_dropout
+from qkv.inspection.heads.layer_heads import LayerHeads, needs_float64, without_dropout
 from qkv.inspection.heads.score_rows import SCORES, HeadScores
-from qkv.partial import Partial, coarse
+from qkv.partial import Partial
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.algebra import MaskVariant
@@ -31,8 +31,6 @@ from qkv.variants.dense_mask import Mask
 __all__ = ["AtOffset", "ShardHeadScores", "shard_head_scores"]
 
 Array = NDArray[Any]
-_ROUNDING = 1e-4
-"""A layer is computed in float64 if the relative error of its scores would exceed this."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -107,7 +105,7 @@ def shard_head_scores(
     given = (query, key, without_dropout(variants), scale, rows, order, links, options)
     heads = _ShardedLayer(torch.float64 if query.dtype == torch.float64 else torch.float32, *given)
     # All ranks need the finer type where one of them does.
-    large = torch.tensor([float(coarse(heads.lse, _ROUNDING).any())])
+    large = torch.tensor([float(needs_float64(heads.lse))])
     if query.dtype != torch.float64 and links.summed(large).item():
         heads = _ShardedLayer(torch.float64, *given)
     scores = heads.scores(tokens, top, one_sequence)

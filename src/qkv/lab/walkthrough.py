@@ -8,6 +8,7 @@ from typing import Any
 
 from qkv.inspection.traces.trace import Trace
 from qkv.inspection.traces.trace_fields import TracedRow
+from qkv.mechanisms.base.explanation import number
 
 __all__ = ["CountedStep", "walkthrough"]
 
@@ -91,28 +92,28 @@ def _row(
     n, d_v = len(keys), len(value[0])
     raw, scaled = row.raw.tolist(), row.scaled.tolist()
     for j, name in enumerate(keys):
-        terms = " + ".join(f"{_say(a)}*{_say(b)}" for a, b in zip(query, key[j], strict=True))
+        terms = " + ".join(f"{number(a)}*{number(b)}" for a, b in zip(query, key[j], strict=True))
         d = len(query)
         yield CountedStep(
-            i, j, "dot", f"q[{token}] . k[{name}]", f"{terms} = {_say(raw[j])}", [raw[j]],
+            i, j, "dot", f"q[{token}] . k[{name}]", f"{terms} = {number(raw[j])}", [raw[j]],
             {"qk_multiply": d, "qk_add": d - 1},
         )  # fmt: skip
     divisor = len(query) ** 0.5
     weights = softmax.weights.tolist()
     top, total = float(softmax.row_max), float(softmax.row_sum)
     shifted, exps = softmax.shifted.tolist(), softmax.exp.tolist()
-    divided = ", ".join(f"{_say(s)}/{_say(divisor)}" for s in raw)
-    moved = ", ".join(f"{_say(s)} - {_say(top)}" for s in scaled)
-    raised = ", ".join(f"exp({_say(s)})" for s in shifted)
-    shared = ", ".join(f"{_say(e)}/{_say(total)}" for e in exps)
-    said = ", ".join(map(_say, scaled))
-    mixed = " + ".join(f"{_say(w)} v[{name}]" for w, name in zip(weights, keys, strict=True))
+    divided = ", ".join(f"{number(s)}/{number(divisor)}" for s in raw)
+    moved = ", ".join(f"{number(s)} - {number(top)}" for s in scaled)
+    raised = ", ".join(f"exp({number(s)})" for s in shifted)
+    shared = ", ".join(f"{number(e)}/{number(total)}" for e in exps)
+    said = ", ".join(map(number, scaled))
+    mixed = " + ".join(f"{number(w)} v[{name}]" for w, name in zip(weights, keys, strict=True))
     seven: tuple[tuple[str, str, str, list[float], dict[str, int]], ...] = (
         ("scale", "divide by sqrt(d)", divided, scaled, {"scale_divide": n}),
         ("max", "largest score", f"max({said})", [top], {"softmax_compare": n - 1}),
         ("shift", "subtract the largest", moved, shifted, {"softmax_subtract": n}),
         ("exp", "exponentials", raised, exps, {"softmax_exp": n}),
-        ("sum", "their sum", " + ".join(map(_say, exps)), [total], {"softmax_add": n - 1}),
+        ("sum", "their sum", " + ".join(map(number, exps)), [total], {"softmax_add": n - 1}),
         ("divide", "weights", shared, weights, {"softmax_divide": n}),
         (
             "output", "weighted sum of values", mixed, row.output.tolist(),
@@ -121,9 +122,3 @@ def _row(
     )  # fmt: skip
     for kind, title, work, values, operations in seven:
         yield CountedStep(i, None, kind, f"{token}: {title}", work, values, operations)
-
-
-def _say(value: float) -> str:
-    """A number to read, in at most four decimals."""
-    text = f"{value:.4f}".rstrip("0").rstrip(".")
-    return "0" if text == "-0" else text

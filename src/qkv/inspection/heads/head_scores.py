@@ -24,11 +24,11 @@ from qkv.call.checked import CheckedCall, check_call
 from qkv.call.inspected import attend_for_inspection
 from qkv.errors import ShapeError
 from qkv.inspection.heads.kept_inputs import KeptInputs
-from qkv.inspection.heads.layer_heads import LayerHeads, without_dropout
+from qkv.inspection.heads.layer_heads import LayerHeads, needs_float64, without_dropout
 from qkv.inspection.heads.score_rows import SCORES, HeadScores
 from qkv.inspection.records.record import Record
 from qkv.inspection.weights.lazy_weights import LazyWeights
-from qkv.partial import Partial, coarse
+from qkv.partial import Partial
 from qkv.variants.dense_mask import Mask
 
 __all__ = [
@@ -55,9 +55,6 @@ MEANINGS = {
 
 THRESHOLD = 0.4
 """The smallest mean score with which a head counts as of a kind; a convention."""
-
-_ROUNDING = 1e-4
-"""A layer is computed in float64 if the relative error of its scores would exceed this."""
 
 
 def head_scores(
@@ -144,7 +141,7 @@ def head_scores(
     options = {"scale": scale, "q_offset": q_offset, "kv_offset": kv_offset}
     rows = real, real_queries, one_sequence
     heads = _WholeLayer(query, key, variants, options, *rows)
-    if coarse(heads.lse, _ROUNDING).any() and query.dtype != np.float64:
+    if needs_float64(heads.lse) and query.dtype != np.float64:
         float64_inputs = (query.astype(np.float64), key.astype(np.float64))
         heads = _WholeLayer(*float64_inputs, variants, options, *rows)
     return heads.scores(tokens, top, one_sequence)

@@ -17,13 +17,18 @@ from qkv.inspection.heads.kept_inputs import KeptInputs
 from qkv.inspection.heads.score_rows import SCORES, HeadScores
 from qkv.inspection.records.key_mass import has_key_at
 from qkv.inspection.weights.lazy_weights import LazyWeights
-from qkv.partial import Partial
+from qkv.partial import Partial, coarse
 from qkv.variants.causal import Causal
 from qkv.variants.dropout import Dropout
 
-__all__ = ["LayerHeads", "without_dropout"]
+__all__ = ["LayerHeads", "needs_float64", "without_dropout"]
 
 Array = NDArray[Any]
+
+
+def needs_float64(lse: Array) -> bool:
+    """Whether rounding of float32 would change scores by a relative error of more than 1e-4."""
+    return bool(coarse(lse, 1e-4).any())
 
 
 class LayerHeads(ABC):
