@@ -169,22 +169,27 @@ function alike(given, wanted, text) {
 
 test("answers are read as people write them", () => {
   for (const [text, wanted] of WRITTEN.read) alike(readings(text), wanted, text);
-  for (const text of WRITTEN.unclear) assert.throws(() => readings(text), /neither a number nor a list/, text);
+  for (const text of WRITTEN.unclear) assert.throws(() => readings(text), /could not be read as a number or a list/, text);
+  for (const text of WRITTEN.mixed) assert.throws(() => readings(text), /some of the numbers have %/, text);
+  for (const [text, name] of Object.entries(WRITTEN.nameless)) assert.throws(() => readings(text), { message: `"${name}" has no value here; write its number.` }, text);
+  assert.deepEqual(readings("8 σ²", { sigma: 2 }), [32]);
+  assert.deepEqual(readings("4 N² D", { n: 10, d: 3 }), [1200]);
+  assert.deepEqual(readings("Divided by 32", {}, ["by", "divided by"]), [32]);
   for (const text of WRITTEN.endless) assert.throws(() => readings(text), /a finite number/, text);
   for (const text of ["", " \n"]) assert.throws(() => readings(text), /nothing is written/);
-  assert.throws(() => readings(`${"(".repeat(10000)}1${")".repeat(10000)}`), /neither a number/);
-  assert.throws(() => readings(`${"-".repeat(100000)}1`), /neither a number/);
+  assert.throws(() => readings(`${"(".repeat(10000)}1${")".repeat(10000)}`), /could not be read/);
+  assert.throws(() => readings(`${"-".repeat(100000)}1`), /could not be read/);
 });
 
 test("of what a text may mean, the right one counts, then one of the form that is asked for", () => {
   const numbers = { right: [{ why: "so it is.", numbers: [0.25, 0.75] }], mistakes: [{ why: "the other way round.", numbers: [0.75, 0.25] }], near: 0.0051 };
   const said = (text) => check({ name: "003.2", numbers }, text);
-  assert.deepEqual(said("0,25; 0,75"), { right: true, why: "so it is." });
-  assert.deepEqual(said("0,75 0,25"), { right: false, why: "the other way round." });
-  assert.deepEqual(said("0,2 0,8"), { right: false, why: "2 of 2 numbers are off; the furthest is 0.8 at index 1." });
-  assert.deepEqual(said("0.25"), { right: false, why: "the answer has shape (); (2,) is asked for." });
-  assert.deepEqual(said("1e400, 1"), { right: false, why: "not everything in this has a value that is a finite number." });
-  assert.match(said("yes, no").why, /holds bool, not numbers/);
+  assert.deepEqual(said("0,25; 0,75"), { right: true, why: "so it is.", checked: true });
+  assert.deepEqual(said("0,75 0,25"), { right: false, why: "the other way round.", checked: true });
+  assert.deepEqual(said("0,2 0,8"), { right: false, why: "2 of 2 numbers are off; the furthest is 0.8 at index 1.", checked: true });
+  assert.deepEqual(said("0.25"), { right: false, why: "one number is given; 2 numbers are asked for.", checked: false });
+  assert.deepEqual(said("1e400, 1"), { right: false, why: "not everything in this has a value that is a finite number.", checked: false });
+  assert.match(said("yes, no").why, /yes and no are given; 2 numbers/);
   assert.equal(check({ name: "003.5", numbers: null }, "y n").right, true);
   assert.equal(check({ name: "003.5", numbers: null }, "n, n").right, false);
   assert.equal(check({ name: "003.4", numbers: null }, "1 1 1 1 1\n12 0 0 0 0").right, true);

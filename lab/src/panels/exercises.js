@@ -24,6 +24,9 @@ function remember(names) {
   }
 }
 
+const SIGNS = { right: "✓", wrong: "✗", "not checked": "?" };
+const verdictOf = ({ right, checked }) => (right ? "right" : checked ? "wrong" : "not checked");
+
 function Exercise({ name, title, question, answer: form, hint, solution, solved, numbers, done, onSolved }) {
   const { announce } = useLab();
   const [text, setText] = useState("");
@@ -34,7 +37,7 @@ function Exercise({ name, title, question, answer: form, hint, solution, solved,
     const next = check({ name, numbers }, text);
     setVerdict(next);
     if (next.right) onSolved(name);
-    announce(`${next.right ? "right" : "wrong"}: ${next.why}`);
+    announce(`${verdictOf(next)}: ${next.why}`);
   };
   const show = () => {
     setHelp(help + 1);
@@ -45,7 +48,7 @@ function Exercise({ name, title, question, answer: form, hint, solution, solved,
       <textarea rows="2" spellcheck=${false} value=${text} onInput=${(event) => setText(event.currentTarget.value)}></textarea></label>
       <button class="main" disabled=${!text.trim()}>Check</button>
       ${help < 2 && html` <button type="button" onClick=${show}>${help ? "Solution" : "Hint"}</button>`}</form>
-    ${verdict && html`<p class=${`answer ${verdict.right ? "right" : "wrong"}`}><span class="verdict">${verdict.right ? "✓ right" : "✗ wrong"}</span> ${verdict.why}</p>`}
+    ${verdict && html`<p class=${`answer ${verdictOf(verdict).replace(" ", "-")}`}><span class="verdict">${SIGNS[verdictOf(verdict)]} ${verdictOf(verdict)}</span> ${verdict.why}</p>`}
     ${help > 0 && html`<p class="hint"><b>Hint.</b> ${hint}</p>`}
     ${help > 1 && html`<p class="solution"><b>Solution.</b> ${solution} Answer: <code>${solved}</code></p>`}</li>`;
 }
@@ -66,7 +69,7 @@ export function Exercises() {
     setDone([]);
     remember([]);
   };
-  return html`<p class="lead">Work them out by hand, or with the other panels. Two correct decimals are enough. Write a number or a sum such as <code>3 sqrt(2)</code>, a row such as <code>0.5, 0.25</code>, rows on lines of their own, with <code>;</code> between them or in brackets such as <code>[[1, 0], [0, 1]]</code>, or <code>yes</code> and <code>no</code>.</p>
+  return html`<p class="lead">Work them out by hand, or with the other panels. Two correct decimals are enough. Write a number or a sum such as <code>3 sqrt(2)</code>, also with letters of the question such as <code>n</code>, a row such as <code>0.5, 0.25</code>, rows on lines of their own, with <code>;</code> between them or in brackets such as <code>[[1, 0], [0, 1]]</code>, or <code>yes</code> and <code>no</code>.</p>
     <p class="progress">${count} of ${exercises.length} done.${count > 0 && html` <button type="button" onClick=${again}>Start again</button>`}</p>
     <ol class="exercises">${exercises.map((each) => html`<${Exercise} key=${each.name} ...${each} done=${done.includes(each.name)} onSolved=${onSolved} />`)}</ol>`;
 }

@@ -132,6 +132,8 @@ def _variance() -> Numbers:
             "each term is a product of two entries, whose variance is sigma^4, not sigma^2.": 16.0,
             "1024 is the variance of the scores; divide by its root.": 1024.0,
         },
+        letters={"sigma": 2.0, "d_k": 64.0, "dk": 64.0, "d": 64.0},
+        before=("/", "by", "divide by", "divided by"),
     )
 
 
@@ -148,6 +150,7 @@ def _operations() -> Numbers:
             "this is half: two products, and a multiply-add counts as two.": 2 * n * n * d,
         },
         near=0.5,
+        letters={"n": float(n), "d": float(d)},
         too={
             "counted one by one, with the softmax; the two products take 4 n^2 d.": int(
                 ledger(n, n, d, d).total
@@ -240,19 +243,25 @@ def numbers_of(name: str) -> Numbers | None:
 def verdict_on(name: str, answer: Any) -> Verdict:
     """Whether an answer is right; of what a text may mean, what is right, or of the form asked for.
 
-    An answer of another form is wrong, not an error.
+    An array of another form is wrong, not an error; a text of another form is not checked, since it
+    may have been meant in another way than it was read.
     """
-    try:
-        meanings = readings(answer) if isinstance(answer, str) else [answer]
-    except UnreadableError as reason:
-        return Verdict(False, str(reason))
     numbers = numbers_of(name)
     check = _OTHERS[name] if numbers is None else numbers.check
+    is_text = isinstance(answer, str)
+    try:
+        meanings = _readings(answer, numbers) if is_text else [answer]
+    except UnreadableError as reason:
+        return Verdict(False, str(reason), checked=False)
     formed: list[Verdict] = []
     others: list[Verdict] = []
     for each in meanings:
         try:
             formed.append(check(each))
         except NotNumbersError as reason:
-            others.append(Verdict(False, str(reason)))
+            others.append(Verdict(False, str(reason), checked=not is_text))
     return next((each for each in formed if each), [*formed, *others][0])
+
+
+def _readings(text: str, numbers: Numbers | None) -> list[Any]:
+    return readings(text) if numbers is None else readings(text, numbers.letters, numbers.before)

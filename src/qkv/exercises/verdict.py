@@ -28,22 +28,29 @@ class Verdict:
     right : bool
     why : str
         In one or two sentences.
+    checked : bool
+        False of a text that could not be read, or in which something else was read than is asked
+        for: it may be meant as a right answer, so it is not called wrong.
 
     Examples
     --------
     >>> import qkv
     >>> print(qkv.exercises.check("003.2", 0.0))
-    wrong: the answer has shape (); (5,) is asked for.
+    wrong: one number is given; 5 numbers are asked for.
+    >>> print(qkv.exercises.check("003.9", "8 tau"))
+    not checked: "tau" has no value here; write its number.
     """
 
     right: bool
     why: str
+    checked: bool = True
 
     def __bool__(self) -> bool:
         return self.right
 
     def __str__(self) -> str:
-        return f"{'right' if self.right else 'wrong'}: {self.why}"
+        found = "right" if self.right else "wrong" if self.checked else "not checked"
+        return f"{found}: {self.why}"
 
 
 class NotNumbersError(Exception):
@@ -65,6 +72,10 @@ class Numbers:
         By how much a right number may be off.
     too : dict of str to array
         Other numbers that are right, by what they are told.
+    letters : dict of str to float
+        What the letters of the question stand for, so that an answer may be written with them.
+    before : sequence of str
+        Words or signs that may stand before the number.
     """
 
     right: Any
@@ -72,6 +83,8 @@ class Numbers:
     mistakes: dict[str, Any]
     near: float = _NEAR
     too: dict[str, Any] = field(default_factory=dict)
+    letters: dict[str, float] = field(default_factory=dict)
+    before: tuple[str, ...] = ()
 
     def check(self, answer: Any) -> Verdict:
         """Right if all numbers are near; else a usual mistake, or what is furthest off."""
@@ -105,33 +118,54 @@ class Numbers:
             ]
 
         right = listed({self.why: self.right, **self.too})
-        return {"right": right, "mistakes": listed(self.mistakes), "near": self.near}
+        return {
+            "right": right,
+            "mistakes": listed(self.mistakes),
+            "near": self.near,
+            "letters": self.letters,
+            "before": list(self.before),
+        }
 
 
 def numbers_in(answer: Any, shape: tuple[int, ...]) -> Array:
     """An answer as float64 numbers of a shape, all of them finite."""
     if hasattr(answer, "get_array"):  # An image, as matplotlib's imshow returns it.
         answer = np.ma.filled(answer.get_array().astype(np.float64), np.nan)
-    if isinstance(answer, bool | np.bool_):
-        raise NotNumbersError("the answer is True or False; pass numbers.")
-    plain = isinstance(answer, list | tuple | int | float | np.generic)
+    wanted = f"{_in_words(shape)} asked for."
+    plain = isinstance(answer, bool | list | tuple | int | float | np.generic)
     try:
         array = np.asarray(answer) if plain else view(answer, "answer")
     except (ValueError, TypeError, RuntimeError, QkvError):
-        raise NotNumbersError(
-            f"the answer is no array of numbers of shape {shape}; it is of type "
-            f"{type(answer).__name__}, or its rows differ in length."
-        ) from None
+        what = "rows of the answer differ in length"
+        if not isinstance(answer, list | tuple):
+            what = f"answer is of type {type(answer).__name__}"
+        raise NotNumbersError(f"the {what}; {wanted}") from None
     if array.dtype.kind not in "iuf" and array.dtype.name != "bfloat16":
-        raise NotNumbersError(f"the answer holds {array.dtype}, not numbers.")
+        words = {"b": "yes and no are", "O": "words are"}.get(
+            array.dtype.kind, f"an array of {array.dtype} is"
+        )
+        raise NotNumbersError(f"{words} given; {wanted}")
     if array.shape != shape:
-        raise NotNumbersError(f"the answer has shape {array.shape}; {shape} is asked for.")
+        raise NotNumbersError(f"{_in_words(array.shape)} given; {wanted}")
     numbers = array.astype(np.float64)
     if not np.isfinite(numbers).all():
         first = tuple(int(i) for i in np.argwhere(~np.isfinite(numbers))[0])
         where = f" at {_place(first)}" if first else ""
         raise NotNumbersError(f"the answer has {numbers[first]}{where}; numbers are asked for.")
     return numbers
+
+
+def _in_words(shape: tuple[int, ...]) -> str:
+    """How many numbers an array of a shape has, as the beginning of a sentence."""
+    if not shape:
+        return "one number is"
+    if len(shape) > 2:
+        return f"an array of shape {shape} is"
+    counts = [
+        f"{count} {unit}{'s' * (count != 1)}"
+        for count, unit in zip(shape[::-1], ("number", "row"), strict=False)
+    ]
+    return f"{' of '.join(counts[::-1])} {'is' if shape[0] == 1 else 'are'}"
 
 
 def _place(where: tuple[int, ...]) -> str:
