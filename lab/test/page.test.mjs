@@ -5,7 +5,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { check, general } from "../src/answers.js";
 import { paint } from "../src/colours.js";
-import { BUILT_IN, complaint, decode, encode, matrixOf } from "../src/examples.js";
+import { BUILT_IN, complaint, decode, encode, matrixOf, numberOf } from "../src/examples.js";
 import { arraysOf, exampleOf } from "../src/files.js";
 import { shown, size, tsv, written } from "../src/format.js";
 import { Client, keyOf, unpacked } from "../src/host.js";
@@ -44,6 +44,9 @@ test("what is pasted", () => {
   const [example] = BUILT_IN;
   assert.match(complaint({ ...example, query: [[1, 2], [3]] }), /differ in length/);
   assert.match(complaint({ ...example, value: [[1]] }), /K has 5 rows and V 1/);
+  assert.deepEqual(matrixOf("1/4 −3/4; 0 1e1/2"), [[0.25, -0.75], [0, 5]]);
+  for (const text of ["", " ", "/", "1/", "/2", "1/2/3", "a"]) assert.ok(Number.isNaN(numberOf(text)), text);
+  assert.equal(numberOf("1/0"), Infinity);
   assert.match(complaint({ ...example, query: matrixOf("a b") }), /not a number/);
 });
 

@@ -10,7 +10,7 @@ export { useEffect, useLayoutEffect, useMemo, useRef, useState };
 export const html = htm.bind(h);
 export const Lab = createContext(null);
 
-/** @returns {{view: typeof import("../view.js").DEFAULTS, set: Function, client: import("../host.js").Client, theme: "light"|"dark", announce: (text: string) => void, keys: Map<string, Function>}} */
+/** @returns {{view: typeof import("../view.js").DEFAULTS, set: Function, client: import("../host.js").Client, theme: "light"|"dark", announce: (text: string) => void, keys: Map<string, Function>, kept: Map<string, any>}} */
 export const useLab = () => useContext(Lab);
 
 /**
@@ -45,6 +45,16 @@ export function useKeys(handlers) {
       if (keys.get(key) === each) keys.delete(key);
     });
   });
+}
+
+/** As useState, of something that a reader typed: it is still there after another panel was shown. */
+export function useKept(name, first) {
+  const { kept } = useLab();
+  const [value, setValue] = useState(kept.has(name) ? kept.get(name) : first);
+  return [value, (next) => {
+    kept.set(name, next);
+    setValue(next);
+  }];
 }
 
 /** The examples of the host, then those of the page that it does not have. */

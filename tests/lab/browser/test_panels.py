@@ -55,6 +55,9 @@ HELD = "that a cell can hold, from -1e100 to 1e100"
         ("1e400", f"“1e400” is no number {HELD}: The, column 0 stays 1."),
         ("-1e101", f"“-1e101” is no number {HELD}: The, column 0 stays 1."),
         ("", "An empty cell is no number: The, column 0 stays 1."),
+        ("1/0", f"“1/0” is no number {HELD}: The, column 0 stays 1."),
+        ("1/", "“1/” is no number: The, column 0 stays 1."),
+        ("1/2/3", "“1/2/3” is no number: The, column 0 stays 1."),
     ],
 )
 def test_a_cell_says_why_it_stays_as_it_is(lab: Any, typed: str, why: str) -> None:
@@ -68,6 +71,18 @@ def test_a_cell_says_why_it_stays_as_it_is(lab: Any, typed: str, why: str) -> No
         assert lab.grid("Q")[0, 0] == 1
     page.click(cell)
     page.keyboard.press("Escape")
+    assert page.query_selector(".matrices .failure") is None
+
+
+@pytest.mark.parametrize(
+    ("typed", "number"), [("1/3", 1 / 3), ("-2 / 8", -0.25), ("−0,5/2", -0.25), ("1e2/4", 25)]
+)
+def test_a_cell_takes_a_fraction(lab: Any, typed: str, number: float) -> None:
+    page = lab.open("start")
+    page.click('table[aria-label="Q"] td[data-row="0"][data-column="0"]')
+    page.fill('table[aria-label="Q"] input', typed)
+    page.keyboard.press("Enter")
+    assert lab.grid("Q")[0, 0] == number
     assert page.query_selector(".matrices .failure") is None
 
 
@@ -104,6 +119,34 @@ def test_tiles_rescale(lab: Any) -> None:
     page.click("text=Next")
     assert "The running max grows from 0 to 1" in page.inner_text(".explained")
     assert np.isclose(lab.numbers(".explained"), np.exp(-1), rtol=1e-12, atol=0).any()
+
+
+def test_a_size_of_tiles_beyond_its_limits_is_said(lab: Any) -> None:
+    page = lab.open("tiles")
+    field = page.locator('label:has-text("Keys in a block, 1 to 5") input')
+    said = page.locator(".examplebar + .row .limit")
+    for typed, taken, words in (
+        ("9", "5", "9 is more than 5, the largest number here; 5 is taken."),
+        ("0", "1", "0 is less than 1, the smallest number here; 1 is taken."),
+        ("2.6", "3", "2.6 is no whole number; 3 is taken."),
+    ):
+        field.fill(typed)
+        field.press("Enter")
+        assert field.input_value() == taken
+        assert said.inner_text() == words
+        field.press("Tab")  # Leaving the field is no second answer.
+        assert said.inner_text() == words
+    field.fill("2")
+    field.press("Enter")
+    assert said.count() == 0
+
+
+def test_a_size_of_tiles_that_an_example_is_too_short_for_is_said(lab: Any) -> None:
+    page = lab.open("tiles", block=5)
+    assert page.locator('[data-name="too-long"]').count() == 0
+    page.select_option(".examplebar select", "three")
+    words = page.inner_text('[data-name="too-long"]')
+    assert words == "Blocks of 5 keys were chosen; there are 3 keys here, so 3 are taken."
 
 
 def test_mechanisms_say_how_they_differ_from_full_attention(lab: Any) -> None:
