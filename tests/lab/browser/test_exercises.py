@@ -111,6 +111,33 @@ def test_what_cannot_be_read_is_not_wrong(lab: Any, name: str, answer: str, said
     assert page.locator(f"{place} .wrong").count() == 0
 
 
+def test_answers_stay_while_another_panel_is_shown(lab: Any) -> None:
+    """Exercises are worked out with the other panels."""
+    page = lab.open("exercises")
+    place = '.exercise[data-name="003.9"]'
+    page.fill(f"{place} textarea", "8 sigma")
+    page.click(f"{place} button.main")
+    page.click(f"{place} >> text=Hint")
+    said = page.inner_text(f"{place} .answer")
+    lab.open("heatmap")
+    lab.open("exercises")
+    assert page.input_value(f"{place} textarea") == "8 sigma"
+    assert page.inner_text(f"{place} .answer") == said
+    assert page.is_visible(f"{place} .hint")
+
+
+def test_the_example_that_questions_name_is_found(lab: Any) -> None:
+    """Its numbers are not in the questions, and Start calls it by its title."""
+    page = lab.open("exercises")
+    lab.open("start", ex="three")
+    lab.open("exercises")
+    page.click('.lead + p a:has-text("Five tokens")')
+    page.wait_for_selector('main[data-panel="start"]')
+    shown = page.eval_on_selector(".examplebar select", "(all) => all.selectedOptions[0].text")
+    assert shown == "Five tokens"
+    assert lab.grid("Q").shape == (5, 4)
+
+
 def test_the_page_does_not_give_answers_away(lab: Any) -> None:
     page = lab.open("exercises")
     words = page.locator("main .lead").inner_text()
