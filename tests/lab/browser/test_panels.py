@@ -100,6 +100,36 @@ def test_numbers_are_pasted(lab: Any) -> None:
     assert lab.grid("Output").shape == (2, 1)
 
 
+def in_sight(page: Any, selector: str) -> bool:
+    """Whether an element lies in the part of the page that is seen."""
+    place = page.locator(selector).bounding_box()
+    return bool(place["y"] >= 0 and place["y"] + place["height"] <= page.viewport_size["height"])
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_why_numbers_of_ones_own_are_refused_is_in_sight(
+    opened: Any, width: int, tmp_path: Path
+) -> None:
+    """The form is at the end of a long page: a reason at its beginning would not be seen."""
+    lab = opened(width=width)
+    page = lab.open("start")
+    page.click("text=Paste Q, K and V")
+    page.fill('label:has-text("Q, a line") textarea', "1 0\n0")
+    page.click("text=Use these")
+    assert page.inner_text(".failure") == "The rows of Q differ in length."
+    assert in_sight(page, ".failure")
+    broken = tmp_path / "broken.npz"
+    broken.write_bytes(b"no archive")
+    page.set_input_files('input[type="file"]', broken)
+    page.wait_for_selector('.failure:has-text("broken.npz: ")')
+    assert in_sight(page, ".failure")
+    page.click('table[aria-label="Q"] td[data-row="0"][data-column="0"]')
+    page.keyboard.type("2")
+    page.keyboard.press("Enter")
+    assert page.query_selector(".failure") is None
+    assert lab.errors == []
+
+
 def test_the_pipeline_grows_by_steps(lab: Any) -> None:
     page = lab.open("pipeline", token=1, ex="three")
     assert page.inner_text(".place") == "step 1 of 11"
