@@ -53,8 +53,8 @@ function DrawBars({ title, weights, scores, kind }) {
 
 export function Scaling() {
   const { view, set } = useLab();
-  const { result, error } = useAsk("scaling");
-  if (error) return html`<${Failure} error=${error} />`;
+  const { result, error, again } = useAsk("scaling");
+  if (error) return html`<${Failure} error=${error} again=${again} />`;
   if (!result) return html`<${Waiting} what="the curve" />`;
   const curve = result.curve ?? result;
   const { query, keys } = result.draw;

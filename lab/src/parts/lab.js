@@ -14,13 +14,15 @@ export const Lab = createContext(null);
 export const useLab = () => useContext(Lab);
 
 /**
- * The result of a method of the host, undefined until it is there.
+ * The result of a method of the host, undefined until it is there; with an error, where Python could
+ * answer, a function that asks again.
  * @param {string|null} method null asks nothing
  */
 export function useAsk(method, params = {}) {
   const { client } = useLab();
   const text = JSON.stringify([client.opening, method, params]);
   const [state, setState] = useState({});
+  const [tries, setTries] = useState(0);
   const now = method ? client.given(method, params) : undefined;
   useEffect(() => {
     if (!method || now !== undefined) return undefined;
@@ -30,9 +32,14 @@ export function useAsk(method, params = {}) {
       (error) => open && setState({ for: text, error }),
     );
     return () => { open = false; };
-  }, [text]);
+  }, [text, tries]);
   if (now !== undefined) return { result: now };
-  return state.for === text ? state : { pending: Boolean(method) };
+  if (state.for !== text) return { pending: Boolean(method) };
+  const again = () => {
+    setState({});
+    setTries(tries + 1);
+  };
+  return state.error && client.host !== "export" ? { ...state, again } : state;
 }
 
 /** Keys of the panel that is shown, beside those of the page. @param {Record<string, Function>} handlers */
