@@ -54,6 +54,7 @@ test("numbers for reading", () => {
   assert.deepEqual([0.109496351547, 1, -0.5, null, 1e-9, 0.00004, 123456789.5].map((x) => written(x)),
     ["0.1095", "1", "−0.5000", "−∞", "1.00e−9", "4.00e−5", "1.23e+8"]);
   assert.equal(written(0.10949635154667202, 12), "0.109496351547");
+  assert.equal(written(-0.0041, 2), "0.00"); // No number is less than 0 and written as 0.
   assert.equal(size(4 * 131072 ** 2), "64 GiB");
   assert.equal(shown("a\n\u202eb\u0000"), "a⏎�b�");
   assert.equal(tsv([["a\tb", null], [1, 0.5]]), "a b\t-inf\n1\t0.5");

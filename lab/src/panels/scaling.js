@@ -87,7 +87,7 @@ export function Scaling() {
     <${DataTable} title="This draw" columns=${["", "not divided", "÷ √d_k"]} rows=${[
       { cells: ["largest weight", { x: Math.max(...sharp.weights) }, { x: Math.max(...even.weights) }] },
       { cells: ["entropy, nats", { x: sharp.entropy }, { x: even.entropy }] },
-      { cells: ["Σ p (1 − p)", { x: trace(sharp.weights) }, { x: trace(even.weights) }] }]} note="Entropy is in nats, units of the natural logarithm: 0 where one key has all the weight, log 5 = 1.609 where five have as much." />
+      { cells: ["Σ p (1 − p)", { x: trace(sharp.weights) }, { x: trace(even.weights) }] }]} note="Entropy is in nats, units of the natural logarithm: 0 where one key has all the weight, log 5 = 1.609 where five have as much. p (1 − p) is how fast the weight p of a key changes with its score: where the sum over the keys is near 0, no gradient reaches the scores." />
     <h3 class="part">Means of ${curve.draws.toLocaleString("en-US")} such draws</h3>
     <p class="key"><span class="swatch plain"></span> not divided <span class="swatch even"></span> divided by √d_k</p>
     <div class="charts">${MEASURES.map(([name, title, [min, max], ticks]) => html`<${Figure} key=${name} title=${title}>
