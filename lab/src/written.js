@@ -85,7 +85,9 @@ function truths(text) {
 function valueOf(text, letters) {
   const matches = [...text.matchAll(PIECES)];
   if (!matches.length || matches.map(([whole]) => whole).join("") !== text) throw unclear();
-  const pieces = matches.map(([, spaces, piece]) => ({ piece, apart: spaces !== "" }));
+  /** The letters of a product such as nd; other pieces as they are. */
+  const lettersOf = (piece) => (!Object.hasOwn(letters, piece) && [...piece].every((each) => Object.hasOwn(letters, each)) ? [...piece] : [piece]);
+  const pieces = matches.flatMap(([, spaces, piece]) => lettersOf(piece).map((each, i) => ({ piece: each, apart: i === 0 && spaces !== "" })));
   let at = 0;
   let depth = 0;
   let percents = 0;

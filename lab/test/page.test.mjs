@@ -178,6 +178,7 @@ test("answers are read as people write them", () => {
   for (const [text, name] of Object.entries(WRITTEN.nameless)) assert.throws(() => readings(text), { message: `"${name}" has no value here; write its number.` }, text);
   assert.deepEqual(readings("8 σ²", { sigma: 2 }), [32]);
   assert.deepEqual(readings("4 N² D", { n: 10, d: 3 }), [1200]);
+  assert.deepEqual(readings("4dn²", { n: 10, d: 3 }), [1200]);
   assert.deepEqual(readings("Divided by 32", {}, ["by", "divided by"]), [32]);
   for (const text of WRITTEN.endless) assert.throws(() => readings(text), /a finite number/, text);
   for (const text of ["", " \n"]) assert.throws(() => readings(text), /nothing is written/);

@@ -165,13 +165,19 @@ class _Reader:
             if match.start() != end:
                 raise _unclear()
             end = match.end()
-            self.apart.append(bool(match[1]))
-            self.pieces.append(match[2])
+            some = self.letters_of(match[2])
+            self.apart += [bool(match[1]), *[False] * (len(some) - 1)]
+            self.pieces += some
         if not self.pieces or end != len(text):
             raise _unclear()
         self.at = self.depth = self.percents = 0
         self.kinds: set[bool] = set()
         """Whether there are numbers of a list with %, and such without."""
+
+    def letters_of(self, piece: str) -> list[str]:
+        """The letters of a product such as nd; other pieces as they are."""
+        is_product = piece not in self.letters and all(each in self.letters for each in piece)
+        return list(piece) if is_product else [piece]
 
     def value(self) -> Any:
         found = self.rows("")

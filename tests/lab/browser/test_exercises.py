@@ -43,6 +43,7 @@ def texts() -> list[str]:
         "n",
         "d",
         "d_k",
+        "nd",
         "σ",
         "²",
         "³",
