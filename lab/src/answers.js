@@ -14,7 +14,15 @@ function shape(x) {
   const [first, ...others] = x.map(shape);
   return first && others.every((each) => String(each) === String(first)) ? [x.length, ...first] : null;
 }
-const inWords = (sizes) => `(${sizes.join(", ")}${sizes.length === 1 ? "," : ""})`;
+
+/** How many numbers lists of such lengths have, as the beginning of a sentence. @param {number[]} sizes */
+function inWords(sizes) {
+  if (!sizes.length) return "one number is";
+  if (sizes.length > 2) return `an array of shape (${sizes.join(", ")}) is`;
+  const units = sizes.length > 1 ? ["row", "number"] : ["number"];
+  const counts = sizes.map((count, i) => `${count} ${units[i]}${count === 1 ? "" : "s"}`);
+  return `${counts.join(" of ")} ${sizes[0] === 1 ? "is" : "are"}`;
+}
 
 /** A number as Python's format(x, ".4g") writes it. */
 export function general(x, digits) {
@@ -27,12 +35,12 @@ export function general(x, digits) {
 
 /** The numbers of an answer, one after another. @param {number[]} wanted lengths of nested lists */
 function numbersOf(answer, wanted) {
-  if (typeof answer === "boolean") throw new FormError("the answer is True or False; pass numbers.");
+  const asked = `${inWords(wanted)} asked for.`;
   const sizes = shape(answer);
-  if (sizes === null) throw new FormError(`the answer is no array of numbers of shape ${inWords(wanted)}; it is of type list, or its rows differ in length.`);
+  if (sizes === null) throw new FormError(`the rows of the answer differ in length; ${asked}`);
   const given = flat(answer);
-  if (given.some((x) => typeof x !== "number")) throw new FormError(`the answer holds ${given.every((x) => typeof x === "boolean") ? "bool" : "object"}, not numbers.`);
-  if (String(sizes) !== String(wanted)) throw new FormError(`the answer has shape ${inWords(sizes)}; ${inWords(wanted)} is asked for.`);
+  if (given.some((x) => typeof x !== "number")) throw new FormError(`${given.every((x) => typeof x === "boolean") ? "yes and no" : "words"} are given; ${asked}`);
+  if (String(sizes) !== String(wanted)) throw new FormError(`${inWords(sizes)} given; ${asked}`);
   return given;
 }
 
@@ -76,25 +84,27 @@ const OTHERS = {
 };
 
 /**
- * Of what a text may mean, what is right, or has the form that is asked for.
+ * Of what a text may mean, what is right, or has the form that is asked for. A text that cannot be
+ * read, or has another form, is not checked: it may be meant as a right answer.
  * @param {{name: string, numbers: object|null}} exercise @param {string} text
- * @returns {{right: boolean, why: string}}
+ * @returns {{right: boolean, why: string, checked: boolean}}
  */
 export function check({ name, numbers }, text) {
   const formed = [];
   const others = [];
+  const unchecked = ({ message }) => ({ right: false, why: message, checked: false });
   let meanings;
   try {
-    meanings = readings(text);
+    meanings = readings(text, numbers?.letters, numbers?.before);
   } catch (error) {
-    return { right: false, why: error.message };
+    return unchecked(error);
   }
   for (const each of meanings) {
     try {
-      formed.push(numbers ? compared(numbers, each) : OTHERS[name](each));
+      formed.push({ ...(numbers ? compared(numbers, each) : OTHERS[name](each)), checked: true });
     } catch (error) {
       if (!(error instanceof FormError)) throw error;
-      others.push({ right: false, why: error.message });
+      others.push(unchecked(error));
     }
   }
   return formed.find(({ right }) => right) ?? [...formed, ...others][0];

@@ -77,16 +77,23 @@ export function decode(text) {
   }
 }
 
+/** A number as it is typed: 0.5, −2, 1e3, or a fraction such as 1/3; NaN of another text. @param {string} text */
+export function numberOf(text) {
+  const parts = text.replace(/−/g, "-").split("/").map((part) => (part.trim() ? Number(part) : NaN));
+  const [above, below = 1] = parts;
+  return parts.length > 2 ? NaN : above / below;
+}
+
 /**
  * Rows of numbers from text: lines or `;` separate rows, blanks, commas or tabs numbers; also JSON
- * lists, and what NumPy prints.
+ * lists, and what NumPy prints. Fractions have no blanks in them.
  * @param {string} text @returns {number[][]}
  */
 export function matrixOf(text) {
   const lines = text.includes("[")
     ? [...text.matchAll(/\[([^[\]]*)\]/g)].map((match) => match[1])
     : text.split(/[\n;]+/);
-  return lines.map((line) => line.split(/[\s,]+/).filter(Boolean).map(Number))
+  return lines.map((line) => line.split(/[\s,]+/).filter(Boolean).map(numberOf))
     .filter((row) => row.length);
 }
 

@@ -12,7 +12,8 @@ export function written(x, digits = 4) {
   if (Number.isInteger(x) && Math.abs(x) < 1e7) return minus(String(x));
   const size = Math.abs(x);
   if (size !== 0 && (size < 5e-5 || size >= 1e7)) return minus(x.toExponential(2));
-  return minus(x.toFixed(digits));
+  const text = x.toFixed(digits);
+  return minus(Number(text) === 0 ? text.replace("-", "") : text);
 }
 
 /** An integer with its thousands apart. @param {number} x */

@@ -69,6 +69,7 @@ export function Shell({ client, store, root }) {
   const help = useRef(null);
   const main = useRef(null);
   const keys = useMemo(() => new Map(), []);
+  const kept = useMemo(() => new Map(), []);
   // A notebook may show the lab more than once, and an id names one element of a document.
   const own = useMemo(() => (client.host === "widget" ? `-${crypto.getRandomValues(new Uint32Array(1))[0]}` : ""), []);
   const view = store.values;
@@ -175,7 +176,7 @@ export function Shell({ client, store, root }) {
     event.preventDefault();
     set({ panel: to });
   };
-  return html`<${Lab.Provider} value=${{ view, set, client, theme, announce, keys, show, data: client.data, shown: shown.map(([each]) => each) }}>
+  return html`<${Lab.Provider} value=${{ view, set, client, theme, announce, keys, kept, show, data: client.data, shown: shown.map(([each]) => each) }}>
     <header class="top">
       <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); main.current.focus(); }}>To the panel</a>
       <h1 class="brand"><b>qkv</b> lab</h1>

@@ -3,11 +3,17 @@
 
 const FUNCTIONS = { sqrt: Math.sqrt, log: Math.log, ln: Math.log, exp: Math.exp, log2: Math.log2, log10: Math.log10 };
 const CONSTANTS = { pi: Math.PI, e: Math.E };
-const PIECES = /( *)(\d+\.?\d*(?:e[-+]?\d+)?|\.\d+(?:e[-+]?\d+)?|log(?:2|10)(?=\()|[a-z]+|\*\*|[-+*/^()[\],;\n])/gy;
-const SIGNS = [[/[−–]/g, "-"], [/[×·⋅]/g, "*"], [/÷/g, "/"], [/√/g, "sqrt"], [/π/g, "pi"], [/≈/g, "="], [/[^\S\n]/g, " "]];
+const PIECES = /( *)(\d+\.?\d*(?:e[-+]?\d+)?|\.\d+(?:e[-+]?\d+)?|log(?:2|10)(?=\()|[a-z]+(?:_[a-z]+)*|\*\*|[-+*/^%()[\],;\n])/gy;
+const SIGNS = [
+  [/[−–‐‑‒﹣－]/g, "-"], [/[×·⋅∙∗]/g, "*"], [/[÷∕⁄]/g, "/"], [/√/g, "sqrt "], [/π/g, "pi"], [/[σς]/g, "sigma"], [/[≈~]/g, "="],
+  [/[^\S\n]/g, " "], [/per ?cent\b/g, "%"], [/(?<=[\d.)%]) *x *(?=[\d.(])/g, "*"],
+];
+const RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻";
+const LOWERED = "0123456789+-";
 const MODULES = /\b(?:np|numpy|math|torch|jnp)\./g;
 const ARRAYS = /\b(?:array|asarray|tensor)(?= *\()/g;
 const WITH_THOUSANDS = /^[-+]?[1-9]\d{0,2}(?:(?:,\d{3})+|(?:'\d{3})+|(?: \d{3})+)(?:\.\d+)?$|^[-+]?[1-9]\d{0,2}(?:\.\d{3}){2,}$/;
+const THOUSANDS_COMMAS = /(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d)/g;
 const DECIMAL_COMMA = /(\d),(?=\d)/g;
 const WORDS = /^(?:yes|no|y|n|true|false|t|f|not|symmetric|scores?|weights?|is|are|the|matrix|and|but|they|it|of)$/;
 const YES = /^(?:yes|y|true|t|symmetric)$/;
@@ -16,18 +22,24 @@ const NO = /^(?:no|n|not|false|f)$/;
 /** Brackets, functions and signs inside of one another. */
 const DEEPEST = 40;
 
-const unclear = () => new Error("this is neither a number nor a list of numbers.");
+const unclear = () => new Error("this could not be read as a number or a list of numbers; write it like 2 * 3^2, or like 0.5, 0.25.");
 const endless = () => new Error("not everything in this has a value that is a finite number.");
 
 /**
  * What a text may mean, the likeliest first: numbers, truth values, or lists of them. A comma may
  * stand between numbers, before thousands, or before decimals.
- * @param {string} text @returns {any[]}
+ * @param {string} text
+ * @param {Record<string, number>} letters what the letters of the question stand for, such as n in "4 n^2"
+ * @param {string[]} before words or signs that may stand before the number, such as "divide by"
+ * @returns {any[]}
  */
-export function readings(text) {
-  const written = SIGNS.reduce((all, [sign, plain]) => all.replace(sign, plain), text.toLowerCase()).trim();
+export function readings(text, letters = {}, before = []) {
+  const lowered = text.toLowerCase().replace(/[⁰¹²³⁴-⁹⁺⁻]+/g, (all) => `^(${[...all].map((each) => LOWERED[RAISED.indexOf(each)]).join("")})`);
+  let written = SIGNS.reduce((all, [sign, plain]) => all.replace(sign, plain), lowered).trim();
   if (!written) throw new Error("nothing is written.");
-  const said = truths(written);
+  written = written.slice(Math.max(0, ...before.filter((word) => written.startsWith(word)).map((word) => word.length)));
+  // Where letters have values, n is one of them and not a short no.
+  const said = Object.keys(letters).length ? null : truths(written);
   if (said) return [said];
   const plain = written.replace(/(\d)_(?=\d)/g, "$1").replace(MODULES, "").replace(ARRAYS, "").split(/([\n;,])/).map(unnamed).join("").trim();
   const found = [];
@@ -36,10 +48,12 @@ export function readings(text) {
     found.push(Number(plain.replace(apart, "")));
   }
   let reason = null;
-  const comma = plain.replace(DECIMAL_COMMA, "$1.");
-  for (const each of comma === plain || /\d\.\d/.test(plain) ? [plain] : [plain, comma]) {
+  const mayBe = [plain];
+  if (!/\d\.\d/.test(plain)) mayBe.push(plain.replace(DECIMAL_COMMA, "$1."));
+  if (!found.length) mayBe.push(plain.replace(THOUSANDS_COMMAS, (all) => all.replaceAll(",", "")));
+  for (const each of new Set(mayBe)) {
     try {
-      found.push(valueOf(each));
+      found.push(valueOf(each, letters));
     } catch (error) {
       reason ??= error;
     }
@@ -67,13 +81,18 @@ function truths(text) {
   return words.filter((word) => word !== "symmetric" && (YES.test(word) || NO.test(word))).map((word) => YES.test(word));
 }
 
-/** The value of a sum such as 2 * log(297), or of rows of them. @param {string} text */
-function valueOf(text) {
+/** The value of a sum such as 2 * log(297), or of rows of them. */
+function valueOf(text, letters) {
   const matches = [...text.matchAll(PIECES)];
   if (!matches.length || matches.map(([whole]) => whole).join("") !== text) throw unclear();
-  const pieces = matches.map(([, spaces, piece]) => ({ piece, apart: spaces !== "" }));
+  /** The letters of a product such as nd; other pieces as they are. */
+  const lettersOf = (piece) => (!Object.hasOwn(letters, piece) && [...piece].every((each) => Object.hasOwn(letters, each)) ? [...piece] : [piece]);
+  const pieces = matches.flatMap(([, spaces, piece]) => lettersOf(piece).map((each, i) => ({ piece: each, apart: i === 0 && spaces !== "" })));
   let at = 0;
   let depth = 0;
+  let percents = 0;
+  /** Whether there are numbers of a list with %, and such without. */
+  let kinds = new Set();
   const here = () => pieces[at]?.piece;
   const takes = (...wanted) => (wanted.includes(here()) ? pieces[at++].piece : undefined);
   const isNumber = (piece) => /^[\d.]/.test(piece ?? "");
@@ -107,7 +126,7 @@ function valueOf(text) {
         const row = lines.at(-1).at(-1);
         // Between two items stands something, a blank at least.
         if (row.length && ![",", "\n"].includes(pieces[at - 1].piece) && !begins()) throw unclear();
-        row.push(sum());
+        row.push(item());
       }
     }
     at += 1;
@@ -116,21 +135,37 @@ function valueOf(text) {
     if (!all.length) throw unclear();
     return all.length > 1 && all.some((row) => row.length > 1) ? all : all.flat();
   };
+  const item = () => {
+    const before = percents;
+    const found = sum();
+    if (typeof found === "number") kinds.add(percents > before);
+    return found;
+  };
   const primary = () => {
     const { piece } = pieces[at] ?? {};
     at += 1;
     if (piece === "(" || piece === "[") {
+      const kept = new Set(kinds);
       const found = nested(rows, piece === "(" ? ")" : "]");
-      return piece === "(" && found.length === 1 ? found[0] : found;
+      if (piece === "[" || found.length > 1) return found;
+      if (typeof found[0] === "number") kinds = kept; // A part of a number, and none of a list.
+      return found[0];
     }
     if (Object.hasOwn(FUNCTIONS, piece ?? "")) return number(FUNCTIONS[piece](number(nested(primary))));
     if (Object.hasOwn(CONSTANTS, piece ?? "")) return CONSTANTS[piece];
+    if (Object.hasOwn(letters, piece ?? "")) return letters[piece];
+    if (isName(piece)) throw new Error(`"${piece.slice(0, 20)}" has no value here; write its number.`);
     if (!isNumber(piece)) throw unclear();
     return number(Number(piece));
   };
   const power = () => {
-    const base = primary();
-    return takes("^", "**") ? number(number(base) ** number(nested(signed))) : base;
+    let value = primary();
+    if (takes("^", "**")) value = number(number(value) ** number(nested(signed)));
+    if (takes("%")) {
+      percents += 1;
+      value = number(number(value) / 100);
+    }
+    return value;
   };
   const signed = () => (takes("-") ? -number(nested(signed)) : takes("+") ? number(nested(signed)) : power());
   const product = () => {
@@ -152,5 +187,6 @@ function valueOf(text) {
   };
   const found = rows(undefined);
   if (at !== pieces.length + 1) throw unclear();
+  if (kinds.size > 1) throw new Error("some of the numbers have % and others have not; write all of them in one way.");
   return found.length > 1 ? found : found[0];
 }

@@ -5,7 +5,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { check, general } from "../src/answers.js";
 import { paint } from "../src/colours.js";
-import { BUILT_IN, complaint, decode, encode, matrixOf } from "../src/examples.js";
+import { BUILT_IN, complaint, decode, encode, matrixOf, numberOf } from "../src/examples.js";
 import { arraysOf, exampleOf } from "../src/files.js";
 import { shown, size, tsv, written } from "../src/format.js";
 import { Client, keyOf, unpacked } from "../src/host.js";
@@ -44,6 +44,9 @@ test("what is pasted", () => {
   const [example] = BUILT_IN;
   assert.match(complaint({ ...example, query: [[1, 2], [3]] }), /differ in length/);
   assert.match(complaint({ ...example, value: [[1]] }), /K has 5 rows and V 1/);
+  assert.deepEqual(matrixOf("1/4 −3/4; 0 1e1/2"), [[0.25, -0.75], [0, 5]]);
+  for (const text of ["", " ", "/", "1/", "/2", "1/2/3", "a"]) assert.ok(Number.isNaN(numberOf(text)), text);
+  assert.equal(numberOf("1/0"), Infinity);
   assert.match(complaint({ ...example, query: matrixOf("a b") }), /not a number/);
 });
 
@@ -51,6 +54,7 @@ test("numbers for reading", () => {
   assert.deepEqual([0.109496351547, 1, -0.5, null, 1e-9, 0.00004, 123456789.5].map((x) => written(x)),
     ["0.1095", "1", "−0.5000", "−∞", "1.00e−9", "4.00e−5", "1.23e+8"]);
   assert.equal(written(0.10949635154667202, 12), "0.109496351547");
+  assert.equal(written(-0.0041, 2), "0.00"); // No number is less than 0 and written as 0.
   assert.equal(size(4 * 131072 ** 2), "64 GiB");
   assert.equal(shown("a\n\u202eb\u0000"), "a⏎�b�");
   assert.equal(tsv([["a\tb", null], [1, 0.5]]), "a b\t-inf\n1\t0.5");
@@ -169,22 +173,28 @@ function alike(given, wanted, text) {
 
 test("answers are read as people write them", () => {
   for (const [text, wanted] of WRITTEN.read) alike(readings(text), wanted, text);
-  for (const text of WRITTEN.unclear) assert.throws(() => readings(text), /neither a number nor a list/, text);
+  for (const text of WRITTEN.unclear) assert.throws(() => readings(text), /could not be read as a number or a list/, text);
+  for (const text of WRITTEN.mixed) assert.throws(() => readings(text), /some of the numbers have %/, text);
+  for (const [text, name] of Object.entries(WRITTEN.nameless)) assert.throws(() => readings(text), { message: `"${name}" has no value here; write its number.` }, text);
+  assert.deepEqual(readings("8 σ²", { sigma: 2 }), [32]);
+  assert.deepEqual(readings("4 N² D", { n: 10, d: 3 }), [1200]);
+  assert.deepEqual(readings("4dn²", { n: 10, d: 3 }), [1200]);
+  assert.deepEqual(readings("Divided by 32", {}, ["by", "divided by"]), [32]);
   for (const text of WRITTEN.endless) assert.throws(() => readings(text), /a finite number/, text);
   for (const text of ["", " \n"]) assert.throws(() => readings(text), /nothing is written/);
-  assert.throws(() => readings(`${"(".repeat(10000)}1${")".repeat(10000)}`), /neither a number/);
-  assert.throws(() => readings(`${"-".repeat(100000)}1`), /neither a number/);
+  assert.throws(() => readings(`${"(".repeat(10000)}1${")".repeat(10000)}`), /could not be read/);
+  assert.throws(() => readings(`${"-".repeat(100000)}1`), /could not be read/);
 });
 
 test("of what a text may mean, the right one counts, then one of the form that is asked for", () => {
   const numbers = { right: [{ why: "so it is.", numbers: [0.25, 0.75] }], mistakes: [{ why: "the other way round.", numbers: [0.75, 0.25] }], near: 0.0051 };
   const said = (text) => check({ name: "003.2", numbers }, text);
-  assert.deepEqual(said("0,25; 0,75"), { right: true, why: "so it is." });
-  assert.deepEqual(said("0,75 0,25"), { right: false, why: "the other way round." });
-  assert.deepEqual(said("0,2 0,8"), { right: false, why: "2 of 2 numbers are off; the furthest is 0.8 at index 1." });
-  assert.deepEqual(said("0.25"), { right: false, why: "the answer has shape (); (2,) is asked for." });
-  assert.deepEqual(said("1e400, 1"), { right: false, why: "not everything in this has a value that is a finite number." });
-  assert.match(said("yes, no").why, /holds bool, not numbers/);
+  assert.deepEqual(said("0,25; 0,75"), { right: true, why: "so it is.", checked: true });
+  assert.deepEqual(said("0,75 0,25"), { right: false, why: "the other way round.", checked: true });
+  assert.deepEqual(said("0,2 0,8"), { right: false, why: "2 of 2 numbers are off; the furthest is 0.8 at index 1.", checked: true });
+  assert.deepEqual(said("0.25"), { right: false, why: "one number is given; 2 numbers are asked for.", checked: false });
+  assert.deepEqual(said("1e400, 1"), { right: false, why: "not everything in this has a value that is a finite number.", checked: false });
+  assert.match(said("yes, no").why, /yes and no are given; 2 numbers/);
   assert.equal(check({ name: "003.5", numbers: null }, "y n").right, true);
   assert.equal(check({ name: "003.5", numbers: null }, "n, n").right, false);
   assert.equal(check({ name: "003.4", numbers: null }, "1 1 1 1 1\n12 0 0 0 0").right, true);

@@ -1,6 +1,6 @@
 // The exercises of the classical texts, whose answers are checked in the page.
 
-import { html, useAsk, useLab, useState } from "../parts/lab.js";
+import { html, useAsk, useKept, useLab, useState } from "../parts/lab.js";
 import { Failure, Waiting } from "../parts/basics.js";
 import { check } from "../answers.js";
 
@@ -24,17 +24,21 @@ function remember(names) {
   }
 }
 
+const SIGNS = { right: "✓", wrong: "✗", "not checked": "?" };
+const verdictOf = ({ right, checked }) => (right ? "right" : checked ? "wrong" : "not checked");
+
 function Exercise({ name, title, question, answer: form, hint, solution, solved, numbers, done, onSolved }) {
   const { announce } = useLab();
-  const [text, setText] = useState("");
-  const [verdict, setVerdict] = useState(null);
-  const [help, setHelp] = useState(0);
+  // Exercises are worked out with other panels; what was written here is still there afterwards.
+  const [text, setText] = useKept(`answer ${name}`, "");
+  const [verdict, setVerdict] = useKept(`verdict ${name}`, null);
+  const [help, setHelp] = useKept(`help ${name}`, 0);
   const submit = (event) => {
     event.preventDefault();
     const next = check({ name, numbers }, text);
     setVerdict(next);
     if (next.right) onSolved(name);
-    announce(`${next.right ? "right" : "wrong"}: ${next.why}`);
+    announce(`${verdictOf(next)}: ${next.why}`);
   };
   const show = () => {
     setHelp(help + 1);
@@ -45,12 +49,13 @@ function Exercise({ name, title, question, answer: form, hint, solution, solved,
       <textarea rows="2" spellcheck=${false} value=${text} onInput=${(event) => setText(event.currentTarget.value)}></textarea></label>
       <button class="main" disabled=${!text.trim()}>Check</button>
       ${help < 2 && html` <button type="button" onClick=${show}>${help ? "Solution" : "Hint"}</button>`}</form>
-    ${verdict && html`<p class=${`answer ${verdict.right ? "right" : "wrong"}`}><span class="verdict">${verdict.right ? "✓ right" : "✗ wrong"}</span> ${verdict.why}</p>`}
+    ${verdict && html`<p class=${`answer ${verdictOf(verdict).replace(" ", "-")}`}><span class="verdict">${SIGNS[verdictOf(verdict)]} ${verdictOf(verdict)}</span> ${verdict.why}</p>`}
     ${help > 0 && html`<p class="hint"><b>Hint.</b> ${hint}</p>`}
     ${help > 1 && html`<p class="solution"><b>Solution.</b> ${solution} Answer: <code>${solved}</code></p>`}</li>`;
 }
 
 export function Exercises() {
+  const { set } = useLab();
   const { result, error } = useAsk("exercises");
   const [done, setDone] = useState(remembered);
   if (error) return html`<${Failure} error=${error} />`;
@@ -66,7 +71,12 @@ export function Exercises() {
     setDone([]);
     remember([]);
   };
-  return html`<p class="lead">Work them out by hand, or with the other panels. Two correct decimals are enough. Write a number or a sum such as <code>3 sqrt(2)</code>, a row such as <code>0.5, 0.25</code>, rows on lines of their own, with <code>;</code> between them or in brackets such as <code>[[1, 0], [0, 1]]</code>, or <code>yes</code> and <code>no</code>.</p>
+  const open = (event) => {
+    event.preventDefault();
+    set({ panel: "start", ex: "shared" });
+  };
+  return html`<p class="lead">Work them out by hand, or with the other panels. Two correct decimals are enough. Write a number or a sum such as <code>3 sqrt(2)</code>, also with letters of the question such as <code>n</code>, a row such as <code>0.5, 0.25</code>, rows on lines of their own, with <code>;</code> between them or in brackets such as <code>[[1, 0], [0, 1]]</code>, or <code>yes</code> and <code>no</code>.</p>
+    <p>The shared example is <a href="#start&ex=shared" onClick=${open}>Five tokens</a> of the panel Start, with its Q, K and V. Its rows are counted from 0.</p>
     <p class="progress">${count} of ${exercises.length} done.${count > 0 && html` <button type="button" onClick=${again}>Start again</button>`}</p>
     <ol class="exercises">${exercises.map((each) => html`<${Exercise} key=${each.name} ...${each} done=${done.includes(each.name)} onSolved=${onSolved} />`)}</ol>`;
 }

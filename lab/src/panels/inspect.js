@@ -19,6 +19,18 @@ const worded = (name) => name.replaceAll("_", " ");
 /** A head; of a single layer, whose number says nothing beside the name of what is shown, without it. */
 const nameOf = (layers, layer, head) => (layers.length > 1 ? `layer ${layer}, head ${head}` : `head ${head}`);
 
+/** What scores are that are no weight on one kind of key. */
+const SCORES = {
+  entropy: "Entropy, −Σ w log w of the weights w of a query, in nats: how widely it reads, 0 where one key has all",
+  max_weight: "The largest weight of a query: near 1 where it reads one key alone",
+  learned_sink: "Weight on a learned sink, a number of the model that takes its share beside the keys",
+  distance: "How many tokens lie between a query and the keys that it reads, the mean by their weights",
+  max_logit: "The largest score that a query gives a key, before the softmax",
+};
+
+/** What a score of a head is, as a sentence. */
+const aboutOf = (score, meanings) => SCORES[score] ?? `Weight on ${meanings[score]}`;
+
 /** Over how many queries the mean of a score goes, in words. */
 function meanOf(score, { counted, q_len: length }) {
   const count = counted[score];
@@ -83,9 +95,9 @@ function useBestKeys({ layer, head, query, qLen }) {
   return useAsk(query === undefined ? null : "head", qLen > PAGE ? { layer, head, first, count: PAGE } : { layer, head });
 }
 
-function TopKeys({ best: { result, error }, query, tokens, qLen, kvLen }) {
+function TopKeys({ best: { result, error, again }, query, tokens, qLen, kvLen }) {
   const { set } = useLab();
-  if (error) return html`<${Failure} error=${error} />`;
+  if (error) return html`<${Failure} error=${error} again=${again} />`;
   if (!result) return html`<${Waiting} what="the best keys" />`;
   const at = query - result.first;
   const isThere = at < result.count;
@@ -167,7 +179,7 @@ function NoWhatIf({ model }) {
 
 export function Inspect() {
   const { view, set, client } = useLab();
-  const { result: model, error } = useAsk("model");
+  const { result: model, error, again } = useAsk("model");
   const text = useRef(null);
   const { layers = [], notable = {} } = model ?? {};
   const chosen = (name) => (view[name] === UNCHOSEN ? notable[name] ?? 0 : view[name]);
@@ -175,7 +187,7 @@ export function Inspect() {
   const head = current && inside(chosen("head"), current.heads.length);
   const query = current && inside(chosen("query"), current.q_len);
   const best = useBestKeys({ layer: current?.index, head, query, qLen: current?.q_len });
-  if (error) return html`<p class="lead">Every head of a real model, and the map of its weights at any length.</p><${Failure} error=${error} />`;
+  if (error) return html`<p class="lead">Every head of a real model, and the map of its weights at any length.</p><${Failure} error=${error} again=${again} />`;
   if (!model) return html`<${Waiting} what="the record" />`;
   // Layers of another sequence than the text, as in a decoder, have tokens of their own, or none.
   const { index: layer, q_len: qLen, kv_len: kvLen, tokens = model.tokens } = current;
@@ -193,7 +205,7 @@ export function Inspect() {
       ${" "}${model.about}</p><p>${model.note}</p><${HowToRead} />
     ${client.host !== "export" && html`<${Shown} model=${model} />`}
     <${Choice} label="Heads coloured by" value=${score} onChange=${(to) => set({ score: to })} options=${scores.map((name) => [name, worded(name)])} />
-    <p class="faint" data-name="about-score">${model.meanings[score] ? `Weight on ${model.meanings[score]}. ` : ""}${meanOf(score, current)}.</p>
+    <p class="faint" data-name="about-score">${aboutOf(score, model.meanings)}. ${meanOf(score, current)}.</p>
     <${HeadGrid} layers=${layers} score=${score} layer=${layer} head=${head} onOpen=${read} />
     <${Glance} layers=${layers} layer=${layer} head=${head} onOpen=${read} />
     <h3 class="part">${layers.length > 1 ? `Layer ${layer}, head ${head}` : `Head ${head}`}${kind ? html` <span class="kind">${kind}</span>` : ""}</h3>

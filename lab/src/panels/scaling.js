@@ -53,8 +53,8 @@ function DrawBars({ title, weights, scores, kind }) {
 
 export function Scaling() {
   const { view, set } = useLab();
-  const { result, error } = useAsk("scaling");
-  if (error) return html`<${Failure} error=${error} />`;
+  const { result, error, again } = useAsk("scaling");
+  if (error) return html`<${Failure} error=${error} again=${again} />`;
   if (!result) return html`<${Waiting} what="the curve" />`;
   const curve = result.curve ?? result;
   const { query, keys } = result.draw;
@@ -87,7 +87,7 @@ export function Scaling() {
     <${DataTable} title="This draw" columns=${["", "not divided", "÷ √d_k"]} rows=${[
       { cells: ["largest weight", { x: Math.max(...sharp.weights) }, { x: Math.max(...even.weights) }] },
       { cells: ["entropy, nats", { x: sharp.entropy }, { x: even.entropy }] },
-      { cells: ["Σ p (1 − p)", { x: trace(sharp.weights) }, { x: trace(even.weights) }] }]} note="Entropy is in nats, units of the natural logarithm: 0 where one key has all the weight, log 5 = 1.609 where five have as much." />
+      { cells: ["Σ p (1 − p)", { x: trace(sharp.weights) }, { x: trace(even.weights) }] }]} note="Entropy is in nats, units of the natural logarithm: 0 where one key has all the weight, log 5 = 1.609 where five have as much. p (1 − p) is how fast the weight p of a key changes with its score: where the sum over the keys is near 0, no gradient reaches the scores." />
     <h3 class="part">Means of ${curve.draws.toLocaleString("en-US")} such draws</h3>
     <p class="key"><span class="swatch plain"></span> not divided <span class="swatch even"></span> divided by √d_k</p>
     <div class="charts">${MEASURES.map(([name, title, [min, max], ticks]) => html`<${Figure} key=${name} title=${title}>

@@ -1,6 +1,6 @@
 // The example: which one, its numbers as editable cells, and four figures that say what attention is.
 
-import { html, useLab, useExample, useRef, useState, edited, inside } from "../parts/lab.js";
+import { html, useLab, useExample, useLayoutEffect, useRef, useState, edited, inside } from "../parts/lab.js";
 import { ExampleBar } from "../parts/example.js";
 import { Block } from "../parts/basics.js";
 import { Grid, weightShare } from "../parts/grid.js";
@@ -21,6 +21,13 @@ function plainCopy({ tokens, query, key, value, scale }) {
   const rows = (matrix) => matrix.map((row) => [...row]);
   const usual = scale === undefined || Math.abs(scale * Math.sqrt(query[0].length) - 1) < 1e-12;
   return { tokens: [...tokens], query: rows(query), key: rows(key), value: rows(value), ...(usual ? {} : { scale }) };
+}
+
+/** Why numbers were refused, at the place where they were given, which may be at the end of the page. */
+function Refusal({ text }) {
+  const place = useRef(null);
+  useLayoutEffect(() => place.current.scrollIntoView({ block: "nearest" }), [text]);
+  return html`<p class="failure" role="alert" ref=${place}>${text}</p>`;
 }
 
 function Paste({ onGiven }) {
@@ -44,18 +51,22 @@ export function Start() {
   const file = useRef(null);
   const n = example.tokens.length;
 
-  /** Takes an example if the page can compute it. */
-  const use = (next) => {
+  const refuse = (at, text) => setError({ at, text });
+  /** Takes an example if the page can compute it; says why not where it was given. */
+  const use = (next, at) => {
     const reason = complaint(next);
-    setError(reason);
-    if (reason) return false;
+    setError(null);
+    if (reason) {
+      refuse(at, reason);
+      return false;
+    }
     set({ ...edited(next), token: inside(view.token, next.tokens.length) });
     return true;
   };
   const change = (alter) => {
     const next = plainCopy(example);
     alter(next);
-    return use(next);
+    return use(next, "cells");
   };
   const resize = (by) => {
     if (change((next) => {
@@ -74,9 +85,9 @@ export function Start() {
       if (client.host === "server") {
         await show(() => opened(given));
         set({ ex: "file", panel: given.size > SMALL ? "inspect" : "start", token: 0, ...NOTHING_CHOSEN });
-      } else use(exampleOf(await arraysOf(given)));
+      } else use(exampleOf(await arraysOf(given)), "own");
     } catch (reason) {
-      setError(`${given.name}: ${reason.message}`);
+      refuse("own", `${given.name}: ${reason.message}`);
     }
     file.current.value = "";
   };
@@ -88,7 +99,7 @@ export function Start() {
     <${Figures} />
     <h3 class="part">The example</h3>
     <${ExampleBar} />
-    ${error && html`<p class="failure" role="alert">${error}</p>`}
+    ${error?.at === "cells" && html`<${Refusal} text=${error.text} />`}
     ${!fixed && html`<div class="tokens-edit" role="group" aria-label="Tokens">${example.tokens.map((token, i) => html`<label key=${i}><span class="unseen">Token ${i}</span>
       <input value=${token} size=${Math.max(3, Math.min(12, shown(token).length))} maxlength="40"
         onChange=${(event) => change((next) => { next.tokens[i] = event.currentTarget.value; })} /></label>`)}
@@ -102,8 +113,9 @@ export function Start() {
       <${Grid} title="Output" kind="output" values=${rows.map((row) => row.output)} rows=${rows.map(rowName)} selected=${[inside(view.token, rows.length), null]} onSelect=${(token) => set({ token })} />
     </div>
     <${Block} title="Your own" class="own"><p>Edit the cells of Q, K and V, paste numbers into one of them, or bring a file. The address of this page holds what you typed: send it as a link.</p>
-      <div class="row"><${Paste} onGiven=${use} />
+      <div class="row"><${Paste} onGiven=${(next) => use(next, "own")} />
         <label class="button">Read a safetensors or npz file<input ref=${file} type="file" accept=".safetensors,.npz" onChange=${read} /></label></div>
+      ${error?.at === "own" && html`<${Refusal} text=${error.text} />`}
       <p class="faint">${client.host === "server"
       ? html`A file holds q, k and v. Up to ${LONGEST} tokens are shown number by number; longer ones in the panel Inspect.`
       : html`A file holds q, k and v of at most ${LONGEST} tokens; of more dimensions the first is taken. It is read in this page and goes nowhere. For longer ones: <code>qkv lab FILE</code>.`}</p></${Block}>`;

@@ -46,7 +46,8 @@ export function Tiles() {
 
   return html`<p class="lead">Softmax seems to need the whole row: its largest score and its sum. It does not. Read a block of keys at a time, and when a larger score comes, shrink what was added so far.</p>
     <${ExampleBar} />
-    <div class="row"><${Whole} label="Keys in a block" value=${block} least=${1} most=${n} onChange=${(to) => set({ block: to, tile: 0 })} /></div>
+    <div class="row"><${Whole} label=${`Keys in a block, 1 to ${n}`} value=${block} least=${1} most=${n} onChange=${(to) => set({ block: to, tile: 0 })} />
+      ${view.block > n && html`<p class="faint" data-name="too-long">Blocks of ${view.block} keys were chosen; there are ${n} keys here, so ${n} are taken.</p>`}</div>
     <${Stepper} at=${at} length=${states.length} what="block" onStep=${(tile) => set({ tile })} />
     <div class="strip" role="img" aria-label=${`Keys ${state.start} to ${state.stop - 1} of ${n} are read now`}>${row.scores.map((score, j) => {
       const read = j < state.stop;

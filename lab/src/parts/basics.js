@@ -130,27 +130,49 @@ export function Select({ label, options, value, onChange }) {
     </select></label>`;
 }
 
+/** What is said of a number that cannot be taken as it was given. */
+const limited = (given, taken, least, most) => {
+  const grouped = (x) => x.toLocaleString("en-US", { maximumFractionDigits: 12 });
+  const reason = given > most ? `more than ${grouped(most)}, the largest number here` : given < least ? `less than ${grouped(least)}, the smallest number here` : "no whole number";
+  return `${grouped(given)} is ${reason}; ${grouped(taken)} is taken.`;
+};
+
 /**
  * A field for a whole number, which is given on Enter or when the field is left. What is being typed
- * stays as it is until then, also when the page is drawn again in between.
+ * stays as it is until then, also when the page is drawn again in between. Of a number that cannot
+ * be taken the nearest one is, and that is said until another is typed or comes from elsewhere.
  */
 export function WholeField({ value, least, most, onChange, ...others }) {
+  const { announce } = useLab();
   const [typed, setTyped] = useState(null);
+  const [said, setSaid] = useState(null);
   const give = (event) => {
     const text = event.currentTarget.value;
-    const given = Math.round(Number(text));
+    const given = Number(text);
     setTyped(null);
-    if (text !== "" && Number.isFinite(given)) onChange(Math.min(most, Math.max(least, given)));
+    if (text === "" || !Number.isFinite(given)) return;
+    const taken = Math.min(most, Math.max(least, Math.round(given)));
+    if (taken !== given) {
+      const words = limited(given, taken, least, most);
+      setSaid({ words, taken });
+      announce(words);
+    }
+    onChange(taken);
+  };
+  const type = (event) => {
+    setSaid(null);
+    setTyped(event.currentTarget.value);
   };
   return html`<input type="number" inputmode="numeric" min=${least} max=${most} step="1" value=${typed ?? value}
-    onInput=${(event) => setTyped(event.currentTarget.value)} onChange=${give} onBlur=${() => setTyped(null)}
-    onKeyDown=${(event) => event.key === "Enter" && give(event)} ...${others} />`;
+    onInput=${type} onChange=${give} onBlur=${() => setTyped(null)}
+    onKeyDown=${(event) => event.key === "Enter" && give(event)} ...${others} />
+    ${said?.taken === value && html`<span class="limit">${said.words}</span>`}`;
 }
 
 /** A whole number with its name. */
 export function Whole({ label, ...field }) {
   return html`<label class="field"><span>${label}</span>
-    <${WholeField} ...${field} /></label>`;
+    <${WholeField} aria-label=${label} ...${field} /></label>`;
 }
 
 /** Back and forth through steps, also with the left and right keys. */
@@ -165,8 +187,9 @@ export function Stepper({ at, length, onStep, what = "step" }) {
   </div>`;
 }
 
-/** What went wrong, and what to do. */
-export const Failure = ({ error }) => html`<div class="failure" role="alert">
-  <p>${error.message}</p>${error.action && html`<p class="faint">${error.action}</p>`}</div>`;
+/** What went wrong, and what to do; `again` asks for the same once more. */
+export const Failure = ({ error, again }) => html`<div class="failure" role="alert">
+  <p>${error.message}</p>${error.action && html`<p class="faint">${error.action}</p>`}
+  ${again && html`<p><button type="button" onClick=${again}>Compute it again</button></p>`}</div>`;
 
 export const Waiting = ({ what }) => html`<p class="faint waiting" role="status">Python computes ${what} …</p>`;

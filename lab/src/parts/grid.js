@@ -3,7 +3,7 @@
 import { html, useLayoutEffect, useLab, useRef, useState, inside } from "./lab.js";
 import { Block, Num } from "./basics.js";
 import { paint } from "../colours.js";
-import { LARGEST } from "../examples.js";
+import { LARGEST, numberOf } from "../examples.js";
 import { shown } from "../format.js";
 import { matrixSvg } from "../picture.js";
 
@@ -60,13 +60,13 @@ export function Grid({
     setEditing({ i, j, text, typed });
   };
   const take = (i, j, given) => {
-    const x = Number(given.replace("−", "-").replace(",", "."));
+    const x = numberOf(given.replace(/,/g, "."));
     if (given !== "" && Math.abs(x) <= LARGEST) {
       if (x !== values[i][j]) onEdit(i, j, x);
       return;
     }
     const what = given === "" ? "An empty cell is no number" : `“${given.slice(0, 40)}” is no number${Number.isNaN(x) ? "" : " that a cell can hold, from -1e100 to 1e100"}`;
-    const reason = `${what}: ${rows[i]}, column ${names[j]} stays ${values[i][j]}. Write one such as 0.5.`;
+    const reason = `${what}: ${rows[i]}, column ${names[j]} stays ${values[i][j]}. Write one such as 0.5 or 1/3.`;
     setRefused(reason);
     announce(reason);
   };

@@ -10,17 +10,19 @@ export { useEffect, useLayoutEffect, useMemo, useRef, useState };
 export const html = htm.bind(h);
 export const Lab = createContext(null);
 
-/** @returns {{view: typeof import("../view.js").DEFAULTS, set: Function, client: import("../host.js").Client, theme: "light"|"dark", announce: (text: string) => void, keys: Map<string, Function>}} */
+/** @returns {{view: typeof import("../view.js").DEFAULTS, set: Function, client: import("../host.js").Client, theme: "light"|"dark", announce: (text: string) => void, keys: Map<string, Function>, kept: Map<string, any>}} */
 export const useLab = () => useContext(Lab);
 
 /**
- * The result of a method of the host, undefined until it is there.
+ * The result of a method of the host, undefined until it is there; with an error, where Python could
+ * answer, a function that asks again.
  * @param {string|null} method null asks nothing
  */
 export function useAsk(method, params = {}) {
   const { client } = useLab();
   const text = JSON.stringify([client.opening, method, params]);
   const [state, setState] = useState({});
+  const [tries, setTries] = useState(0);
   const now = method ? client.given(method, params) : undefined;
   useEffect(() => {
     if (!method || now !== undefined) return undefined;
@@ -30,9 +32,14 @@ export function useAsk(method, params = {}) {
       (error) => open && setState({ for: text, error }),
     );
     return () => { open = false; };
-  }, [text]);
+  }, [text, tries]);
   if (now !== undefined) return { result: now };
-  return state.for === text ? state : { pending: Boolean(method) };
+  if (state.for !== text) return { pending: Boolean(method) };
+  const again = () => {
+    setState({});
+    setTries(tries + 1);
+  };
+  return state.error && client.host !== "export" ? { ...state, again } : state;
 }
 
 /** Keys of the panel that is shown, beside those of the page. @param {Record<string, Function>} handlers */
@@ -45,6 +52,16 @@ export function useKeys(handlers) {
       if (keys.get(key) === each) keys.delete(key);
     });
   });
+}
+
+/** As useState, of something that a reader typed: it is still there after another panel was shown. */
+export function useKept(name, first) {
+  const { kept } = useLab();
+  const [value, setValue] = useState(kept.has(name) ? kept.get(name) : first);
+  return [value, (next) => {
+    kept.set(name, next);
+    setValue(next);
+  }];
 }
 
 /** The examples of the host, then those of the page that it does not have. */

@@ -1,13 +1,13 @@
 // What the panel Inspect shows, and how to show something else: what comes with qkv, a file, a text.
 
-import { html, useLab, useState } from "./lab.js";
+import { html, useKept, useLab, useState } from "./lab.js";
 import { Failure, Select } from "./basics.js";
 import { opened } from "../host.js";
 import { NOTHING_CHOSEN } from "../view.js";
 
 export function Shown({ model }) {
   const { client, show, set, announce } = useLab();
-  const [text, setText] = useState("");
+  const [text, setText] = useKept("text for Inspect", model.text ?? "");
   const [state, setState] = useState({});
   const choose = async (bring) => {
     setState({ pending: true });

@@ -12,7 +12,8 @@ from typing import Any
 
 from qkv.declarations import checked
 from qkv.errors import ArgumentError
-from qkv.exercises.answers import NAMES, Verdict, verdict_on
+from qkv.exercises.answers import NAMES, verdict_on
+from qkv.exercises.verdict import Verdict
 
 __all__ = ["EXERCISES", "Exercise", "Verdict", "check"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cache
 from math import log, sqrt
 from typing import Any
@@ -11,142 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arrays.views import view
 from qkv.classical import ScaledDotProductAttention
-from qkv.errors import QkvError
+from qkv.exercises.verdict import NotNumbersError, Numbers, Verdict, numbers_in
 from qkv.exercises.written import UnreadableError, readings
 from qkv.inspection.traces.steps import softmax
 from qkv.ledger import attention_operations, ledger
 from qkv.samples import shared_example
 
-__all__ = ["NAMES", "Verdict", "numbers_of", "verdict_on"]
+__all__ = ["NAMES", "numbers_of", "verdict_on"]
 
 Array = NDArray[np.float64]
-
-_NEAR = 0.0051
-"""Half a unit of the second decimal, and a little for numbers whose third decimal is 5."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Whether an answer is right, and why.
-
-    Attributes
-    ----------
-    right : bool
-    why : str
-        In one or two sentences.
-
-    Examples
-    --------
-    >>> import qkv
-    >>> print(qkv.exercises.check("003.2", 0.0))
-    wrong: the answer has shape (); (5,) is asked for.
-    """
-
-    right: bool
-    why: str
-
-    def __bool__(self) -> bool:
-        return self.right
-
-    def __str__(self) -> str:
-        return f"{'right' if self.right else 'wrong'}: {self.why}"
-
-
-class _NotNumbersError(Exception):
-    """An answer of another form than was asked for; its text is the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """The numbers of a right answer, and those of usual mistakes.
-
-    Attributes
-    ----------
-    right : array, or nested lists
-    why : str
-        What a right answer is told.
-    mistakes : dict of str to array
-        Numbers that are wrong, by the reason.
-    near : float
-        By how much a right number may be off.
-    too : dict of str to array
-        Other numbers that are right, by what they are told.
-    """
-
-    right: Any
-    why: str
-    mistakes: dict[str, Any]
-    near: float = _NEAR
-    too: dict[str, Any] = field(default_factory=dict)
-
-    def check(self, answer: Any) -> Verdict:
-        """Right if all numbers are near; else a usual mistake, or what is furthest off."""
-        wanted = np.asarray(self.right, np.float64)
-        given = _numbers(answer, wanted.shape)
-        for why, right in {self.why: wanted, **self.too}.items():
-            if np.abs(given - right).max() <= self.near:
-                return Verdict(True, why)
-        for reason, wrong in self.mistakes.items():
-            if np.abs(given - np.asarray(wrong)).max() <= self.near:
-                return Verdict(False, reason)
-        if wanted.ndim == 0:
-            side = "small" if given < wanted else "large"
-            return Verdict(False, f"{float(given):g} is too {side}.")
-        off = np.abs(given - wanted)
-        where = tuple(int(i) for i in np.unravel_index(int(off.argmax()), off.shape))
-        count, place = int((off > self.near).sum()), _place(where)
-        return Verdict(
-            False,
-            f"{count} of {off.size} numbers are off; "
-            f"the furthest is {given[where]:.4g} at {place}.",
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain lists, for a page that checks answers itself."""
-
-        def listed(numbers: dict[str, Any]) -> list[dict[str, Any]]:
-            return [
-                {"why": why, "numbers": np.asarray(some, np.float64).tolist()}
-                for why, some in numbers.items()
-            ]
-
-        right = listed({self.why: self.right, **self.too})
-        return {"right": right, "mistakes": listed(self.mistakes), "near": self.near}
-
-
-def _numbers(answer: Any, shape: tuple[int, ...]) -> Array:
-    """An answer as float64 numbers of a shape, all of them finite."""
-    if hasattr(answer, "get_array"):  # An image, as matplotlib's imshow returns it.
-        answer = np.ma.filled(answer.get_array().astype(np.float64), np.nan)
-    if isinstance(answer, bool | np.bool_):
-        raise _NotNumbersError("the answer is True or False; pass numbers.")
-    plain = isinstance(answer, list | tuple | int | float | np.generic)
-    try:
-        array = np.asarray(answer) if plain else view(answer, "answer")
-    except (ValueError, TypeError, RuntimeError, QkvError):
-        raise _NotNumbersError(
-            f"the answer is no array of numbers of shape {shape}; it is of type "
-            f"{type(answer).__name__}, or its rows differ in length."
-        ) from None
-    if array.dtype.kind not in "iuf" and array.dtype.name != "bfloat16":
-        raise _NotNumbersError(f"the answer holds {array.dtype}, not numbers.")
-    if array.shape != shape:
-        raise _NotNumbersError(f"the answer has shape {array.shape}; {shape} is asked for.")
-    numbers = array.astype(np.float64)
-    if not np.isfinite(numbers).all():
-        first = tuple(int(i) for i in np.argwhere(~np.isfinite(numbers))[0])
-        where = f" at {_place(first)}" if first else ""
-        raise _NotNumbersError(f"the answer has {numbers[first]}{where}; numbers are asked for.")
-    return numbers
-
-
-def _place(where: tuple[int, ...]) -> str:
-    """An index as it is read, from 0 on."""
-    if len(where) == 2:
-        return f"row {where[0]}, column {where[1]}"
-    return f"index {', '.join(map(str, where))}"
 
 
 def _weights(q: Array, k: Array, scale: float) -> Array:
@@ -259,6 +132,8 @@ def _variance() -> Numbers:
             "each term is a product of two entries, whose variance is sigma^4, not sigma^2.": 16.0,
             "1024 is the variance of the scores; divide by its root.": 1024.0,
         },
+        letters={"sigma": 2.0, "d_k": 64.0, "dk": 64.0, "d": 64.0},
+        before=("/", "by", "divide by", "divided by"),
     )
 
 
@@ -275,6 +150,7 @@ def _operations() -> Numbers:
             "this is half: two products, and a multiply-add counts as two.": 2 * n * n * d,
         },
         near=0.5,
+        letters={"n": float(n), "d": float(d)},
         too={
             "counted one by one, with the softmax; the two products take 4 n^2 d.": int(
                 ledger(n, n, d, d).total
@@ -306,7 +182,7 @@ def _dictionary() -> Numbers:
 
 
 def _entropy(answer: Any) -> Verdict:
-    scores = _numbers(answer, (2, 5))
+    scores = numbers_in(answer, (2, 5))
     high, low = softmax(scores).entropy
     entropies = f"the entropies are {high:.3f} and {low:.3f} nats"
     if high < 0.99 * log(5):
@@ -327,7 +203,7 @@ def _entropy(answer: Any) -> Verdict:
 def _same_projection(answer: Any) -> Verdict:
     given = list(answer) if isinstance(answer, list | tuple | np.ndarray) else []
     if len(given) != 2 or not all(isinstance(each, bool | np.bool_) for each in given):
-        raise _NotNumbersError(
+        raise NotNumbersError(
             "two of yes and no are asked for, for the scores and then for the weights; in Python "
             "True and False."
         )
@@ -367,19 +243,25 @@ def numbers_of(name: str) -> Numbers | None:
 def verdict_on(name: str, answer: Any) -> Verdict:
     """Whether an answer is right; of what a text may mean, what is right, or of the form asked for.
 
-    An answer of another form is wrong, not an error.
+    An array of another form is wrong, not an error; a text of another form is not checked, since it
+    may have been meant in another way than it was read.
     """
-    try:
-        meanings = readings(answer) if isinstance(answer, str) else [answer]
-    except UnreadableError as reason:
-        return Verdict(False, str(reason))
     numbers = numbers_of(name)
     check = _OTHERS[name] if numbers is None else numbers.check
+    is_text = isinstance(answer, str)
+    try:
+        meanings = _readings(answer, numbers) if is_text else [answer]
+    except UnreadableError as reason:
+        return Verdict(False, str(reason), checked=False)
     formed: list[Verdict] = []
     others: list[Verdict] = []
     for each in meanings:
         try:
             formed.append(check(each))
-        except _NotNumbersError as reason:
-            others.append(Verdict(False, str(reason)))
+        except NotNumbersError as reason:
+            others.append(Verdict(False, str(reason), checked=not is_text))
     return next((each for each in formed if each), [*formed, *others][0])
+
+
+def _readings(text: str, numbers: Numbers | None) -> list[Any]:
+    return readings(text) if numbers is None else readings(text, numbers.letters, numbers.before)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -19,19 +19,22 @@ _FUNCTIONS: dict[str, Callable[[float], float]] = {
 }  # fmt: skip
 _CONSTANTS = {"pi": math.pi, "e": math.e}
 _PIECES = re.compile(
-    r"( *)([0-9]+\.?[0-9]*(?:e[-+]?[0-9]+)?|\.[0-9]+(?:e[-+]?[0-9]+)?|log(?:2|10)(?=\()|[a-z]+|\*\*"
-    r"|[-+*/^()\[\],;\n])"
+    r"( *)([0-9]+\.?[0-9]*(?:e[-+]?[0-9]+)?|\.[0-9]+(?:e[-+]?[0-9]+)?|log(?:2|10)(?=\()"
+    r"|[a-z]+(?:_[a-z]+)*|\*\*|[-+*/^%()\[\],;\n])"
 )
 _SIGNS = (
-    ("[−–]", "-"), ("[×·⋅]", "*"), ("÷", "/"), ("√", "sqrt"), ("π", "pi"), ("≈", "="),
-    (r"[^\S\n]", " "),
+    ("[−–‐‑‒﹣－]", "-"), ("[×·⋅∙∗]", "*"), ("[÷∕⁄]", "/"), ("√", "sqrt "), ("π", "pi"),
+    ("[σς]", "sigma"), ("[≈~]", "="), (r"[^\S\n]", " "), (r"per ?cent\b", "%"),
+    (r"(?<=[0-9.)%]) *x *(?=[0-9.(])", "*"),
 )  # fmt: skip
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
 _MODULES = r"\b(?:np|numpy|math|torch|jnp)\."
 _ARRAYS = r"\b(?:array|asarray|tensor)(?= *\()"
 _WITH_THOUSANDS = (
     r"[-+]?[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+|(?:'[0-9]{3})+|(?: [0-9]{3})+)(?:\.[0-9]+)?"
     r"|[-+]?[1-9][0-9]{0,2}(?:\.[0-9]{3}){2,}"
 )
+_THOUSANDS_COMMAS = r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])"
 _DECIMAL_COMMA = r"([0-9]),(?=[0-9])"
 _WORDS = (
     r"yes|no|y|n|true|false|t|f|not|symmetric|scores?|weights?|is|are|the|matrix|and|but|they|it|of"
@@ -46,10 +49,18 @@ class UnreadableError(Exception):
     """A text that is no answer; it says why."""
 
 
-def readings(text: str) -> list[Any]:
+def readings(text: str, letters: Mapping[str, float] = {}, before: Sequence[str] = ()) -> list[Any]:
     """What a text may mean, the likeliest first: numbers, truth values, or lists of them.
 
     A comma may stand between numbers, before thousands, or before decimals.
+
+    Parameters
+    ----------
+    text : str
+    letters : mapping of str to float
+        What the letters of the question stand for, such as n in "4 n^2".
+    before : sequence of str
+        Words or signs that may stand before the number, such as "divide by".
 
     Raises
     ------
@@ -60,16 +71,22 @@ def readings(text: str) -> list[Any]:
     --------
     >>> readings("c = 2log(2) + np.exp(0)"), readings("1 0.5; 1 0.75"), readings("y, n")
     ([2.386294361119891], [[[1.0, 0.5], [1.0, 0.75]]], [[True, False]])
+    >>> readings("4 n² × 2", {"n": 10.0}), readings("÷ 32", before=["/"])
+    ([800.0], [32.0])
     >>> readings("1,234")
     [1234.0, [1.0, 234.0], 1.234]
     """
-    written = text.lower()
+    written = re.sub(
+        "[⁰¹²³⁴-⁹⁺⁻]+", lambda match: f"^({match[0].translate(_RAISED)})", text.lower()
+    )
     for sign, plain in _SIGNS:
         written = re.sub(sign, plain, written)
     written = written.strip()
     if not written:
         raise UnreadableError("nothing is written.")
-    said = _truths(written)
+    written = written[max((len(word) for word in before if written.startswith(word)), default=0) :]
+    # Where letters have values, n is one of them and not a short no.
+    said = None if letters else _truths(written)
     if said is not None:
         return [said]
     plain = re.sub("([0-9])_(?=[0-9])", r"\1", written)
@@ -79,11 +96,15 @@ def readings(text: str) -> list[Any]:
     if re.fullmatch(_WITH_THOUSANDS, plain):
         apart = r"\." if re.match(r"[-+]?[0-9]+(?:\.[0-9]{3}){2}", plain) else "[,' ]"
         found.append(float(re.sub(apart, "", plain)))
-    comma = re.sub(_DECIMAL_COMMA, r"\1.", plain)
+    may_be = [plain]
+    if not re.search(r"[0-9]\.[0-9]", plain):
+        may_be.append(re.sub(_DECIMAL_COMMA, r"\1.", plain))
+    if not found:
+        may_be.append(re.sub(_THOUSANDS_COMMAS, lambda match: match[0].replace(",", ""), plain))
     reason = None
-    for each in [plain] if comma == plain or re.search(r"[0-9]\.[0-9]", plain) else [plain, comma]:
+    for each in dict.fromkeys(may_be):
         try:
-            found.append(_Reader(each).value())
+            found.append(_Reader(each, letters).value())
         except UnreadableError as error:
             reason = reason or error
     if not found:
@@ -126,13 +147,17 @@ def _truth(clause: list[str]) -> bool | None:
 
 
 def _unclear() -> UnreadableError:
-    return UnreadableError("this is neither a number nor a list of numbers.")
+    return UnreadableError(
+        "this could not be read as a number or a list of numbers; write it like 2 * 3^2, or like "
+        "0.5, 0.25."
+    )
 
 
 class _Reader:
     """The value of a sum such as 2 * log(297), or of rows of them."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, letters: Mapping[str, float]) -> None:
+        self.letters = letters
         self.pieces: list[str] = []
         self.apart: list[bool] = []
         end = 0
@@ -140,16 +165,28 @@ class _Reader:
             if match.start() != end:
                 raise _unclear()
             end = match.end()
-            self.apart.append(bool(match[1]))
-            self.pieces.append(match[2])
+            some = self.letters_of(match[2])
+            self.apart += [bool(match[1]), *[False] * (len(some) - 1)]
+            self.pieces += some
         if not self.pieces or end != len(text):
             raise _unclear()
-        self.at = self.depth = 0
+        self.at = self.depth = self.percents = 0
+        self.kinds: set[bool] = set()
+        """Whether there are numbers of a list with %, and such without."""
+
+    def letters_of(self, piece: str) -> list[str]:
+        """The letters of a product such as nd; other pieces as they are."""
+        is_product = piece not in self.letters and all(each in self.letters for each in piece)
+        return list(piece) if is_product else [piece]
 
     def value(self) -> Any:
         found = self.rows("")
         if self.at != len(self.pieces) + 1:
             raise _unclear()
+        if len(self.kinds) > 1:
+            raise UnreadableError(
+                "some of the numbers have % and others have not; write all of them in one way."
+            )
         return found if len(found) > 1 else found[0]
 
     @property
@@ -193,7 +230,7 @@ class _Reader:
                 # Between two items stands something, a blank at least.
                 if row and self.pieces[self.at - 1] not in (",", "\n") and not self.begins():
                     raise _unclear()
-                row.append(self.sum())
+                row.append(self.item())
         self.at += 1
         full = [some for line in lines if (some := [row for row in line if row])]
         # Of several lines each is a row; of one the parts between semicolons are.
@@ -203,6 +240,13 @@ class _Reader:
         if len(found) > 1 and any(len(row) > 1 for row in found):
             return found
         return list(chain(*found))
+
+    def item(self) -> Any:
+        percents = self.percents
+        found = self.sum()
+        if isinstance(found, float):
+            self.kinds.add(self.percents > percents)
+        return found
 
     def nested(self, part: Callable[..., Any], *given: str) -> Any:
         self.depth += 1
@@ -216,21 +260,33 @@ class _Reader:
         piece = self.here
         self.at += 1
         if piece in ("(", "["):
+            kinds = self.kinds.copy()
             found: list[Any] = self.nested(self.rows, ")" if piece == "(" else "]")
-            return found[0] if piece == "(" and len(found) == 1 else found
+            if piece == "[" or len(found) > 1:
+                return found
+            if isinstance(found[0], float):
+                self.kinds = kinds  # a part of a number, and none of a list
+            return found[0]
         if piece in _FUNCTIONS:
             return _computed(_FUNCTIONS[piece], self.nested(self.primary))
         if piece in _CONSTANTS:
             return _CONSTANTS[piece]
+        if piece in self.letters:
+            return float(self.letters[piece])
+        if _is_name(piece):
+            raise UnreadableError(f'"{piece[:20]}" has no value here; write its number.')
         if not _is_number(piece):
             raise _unclear()
         return _computed(float, float(piece))
 
     def power(self) -> Any:
-        base = self.primary()
+        value = self.primary()
         if self.takes("^", "**"):
-            return _computed(math.pow, base, self.nested(self.signed))
-        return base
+            value = _computed(math.pow, value, self.nested(self.signed))
+        if self.takes("%"):
+            self.percents += 1
+            value = _computed(lambda x: x / 100, value)
+        return value
 
     def signed(self) -> Any:
         if self.takes("-"):

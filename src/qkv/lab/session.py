@@ -237,6 +237,7 @@ class Session:
             **plain(summary),
             "can_intervene": source is not None and source.intervene is not None,
             "can_read": source is not None and source.read is not None,
+            "text": None if source is None else source.text,
             "notable": notable_place(heads),
             "others": [{"what": what, "title": printable(title, 200)} for what, title in others],
         }

@@ -186,6 +186,28 @@ def test_two_widgets_of_one_notebook_are_apart(chromium: Any) -> None:
     context.close()
 
 
+def test_what_was_stopped_is_computed_again_by_a_button(served: Any) -> None:
+    stopped = []
+
+    def answer(route: Any) -> None:
+        asked = route.request.post_data_json
+        if asked["method"] != "scaling" or stopped:
+            route.continue_()
+            return
+        stopped.append(asked["id"])
+        error = {"message": "it was stopped.", "action": None}
+        route.fulfill(status=409, json={"id": asked["id"], "ok": False, "error": error})
+
+    served.page.route("**/call", answer)
+    page = served.open("scaling")
+    page.wait_for_selector('[role="alert"]')
+    page.click("text=Compute it again")
+    page.wait_for_selector('table:has-text("largest weight")', timeout=60_000)
+    assert len(stopped) == 1
+    assert all("409" in error for error in served.errors)
+    served.errors.clear()
+
+
 def test_a_long_job_shows_how_far_it_is_and_is_stopped(served: Any, tmp_path: Path) -> None:
     """A minute or more of work, which is stopped in its first seconds."""
     path = tmp_path / "long.npz"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,17 @@ def test_every_head_of_the_sample_opens(opened: Any, sample_page: Path) -> None:
     # The title has the number of the layer in its model, and the page counts no other.
     assert "layer 1 of 0..5" in page.inner_text("main .lead")
     assert "layer 0" not in page.inner_html("main").lower()
+    assert lab.errors == []
+
+
+def test_every_score_of_the_heads_is_explained(opened: Any, tiny_page: Path) -> None:
+    """A student who has not met entropy or a sink reads what it is where it is chosen."""
+    lab = opened(tiny_page)
+    page = lab.open("inspect")
+    for label in page.locator('fieldset:has(legend:text-is("Heads coloured by")) label').all():
+        label.click()
+        said = page.inner_text('[data-name="about-score"]')
+        assert re.match(r"(Weight on|How |The |Entropy)[^.]+\. (Mean|The largest) of ", said), said
     assert lab.errors == []
 
 

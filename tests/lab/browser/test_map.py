@@ -170,6 +170,27 @@ def test_inspect_opens_the_sample_and_then_a_text_of_the_reader(bare: Lab) -> No
     assert bare.errors == []
 
 
+def test_a_text_that_was_read_stays_in_its_field(bare: Lab) -> None:
+    """So that one word of it can be changed; also in another panel, and in a page loaded again."""
+    page = bare.open("inspect")
+    page.wait_for_selector(".shown")
+    page.select_option(".examplebar select", "tiny")
+    page.wait_for_selector(".whatif")
+    text = "the cat sat. the cat sat."
+    page.fill(".own-text textarea", text)
+    page.click("text=Read it")
+    page.wait_for_selector(f'.lead:has-text("{len(text)} queries")')
+    assert page.input_value(".own-text textarea") == text
+    page.fill(".own-text textarea", "not yet read")
+    bare.open("start")
+    bare.open("inspect")
+    assert page.input_value(".own-text textarea") == "not yet read"
+    page.reload()
+    page.wait_for_selector(".own-text textarea")
+    assert page.input_value(".own-text textarea") == text
+    assert bare.errors == []
+
+
 READ = """(text) => {
     const words = [...document.querySelectorAll(".words span")].map((each) => each.textContent);
     const key = document.querySelector('.bars[aria-label="Best keys"] dt .faint')?.textContent;

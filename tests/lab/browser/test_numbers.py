@@ -144,6 +144,11 @@ def test_saturation(lab: Any) -> None:
     )
 
 
+def test_what_the_curves_measure_is_explained(lab: Any) -> None:
+    page = lab.open("scaling")
+    assert "p (1 − p) is how fast" in page.inner_text('section:has(h3:text-is("This draw"))')
+
+
 def test_the_draw_is_of_dot_products(lab: Any) -> None:
     query, *keys = np.random.default_rng(0).normal(size=(6, 1024)).round(3)
     for d_k in (1, 3, 1024):

@@ -55,6 +55,9 @@ HELD = "that a cell can hold, from -1e100 to 1e100"
         ("1e400", f"“1e400” is no number {HELD}: The, column 0 stays 1."),
         ("-1e101", f"“-1e101” is no number {HELD}: The, column 0 stays 1."),
         ("", "An empty cell is no number: The, column 0 stays 1."),
+        ("1/0", f"“1/0” is no number {HELD}: The, column 0 stays 1."),
+        ("1/", "“1/” is no number: The, column 0 stays 1."),
+        ("1/2/3", "“1/2/3” is no number: The, column 0 stays 1."),
     ],
 )
 def test_a_cell_says_why_it_stays_as_it_is(lab: Any, typed: str, why: str) -> None:
@@ -71,6 +74,18 @@ def test_a_cell_says_why_it_stays_as_it_is(lab: Any, typed: str, why: str) -> No
     assert page.query_selector(".matrices .failure") is None
 
 
+@pytest.mark.parametrize(
+    ("typed", "number"), [("1/3", 1 / 3), ("-2 / 8", -0.25), ("−0,5/2", -0.25), ("1e2/4", 25)]
+)
+def test_a_cell_takes_a_fraction(lab: Any, typed: str, number: float) -> None:
+    page = lab.open("start")
+    page.click('table[aria-label="Q"] td[data-row="0"][data-column="0"]')
+    page.fill('table[aria-label="Q"] input', typed)
+    page.keyboard.press("Enter")
+    assert lab.grid("Q")[0, 0] == number
+    assert page.query_selector(".matrices .failure") is None
+
+
 def test_numbers_are_pasted(lab: Any) -> None:
     page = lab.open("start")
     page.click("text=Paste Q, K and V")
@@ -83,6 +98,36 @@ def test_numbers_are_pasted(lab: Any) -> None:
     page.click("text=Use these")
     assert "differ in length" in page.inner_text(".failure")
     assert lab.grid("Output").shape == (2, 1)
+
+
+def in_sight(page: Any, selector: str) -> bool:
+    """Whether an element lies in the part of the page that is seen."""
+    place = page.locator(selector).bounding_box()
+    return bool(place["y"] >= 0 and place["y"] + place["height"] <= page.viewport_size["height"])
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_why_numbers_of_ones_own_are_refused_is_in_sight(
+    opened: Any, width: int, tmp_path: Path
+) -> None:
+    """The form is at the end of a long page: a reason at its beginning would not be seen."""
+    lab = opened(width=width)
+    page = lab.open("start")
+    page.click("text=Paste Q, K and V")
+    page.fill('label:has-text("Q, a line") textarea', "1 0\n0")
+    page.click("text=Use these")
+    assert page.inner_text(".failure") == "The rows of Q differ in length."
+    assert in_sight(page, ".failure")
+    broken = tmp_path / "broken.npz"
+    broken.write_bytes(b"no archive")
+    page.set_input_files('input[type="file"]', broken)
+    page.wait_for_selector('.failure:has-text("broken.npz: ")')
+    assert in_sight(page, ".failure")
+    page.click('table[aria-label="Q"] td[data-row="0"][data-column="0"]')
+    page.keyboard.type("2")
+    page.keyboard.press("Enter")
+    assert page.query_selector(".failure") is None
+    assert lab.errors == []
 
 
 def test_the_pipeline_grows_by_steps(lab: Any) -> None:
@@ -104,6 +149,34 @@ def test_tiles_rescale(lab: Any) -> None:
     page.click("text=Next")
     assert "The running max grows from 0 to 1" in page.inner_text(".explained")
     assert np.isclose(lab.numbers(".explained"), np.exp(-1), rtol=1e-12, atol=0).any()
+
+
+def test_a_size_of_tiles_beyond_its_limits_is_said(lab: Any) -> None:
+    page = lab.open("tiles")
+    field = page.locator('label:has-text("Keys in a block, 1 to 5") input')
+    said = page.locator(".examplebar + .row .limit")
+    for typed, taken, words in (
+        ("9", "5", "9 is more than 5, the largest number here; 5 is taken."),
+        ("0", "1", "0 is less than 1, the smallest number here; 1 is taken."),
+        ("2.6", "3", "2.6 is no whole number; 3 is taken."),
+    ):
+        field.fill(typed)
+        field.press("Enter")
+        assert field.input_value() == taken
+        assert said.inner_text() == words
+        field.press("Tab")  # Leaving the field is no second answer.
+        assert said.inner_text() == words
+    field.fill("2")
+    field.press("Enter")
+    assert said.count() == 0
+
+
+def test_a_size_of_tiles_that_an_example_is_too_short_for_is_said(lab: Any) -> None:
+    page = lab.open("tiles", block=5)
+    assert page.locator('[data-name="too-long"]').count() == 0
+    page.select_option(".examplebar select", "three")
+    words = page.inner_text('[data-name="too-long"]')
+    assert words == "Blocks of 5 keys were chosen; there are 3 keys here, so 3 are taken."
 
 
 def test_mechanisms_say_how_they_differ_from_full_attention(lab: Any) -> None:
