@@ -372,3 +372,21 @@ def test_json_says_which_rows_are_not_finite_and_why(
     assert "head 2, row 3" in one["non_finite"][0]
     fine = run_json(capsys, path, *variant, "--head", "0")
     assert fine["heads"][0]["non_finite_rows"] == []
+
+
+def test_more_pairs_than_there_are_take_no_longer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    path = tmp_path / "a.npz"
+    np.savez(path, **{n: rng.random((1, 2, 6, 8), np.float32) for n in "qkv"})
+    tried = []
+    monkeypatch.setattr(
+        "qkv.inspection.summaries.heads_text.cell_len", lambda text: tried.append(text) or len(text)
+    )
+    assert main(["inspect", str(path), "--top", "36"]) == 0
+    all_pairs, texts = capsys.readouterr().out, len(tried)
+    tried.clear()
+    assert main(["inspect", str(path), "--top", str(10**9)]) == 0
+    assert capsys.readouterr().out == all_pairs.replace("--top 36", f"--top {10**9}")
+    assert len(tried) == texts < 20_000

@@ -27,6 +27,7 @@ FORMULAS = [
     lambda s, q, k: 1 / (2 + np.exp(s)),
     lambda s, q, k: (q <= k) + (q < k) * 2,
     lambda s, q, k: np.logical_and(q < k, np.logical_not(q < 2)) * 1.0,
+    lambda s, q, k: ((q < 2) ^ (k < 2)) * 1.0 + (True ^ (q < k)) * s,
 ]
 
 

@@ -90,7 +90,7 @@ def _printed(problem: CommandInput, options: argparse.Namespace) -> tuple[str, d
         command = f"Next: {_command(options)} {closer}"
         # A command that was cut would be another one.
         again = command if len(command) <= _LONGEST_COMMAND else ""
-    return summary_of_heads(problem.shown, statistics, all_heads, options.top, again), view
+    return summary_of_heads(problem.shown, statistics, all_heads, options.top is None, again), view
 
 
 def _given(path: str | None) -> InputArrays:
@@ -254,7 +254,7 @@ def _keys_of_heads(
          for pair in top]
         for top in tops
     ]  # fmt: skip
-    cells = side_by_side(keys, max(map(len, keys)), page.width - len("head  entropy  "), as_fits)
+    cells = side_by_side(keys, page.width - len("head  entropy  "), as_fits)
     for h, (entropy, cell) in enumerate(zip(entropies, cells, strict=True)):
         table.add_row(str(problem.head + h), number(entropy), Text(cell))
     return table

@@ -210,6 +210,12 @@ class Expr:
     def __ror__(self, other: Any) -> Expr:
         return build("or", other, self)
 
+    def __xor__(self, other: Any) -> Expr:
+        return _called("logical_xor", self, other)
+
+    def __rxor__(self, other: Any) -> Expr:
+        return _called("logical_xor", other, self)
+
     def __invert__(self) -> Expr:
         return build("not", self)
 

@@ -36,16 +36,18 @@ def summary_of_heads(
     shown: ShownHeads,
     statistics: HeadStatistics,
     all_heads: list[Head],
-    top: int | None = None,
+    as_fits: bool = True,
     again: str = "",
 ) -> str:
-    """A table of the heads, what there is to say of them, and a command to try next, if any."""
+    """A table of the heads, what there is to say of them, and a command to try next, if any.
+
+    With `as_fits` it has as many pairs as fit beside each other, else all.
+    """
     page = Page()
     reasons = list(statistics.reasons)
     table: list[RenderableType] = []
     if not all(math.isnan(head.entropy) for head in all_heads):
-        count, as_fits = top or PAIRS, top is None
-        table = [*_tables_of_heads(page, shown, all_heads, count, as_fits), Text()]
+        table = [*_tables_of_heads(page, shown, all_heads, as_fits), Text()]
         table += [Text(_legend(page, shown), style="dim"), Text()]
         if np.isnan(statistics.entropy).any():
             reasons.append("Means are those of the other rows.")
@@ -86,7 +88,7 @@ def _masses(shown: ShownHeads) -> list[str]:
 
 
 def _tables_of_heads(
-    page: Page, shown: ShownHeads, all_heads: list[Head], top: int, as_fits: bool
+    page: Page, shown: ShownHeads, all_heads: list[Head], as_fits: bool
 ) -> Iterator[RenderableType]:
     """The numbers of each head, with its pairs beside them, or below where those do not fit."""
     numbers = ["head", "entropy", *_masses(shown)]
@@ -94,7 +96,7 @@ def _tables_of_heads(
     room = page.width - sum(max(len(name), len("0.00")) + 2 for name in numbers)
     widest = max((cell_len(text) for texts in pairs for text in texts[:1]), default=0)
     beside = max(widest, len("strongest")) <= room
-    cells = side_by_side(pairs, top, room if beside else page.width - len("head  "), as_fits)
+    cells = side_by_side(pairs, room if beside else page.width - len("head  "), as_fits)
     names, title = [f">{name}" for name in numbers], "strongest pairs beyond key 0"
     table = page.table(*names, title) if beside else page.table(*names, gap=1)
     for head, cell in zip(all_heads, cells, strict=True):
@@ -151,13 +153,14 @@ def name_of(page: Page, index: int, token: str | None) -> str:
     return f"{page.token(token)} {index}".lstrip()
 
 
-def side_by_side(rows: list[list[str]], top: int, room: int, as_fits: bool) -> list[str]:
+def side_by_side(rows: list[list[str]], room: int, as_fits: bool) -> list[str]:
     """The texts of each row in aligned columns, as many as there is room for, the rest below.
 
     With `as_fits` there is no below.
     """
     gap = "   "
-    for count in range(max(top, 1), 0, -1):
+    most = min(max(map(len, rows), default=1), (room + len(gap)) // (1 + len(gap)))
+    for count in range(max(most, 1), 0, -1):
         folded = [[row[i : i + count] for i in range(0, len(row), count)] for row in rows]
         if as_fits:
             folded = [lines[:1] for lines in folded]
