@@ -91,8 +91,8 @@ class RelativeBias(ProjectedAttention):
         return (bias, *super().variants(query, key))
 
     def score_cost(self, pairs: int) -> Ledger:
-        """One addition for each pair."""
-        return step("relative_bias", add=pairs)
+        """One addition for each pair, and the other score variants."""
+        return step("relative_bias", add=pairs) + super().score_cost(pairs)
 
     @classmethod
     def from_transformers(cls, module: Any) -> Self:
