@@ -208,7 +208,7 @@ class GatedDelta(RecurrentMechanism):
         """The heads normalised one by one, gated, and projected back."""
         rows = rms_norm(out, self.norm_epsilon) * self.weight("norm.weight", out)
         rows = join_heads(rows) * silu(gate)
-        return self.linear("out_proj", rows) if self.out_proj else rows
+        return self.project_back("out_proj", rows, gate) if self.out_proj else rows
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
         """Those of the recurrence token by token; chunks do more in fewer products."""

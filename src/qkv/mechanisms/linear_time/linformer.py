@@ -14,7 +14,7 @@ from qkv.ledger import Count, Ledger, matmul, symbols
 from qkv.mechanisms.base.arguments import refuse_options
 from qkv.mechanisms.base.attention_steps import attention_steps, token_lines
 from qkv.mechanisms.base.explanation import ExplainedToken, Step
-from qkv.mechanisms.base.namespace import like
+from qkv.mechanisms.base.namespace import array_namespace, like, widened
 from qkv.mechanisms.base.projected import ProjectedAttention, join_heads, split_heads
 from qkv.mechanisms.base.rows import Rows
 from qkv.mechanisms.linear_time.chunks import in_chunks
@@ -146,13 +146,13 @@ class Linformer(ProjectedAttention):
                 f"{n} tokens are more than max_len={self.max_len}.",
                 action=f"Pass at most {self.max_len} tokens, or build it for a longer max_len.",
             )
-        weight = like(self.weights[f"{mixtures}.weight"], rows, mixtures)
+        weight = like(self.weights[f"{mixtures}.weight"], widened(rows), mixtures)
         mixed_rows = 0
         for start in range(0, max(n, 1), self.block_size):
             block = rows if n <= self.block_size else rows[..., start : start + self.block_size, :]
             columns = weight[:, start : min(start + self.block_size, n)]
-            mixed_rows = mixed_rows + columns @ heads_of(block)
-        return mixed_rows
+            mixed_rows = mixed_rows + columns @ widened(heads_of(block))
+        return array_namespace(rows).astype(mixed_rows, rows.dtype, copy=False)
 
     def token_mixing(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """The weights of the mixtures times F, `(..., num_heads, q_len, kv_len)`.

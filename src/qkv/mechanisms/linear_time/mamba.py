@@ -180,7 +180,7 @@ class Mamba(RecurrentMechanism):
     def join(self, out: Any, gate: Any) -> Any:
         """The gated channels, projected back."""
         rows = out * silu(gate)
-        return self.linear("out_proj", rows) if self.out_proj else rows
+        return self.project_back("out_proj", rows, gate) if self.out_proj else rows
 
     def _a(self, x: Any) -> Any:
         return -array_namespace(x).exp(self.weight("A_log", x))

@@ -214,7 +214,7 @@ class Mamba2(RecurrentMechanism):
         groups = xp.reshape(rows, (*rows.shape[:-1], self.num_groups, width))
         rows = xp.reshape(rms_norm(groups, self.norm_epsilon), rows.shape)
         rows = rows * self.weight("norm.weight", out)
-        return self.linear("out_proj", rows) if self.out_proj else rows
+        return self.project_back("out_proj", rows, gate) if self.out_proj else rows
 
     def _a(self, x: Any) -> Any:
         return -array_namespace(x).exp(self.weight("A_log", x))[:, None, None]

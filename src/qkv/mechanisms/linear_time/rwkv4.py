@@ -149,7 +149,8 @@ class RWKV4(RecurrentMechanism):
 
     def join(self, out: Any, gate: Any) -> Any:
         """The gated channels, projected back."""
-        return self.linear("output", gate * out) if self.out_proj else gate * out
+        rows = gate * out
+        return self.project_back("output", rows, gate) if self.out_proj else rows
 
     def _decay_and_bonus(self, x: Any) -> tuple[Any, Any]:
         return array_namespace(x).exp(self.weight("time_decay", x)), self.weight("time_first", x)
