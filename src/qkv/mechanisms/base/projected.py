@@ -15,7 +15,7 @@ from qkv.mechanisms.base.attention import AttentionMechanism
 from qkv.mechanisms.base.attention_steps import token_lines
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
-from qkv.mechanisms.base.loading import torch_multi_head
+from qkv.mechanisms.base.loading import reads_module, torch_multi_head
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.normalization import weighted_rms_norm
 from qkv.mechanisms.base.operations import attention_over_pairs, norm_of_rows, projection
@@ -315,6 +315,7 @@ class ProjectedAttention(AttentionMechanism):
         return steps
 
     @classmethod
+    @reads_module
     def from_torch(cls, module: Any, **options: Any) -> Self:
         """The mechanism with the weights of a `torch.nn.MultiheadAttention`.
 
@@ -330,7 +331,7 @@ class ProjectedAttention(AttentionMechanism):
         UnsupportedError
             The module adds keys and values of its own, or its keys and values differ in width.
         ArgumentError
-            The mechanism has weights that are neither in the module nor given.
+            The module is another, or the mechanism has weights that are neither in it nor given.
         """
         arguments = torch_multi_head(module)
         weights = {**arguments.pop("weights"), **options.pop("weights", {})}

@@ -13,7 +13,7 @@ from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.comparing import closest
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.loading import named_weights, refuse_other_parameters
+from qkv.mechanisms.base.loading import named_weights, reads_module, refuse_other_parameters
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.normalization import l2_norm, rms_norm
 from qkv.mechanisms.base.operations import projection
@@ -240,6 +240,7 @@ class GatedDelta(RecurrentMechanism):
         return e, e if self.out_proj else h * d_v
 
     @classmethod
+    @reads_module
     def from_transformers(cls, module: Any) -> Self:
         """The mechanism with the weights of a `Qwen3NextGatedDeltaNet` of transformers.
 

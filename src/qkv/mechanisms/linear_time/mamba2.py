@@ -14,7 +14,7 @@ from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.comparing import closest
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.loading import named_weights, refuse_other_parameters
+from qkv.mechanisms.base.loading import named_weights, reads_module, refuse_other_parameters
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.normalization import rms_norm
 from qkv.mechanisms.base.operations import projection
@@ -247,6 +247,7 @@ class Mamba2(RecurrentMechanism):
         return e, e if self.out_proj else h * d
 
     @classmethod
+    @reads_module
     def from_transformers(cls, module: Any) -> Self:
         """The mechanism with the weights of a `Mamba2Mixer` of transformers.
 

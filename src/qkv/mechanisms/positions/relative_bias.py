@@ -11,6 +11,7 @@ from qkv.ledger import Ledger, step
 from qkv.mechanisms.base.comparing import causal_mask, closest
 from qkv.mechanisms.base.loading import (
     named_weights,
+    reads_module,
     refuse_other_attributes,
     refuse_other_parameters,
     require_attributes,
@@ -95,6 +96,7 @@ class RelativeBias(ProjectedAttention):
         return step("relative_bias", add=pairs) + super().score_cost(pairs)
 
     @classmethod
+    @reads_module
     def from_transformers(cls, module: Any) -> Self:
         """The mechanism with the weights of a T5Attention that has a table.
 

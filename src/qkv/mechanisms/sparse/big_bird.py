@@ -12,6 +12,7 @@ from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.ledger import Count
 from qkv.mechanisms.base.loading import (
     named_weights,
+    reads_module,
     refuse_other_attributes,
     refuse_other_parameters,
     require_attributes,
@@ -193,6 +194,7 @@ class BigBird(ProjectedAttention):
         return tuple(pairs)
 
     @classmethod
+    @reads_module
     def from_transformers(cls, module: Any, random_blocks: NDArray[Any]) -> Self:
         """The mechanism with the weights of a BigBirdBlockSparseAttention.
 

@@ -16,6 +16,7 @@ from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, select_columns
 from qkv.mechanisms.base.explanation import ExplainedToken
 from qkv.mechanisms.base.loading import (
     named_weights,
+    reads_module,
     refuse_other_attributes,
     refuse_other_parameters,
     require_attributes,
@@ -230,6 +231,7 @@ class Longformer(ProjectedAttention):
         return ledger
 
     @classmethod
+    @reads_module
     def from_transformers(cls, module: Any, global_tokens: Sequence[int] = ()) -> Self:
         """The mechanism with the weights of a LongformerSelfAttention.
 
