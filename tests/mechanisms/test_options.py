@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -347,3 +349,22 @@ def test_an_explanation_says_what_sinks_take() -> None:
     assert [line.value for s in begins for line in s.lines] == [1.5, 1.0, 9.0, 1.0]
     once = Ring(8, 2, num_devices=3, sinks=True, weights=weights).explain(x).steps[-2]
     assert (once.title, once.lines[0].value) == ("Sinks, once", [1.5, 9.0])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", PROJECTED)
+def test_all_options_together_in_every_library(name: str) -> None:
+    """Two sequences at once, compiled in JAX, with the gradient of the sum in both."""
+    mechanism, arguments = made(name, options_of(name, "all")), inputs(name, "all")
+    expected = mechanism(*arguments)
+    tensors = [torch.tensor(np.stack([a, a[::-1]])).requires_grad_() for a in arguments]
+    arrays = [jnp.asarray(t.detach().numpy()) for t in tensors]
+    of_torch = mechanism(*tensors)
+    np.testing.assert_allclose(of_torch[0].detach().numpy(), expected, rtol=0, atol=1e-9)
+    of_torch.sum().backward()
+    of_jax, pullback = jax.vjp(jax.jit(mechanism.__call__), *arrays)
+    np.testing.assert_allclose(of_jax, of_torch.detach().numpy(), rtol=0, atol=1e-9)
+    for ours, theirs in zip(pullback(jnp.ones_like(of_jax)), tensors, strict=True):
+        assert theirs.grad is not None
+        np.testing.assert_allclose(ours, theirs.grad.numpy(), rtol=0, atol=1e-8)
