@@ -29,7 +29,7 @@ def test_the_lines_of_a_class_show_what_they_make() -> None:
     example = shared_example()
     scores = example.q @ example.k.T
     hard = values_of_class("hard")
-    line = "scores = namespace.matmul(query, namespace.matrix_transpose(key))"
+    line = "scores = namespace.matmul(widened(query), namespace.matrix_transpose(widened(key)))"
     np.testing.assert_allclose(hard[line], scores, atol=5.1e-5)
     order = np.argsort(-scores, axis=-1, kind="stable")
     ranks = np.argsort(order, axis=-1, kind="stable")

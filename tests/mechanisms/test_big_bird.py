@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from qkv.cost import mechanism_cost
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.mechanisms import BigBird
 
 
@@ -65,3 +67,49 @@ def test_the_example_costs_something_at_any_length() -> None:
 def test_more_blocks_than_memory_holds_are_refused() -> None:
     with pytest.raises(ArgumentError, match="has 536870912 blocks"):
         BigBird(8, 2, block=4).cost(2**31)
+
+
+def drawn(entry: Any, shape: tuple[int, ...] = (1, 5, 2)) -> np.ndarray[Any, Any]:
+    """Blocks without random ones, but for one entry."""
+    blocks = np.full(shape, -1, np.float64 if isinstance(entry, float) else np.int64)
+    blocks.flat[-2] = entry
+    return blocks
+
+
+@pytest.mark.parametrize("ask", ["call", "block_mask", "pairs", "token_mixing", "explain"])
+@pytest.mark.parametrize("entry", [-2, 5, 6, 2**40])
+def test_blocks_that_do_not_exist_are_refused(ask: str, entry: int) -> None:
+    layer: Any = BigBird(4, block=2, random_blocks=drawn(entry))
+    asked = layer if ask == "call" else getattr(layer, ask)
+    with pytest.raises(ArgumentError, match=f"random_blocks hold {entry}.*5 blocks"):
+        asked(9 if ask in ("block_mask", "pairs") else np.ones((9, 4)))
+
+
+def test_given_blocks_are_seen_and_counted() -> None:
+    """Against a loop: every entry from -1, which is none, to the last block."""
+    blocks = np.array([[[2, 3], [3, -1], [-1, 0], [4, 4], [1, -1]]])
+    for causal in (False, True):
+        layer = BigBird(4, block=2, random_blocks=blocks, causal=causal)
+        expected = np.array(
+            [
+                [
+                    (abs(i // 2 - j // 2) <= 1 or {i // 2, j // 2} & {0, 4}
+                     or j // 2 in blocks[0, i // 2]) and (j <= i or not causal)
+                    for j in range(9)
+                ]
+                for i in range(9)
+            ]
+        )  # fmt: skip
+        np.testing.assert_array_equal(layer.token_mixing(np.ones((9, 4)))[0] > 0, expected > 0)
+        assert int(layer.pairs(9)) == np.count_nonzero(expected)
+
+
+def test_random_blocks_are_whole_numbers_of_every_head_and_block() -> None:
+    with pytest.raises(DTypeError, match=r"random_blocks .*float64"):
+        BigBird(4, block=2, random_blocks=drawn(1.5)).pairs(9)
+    with pytest.raises(ShapeError, match=r"random_blocks .*\(1, 4, 2\)"):
+        BigBird(4, block=2, random_blocks=drawn(1, (1, 4, 2))).pairs(9)
+    none = BigBird(4, block=2, random_blocks=np.zeros((1, 5, 0), np.int64))
+    assert int(none.pairs(9)) == int(BigBird(4, block=2, num_random=0).pairs(9))
+    with pytest.raises(ShapeError, match=r"random_blocks .*\(1, 5\)"):
+        BigBird(4, block=2, random_blocks=drawn(1, (1, 5))).pairs(9)

@@ -33,7 +33,8 @@ HOOKS = frozenset({
     # Called by `Mechanism` with what it has checked; a subclass defines them.
     "sequences", "initial_weight", "linear", "numbers_moved", "operations", "steps",
     "steps_after", "steps_before", "weight", "widths", "heads", "join", "more_shapes", "pairs",
-    "pairs_of_heads", "problem_of", "row_cost", "score_cost", "variants", "feature_cost",
+    "pairs_of_heads", "problem_of", "norm_cost", "position_cost", "score_cost", "variants",
+    "feature_cost", "operations_between", "query_or_key", "projected", "project_back",
     "featured", "key_features", "keys_and_values", "next_tokens", "queries", "query_features",
     "check", "mix", "mixing", "project", "options_of", "example_arguments", "difference",
     "weight_of_second_map",

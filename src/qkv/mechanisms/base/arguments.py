@@ -9,7 +9,13 @@ from qkv.arrays import kind_of
 from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 
-__all__ = ["all_three", "one_sequence", "refuse_options", "token_names"]
+__all__ = [
+    "all_three",
+    "one_sequence",
+    "refuse_options",
+    "refuse_other_values",
+    "token_names",
+]
 
 
 def all_three(x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
@@ -65,7 +71,25 @@ def refuse_options(mechanism: str, options: Mapping[str, Any], *names: str) -> N
         given = options.get(name)
         if given is not None and given is not False:
             raise ArgumentError(
-                f"{mechanism} does not take {name}: it has no n x n scores to change.",
+                f"{mechanism} does not take {name}: it has no n x n scores with a softmax.",
+                action=f"Leave {name} out.",
+            )
+
+
+def refuse_other_values(
+    mechanism: str, options: Mapping[str, Any], fixed: Mapping[str, Any]
+) -> None:
+    """Refuse options whose values define the mechanism and are given otherwise.
+
+    Raises
+    ------
+    ArgumentError
+        Naming the first.
+    """
+    for name, value in fixed.items():
+        if options.get(name, value) != value:
+            raise ArgumentError(
+                f"{mechanism} always has {name}={value}; given is {name}={shown(options[name])}.",
                 action=f"Leave {name} out.",
             )
 

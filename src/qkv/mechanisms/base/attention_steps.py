@@ -87,6 +87,8 @@ def softmax_and_output(softmax: Softmax, value: Any, tokens: Sequence[str]) -> l
     ]
     largest = number(float(softmax.row_max))
     formula = f"w = exp(s - max) / sum, max = {largest}, sum = {total}"
+    if softmax.sink_exp is not None:
+        formula += f", of which exp(sink - max) = {number(float(softmax.sink_exp))}"
     output = Line("o", parts.sum(axis=0).tolist(), "their sum")
     return [
         Step("Softmax", formula, tuple(weights)),

@@ -13,6 +13,7 @@ from qkv.mechanisms.base.loading import (
     measured_norm,
     module_rope,
     named_weights,
+    reads_module,
     refuse_other_parameters,
     require_attributes,
 )
@@ -42,6 +43,7 @@ class LlamaAttention(ProjectedAttention):
     """Whether a module without rotary positions is no module for this mechanism."""
 
     @classmethod
+    @reads_module
     def from_transformers(cls, module: Any, rope: RoPE | None = None) -> Self:
         """The mechanism with the weights of a LlamaAttention, or another with its names.
 

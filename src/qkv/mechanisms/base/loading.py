@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from inspect import signature
+from typing import Any, TypeVar, cast
 
-from qkv.errors import ArgumentError, UnsupportedError
+from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.mechanisms.base.normalization import weighted_rms_norm
 from qkv.variants import RoPE
 
@@ -14,11 +16,45 @@ __all__ = [
     "measured_norm",
     "module_rope",
     "named_weights",
+    "reads_module",
     "refuse_other_attributes",
     "refuse_other_parameters",
     "require_attributes",
     "torch_multi_head",
 ]
+
+
+_Loader = TypeVar("_Loader", bound=Callable[..., Any])
+
+
+def reads_module(load: _Loader) -> _Loader:
+    """A loader `(cls, module, ...)` that refuses modules of a form that it does not expect.
+
+    What it reads of a module of another kind may be missing, None, or of any other type or shape.
+
+    Raises
+    ------
+    UnsupportedError
+        Reading the module raised an error of Python or of torch.
+    """
+
+    @wraps(load)
+    def loaded(cls: Any, module: Any, *arguments: Any, **options: Any) -> Any:
+        # A wrong call of the loader itself stays a TypeError.
+        signature(load).bind(cls, module, *arguments, **options)
+        try:
+            return load(cls, module, *arguments, **options)
+        except QkvError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError,
+                ValueError) as error:  # fmt: skip
+            raise UnsupportedError(
+                f"{type(module).__name__} cannot be read as {cls.name}.",
+                [(type(error).__name__, str(error)[:200])],
+                "Pass a module of the class that the loader names.",
+            ) from error
+
+    return cast(_Loader, loaded)
 
 
 def named_weights(module: Any, names: Mapping[str, str] | Iterable[str]) -> dict[str, Any]:
@@ -44,6 +80,7 @@ def named_weights(module: Any, names: Mapping[str, str] | Iterable[str]) -> dict
     UnsupportedError
         Its weights are not in memory.
     """
+    require_attributes(module, ("state_dict",))
     state = module.state_dict()
     names = names if isinstance(names, Mapping) else {name: name for name in names}
     weights: dict[str, Any] = {}
@@ -199,9 +236,13 @@ def torch_multi_head(module: Any) -> dict[str, Any]:
 
     Raises
     ------
+    ArgumentError
+        It is no such module.
     UnsupportedError
         The module adds keys and values of its own, or its keys and values differ in width.
     """
+    needed = ("in_proj_weight", "in_proj_bias", "add_zero_attn", "kdim", "vdim", "out_proj")
+    require_attributes(module, needed)
     state = {name: value.detach().clone() for name, value in module.state_dict().items()}
     if "bias_k" in state or module.add_zero_attn or module.kdim != module.vdim:
         raise UnsupportedError(

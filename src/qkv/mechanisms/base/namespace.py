@@ -10,7 +10,15 @@ from qkv.arrays.views import view
 from qkv.errors import DTypeError, UnsupportedError
 from qkv.extras import install_command
 
-__all__ = ["array_namespace", "as_numpy", "host_views", "like", "recomputed", "values"]
+__all__ = [
+    "array_namespace",
+    "as_numpy",
+    "host_views",
+    "like",
+    "recomputed",
+    "values",
+    "widened",
+]
 
 
 def array_namespace(x: Any) -> Any:
@@ -83,6 +91,21 @@ def like(array: Any, x: Any, name: str = "array") -> Any:
     if kind_of(x) == "torch":
         array = array.to(x.device)
     return namespace.astype(array, x.dtype, copy=False)
+
+
+def widened(x: Any) -> Any:
+    """`x` in float32 if its type has 16 bits, else `x` itself; for sums of products.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> widened(np.ones(2, np.float16)).dtype
+    dtype('float32')
+    """
+    if str(x.dtype).removeprefix("torch.") not in ("float16", "bfloat16"):
+        return x
+    namespace = array_namespace(x)
+    return namespace.astype(x, namespace.float32)
 
 
 def as_numpy(array: Any, name: str = "array") -> Any:

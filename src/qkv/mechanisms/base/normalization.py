@@ -1,10 +1,13 @@
-"""Normalisations of rows, for arrays of any library."""
+"""Normalisations of rows, for arrays of any library.
+
+They are computed in float32 for types of 16 bits: squares of float16 numbers above 255 overflow.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from qkv.mechanisms.base.namespace import array_namespace
+from qkv.mechanisms.base.namespace import array_namespace, widened
 
 __all__ = ["l2_norm", "layer_norm", "rms_norm", "weighted_rms_norm"]
 
@@ -17,15 +20,14 @@ def rms_norm(x: Any, epsilon: float) -> Any:
     >>> import numpy as np
     >>> rms_norm(np.array([[2.0, 2.0, -2.0]]), 0.0)
     array([[ 1.,  1., -1.]])
+    >>> rms_norm(np.array([[300.0, -300.0]], np.float16), 0.0)
+    array([[ 1., -1.]], dtype=float16)
     """
-    xp = array_namespace(x)
-    return x / xp.sqrt(xp.mean(x * x, axis=-1, keepdims=True) + epsilon)
+    return _narrowed(_rms_norm(widened(x), epsilon), x)
 
 
 def weighted_rms_norm(x: Any, weight: Any, epsilon: float) -> Any:
-    """`weight * rms_norm(x)`, computed in float32 for types of 16 bits, in the type of `x`.
-
-    Squares of float16 numbers above 255 overflow, so sums of them need the wider type.
+    """`weight * rms_norm(x)`, in the type of `x`.
 
     Examples
     --------
@@ -33,10 +35,7 @@ def weighted_rms_norm(x: Any, weight: Any, epsilon: float) -> Any:
     >>> weighted_rms_norm(np.array([[300.0, -300.0]], np.float16), np.float16(2.0), 0.0)
     array([[ 2., -2.]], dtype=float16)
     """
-    xp = array_namespace(x)
-    narrow = str(x.dtype).removeprefix("torch.") in ("float16", "bfloat16")
-    wide = xp.astype(x, xp.float32, copy=False) if narrow else x
-    return xp.astype(rms_norm(wide, epsilon) * weight, x.dtype, copy=False)
+    return _narrowed(_rms_norm(widened(x), epsilon) * weight, x)
 
 
 def layer_norm(x: Any, epsilon: float) -> Any:
@@ -48,7 +47,9 @@ def layer_norm(x: Any, epsilon: float) -> Any:
     >>> layer_norm(np.array([[1.0, 3.0]]), 0.0)
     array([[-1.,  1.]])
     """
-    return rms_norm(x - array_namespace(x).mean(x, axis=-1, keepdims=True), epsilon)
+    wide = widened(x)
+    mean = array_namespace(x).mean(wide, axis=-1, keepdims=True)
+    return _narrowed(_rms_norm(wide - mean, epsilon), x)
 
 
 def l2_norm(x: Any, epsilon: float) -> Any:
@@ -60,5 +61,14 @@ def l2_norm(x: Any, epsilon: float) -> Any:
     >>> l2_norm(np.array([[3.0, 4.0]]), 0.0)
     array([[0.6, 0.8]])
     """
+    xp, wide = array_namespace(x), widened(x)
+    return _narrowed(wide / xp.sqrt(xp.sum(wide * wide, axis=-1, keepdims=True) + epsilon), x)
+
+
+def _rms_norm(x: Any, epsilon: float) -> Any:
     xp = array_namespace(x)
-    return x / xp.sqrt(xp.sum(x * x, axis=-1, keepdims=True) + epsilon)
+    return x / xp.sqrt(xp.mean(x * x, axis=-1, keepdims=True) + epsilon)
+
+
+def _narrowed(rows: Any, x: Any) -> Any:
+    return array_namespace(x).astype(rows, x.dtype, copy=False)

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 from qkv.declarations import Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
+from qkv.mechanisms.base.arguments import refuse_other_values
 from qkv.mechanisms.base.attention import AttentionMechanism
 from qkv.mechanisms.base.attention_steps import token_lines
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
-from qkv.mechanisms.base.loading import torch_multi_head
+from qkv.mechanisms.base.loading import reads_module, torch_multi_head
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.normalization import weighted_rms_norm
 from qkv.mechanisms.base.operations import attention_over_pairs, norm_of_rows, projection
@@ -111,7 +112,7 @@ class ProjectedAttention(AttentionMechanism):
     default_options: ClassVar[Options] = {}
     """Options of a subclass that a caller may override."""
     fixed_options: ClassVar[Options] = {}
-    """Options that define a subclass, whatever a caller passes."""
+    """Options that define a subclass; a caller may not pass other values."""
 
     def __init__(
         self,
@@ -119,6 +120,7 @@ class ProjectedAttention(AttentionMechanism):
         num_heads: Size = 1,
         **options: Unpack[Options],
     ) -> None:
+        refuse_other_values(self.name, options, self.fixed_options)
         options = {**self.default_options, **options, **self.fixed_options}
         unknown = options.keys() - Options.__optional_keys__
         if unknown:
@@ -137,6 +139,11 @@ class ProjectedAttention(AttentionMechanism):
             )
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.kv_dim = embed_dim if kv_dim is None else kv_dim
+        if self.one_sequence_only and self.kv_dim != embed_dim:
+            raise ArgumentError(
+                f"kv_dim={kv_dim}: {self.name} reads one sequence, of embed_dim={embed_dim}.",
+                action="Leave kv_dim out, or use Cross.",
+            )
         if num_heads % self.num_kv_heads:
             raise ArgumentError(
                 f"num_heads={num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}.",
@@ -196,14 +203,14 @@ class ProjectedAttention(AttentionMechanism):
     def heads(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
         """Query, key and value heads `(..., heads, length, head_dim)`."""
         return (
-            self._query_or_key("q", query, self.num_heads),
-            self._query_or_key("k", key, self.num_kv_heads),
+            self.query_or_key("q_proj", query, self.num_heads),
+            self.query_or_key("k_proj", key, self.num_kv_heads),
             split_heads(self.linear("v_proj", value), self.num_kv_heads),
         )
 
-    def _query_or_key(self, side: str, x: Any, num_heads: int) -> Any:
-        """Projected rows of each head, normalised where the mechanism does."""
-        rows = self.linear(f"{side}_proj", x)
+    def query_or_key(self, projected: str, x: Any, num_heads: int) -> Any:
+        """Rows of each head by a projection such as "q_proj", normalised if there is a norm."""
+        rows, side = self.linear(projected, x), projected[0]
         apart = split_heads(rows, num_heads)
         if self.qk_norm is None:
             return apart
@@ -241,7 +248,16 @@ class ProjectedAttention(AttentionMechanism):
             ledger += step("softcap", divide=pairs, tanh=pairs, multiply=pairs)
         return ledger
 
-    def row_cost(self, rows: int) -> Ledger:
+    def norm_cost(self, rows: int, heads: int) -> Ledger:
+        """The cost of the norm of `rows` query or key rows of so many heads, with its weight."""
+        if not self.qk_norm:
+            return Ledger()
+        (d,) = symbols(d=self.head_dim)
+        together = self.qk_norm == "all heads"
+        number, width = (rows, heads * d) if together else (rows * heads, d)
+        return norm_of_rows("qk_norm", number, width)
+
+    def position_cost(self, rows: int) -> Ledger:
         """The cost of positions for `rows` query or key rows of one head."""
         if self.rope is None:
             return Ledger()
@@ -250,28 +266,29 @@ class ProjectedAttention(AttentionMechanism):
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
         """Those of the projections, of positions, and of attention over the allowed pairs."""
+        return self.operations_between(tokens, tokens, self.pairs_of_heads(tokens), batch)
+
+    def operations_between(
+        self, q_len: int, kv_len: int, pairs_of_heads: tuple[tuple[int, int], ...], batch: int
+    ) -> Ledger:
+        """Those of `q_len` queries and `kv_len` keys, which attend in the given pairs."""
         h, g, d = symbols(h=self.num_heads, g=self.num_kv_heads, d=self.head_dim)
         g = h if self.num_kv_heads == self.num_heads else g
-        projections = self._projections()
-        ledger = Ledger()
-        for name, inner, outer in projections[:3]:
-            ledger += projection(name, batch * tokens, inner, outer, self.bias)
-        both: int = batch * (h + g)
-        if self.qk_norm:
-            for heads in (h, g):
-                rows, row = (
-                    (tokens, heads * d) if self.qk_norm == "all heads" else (tokens * heads, d)
-                )
-                ledger += norm_of_rows("qk_norm", batch * rows, row)
-        ledger += self.row_cost(tokens) * both
+        lengths = (q_len, kv_len, kv_len, q_len)
+        projections = [
+            projection(name, batch * rows, inner, outer, self.bias)
+            for (name, inner, outer), rows in zip(self._projections(), lengths, strict=False)
+        ]
+        ledger = sum(projections[:3], Ledger())
+        for rows, heads in ((q_len, h), (kv_len, g)):
+            ledger += self.norm_cost(batch * rows, heads)
+            ledger += self.position_cost(rows) * (batch * heads)
         if self.sinks:
-            ledger += step("sinks", exp=batch * h * tokens, add=batch * h * tokens)
-        for pairs, count in self.pairs_of_heads(tokens):
-            each = attention_over_pairs(pairs, tokens, d, d) + self.score_cost(pairs)
+            ledger += step("sinks", exp=batch * h * q_len, add=batch * h * q_len)
+        for pairs, count in pairs_of_heads:
+            each = attention_over_pairs(pairs, q_len, d, d) + self.score_cost(pairs)
             ledger += each * (batch * count)
-        for name, inner, outer in projections[3:]:
-            ledger += projection(name, batch * tokens, inner, outer, self.bias)
-        return ledger
+        return sum(projections[3:], ledger)
 
     def widths(self) -> tuple[int, int]:
         """Those of x and of the output."""
@@ -298,6 +315,7 @@ class ProjectedAttention(AttentionMechanism):
         return steps
 
     @classmethod
+    @reads_module
     def from_torch(cls, module: Any, **options: Any) -> Self:
         """The mechanism with the weights of a `torch.nn.MultiheadAttention`.
 
@@ -313,7 +331,7 @@ class ProjectedAttention(AttentionMechanism):
         UnsupportedError
             The module adds keys and values of its own, or its keys and values differ in width.
         ArgumentError
-            The mechanism has weights that are neither in the module nor given.
+            The module is another, or the mechanism has weights that are neither in it nor given.
         """
         arguments = torch_multi_head(module)
         weights = {**arguments.pop("weights"), **options.pop("weights", {})}

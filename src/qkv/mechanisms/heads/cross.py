@@ -8,7 +8,7 @@ from qkv.declarations import Size
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, symbols
 from qkv.mechanisms.base.example import example_input
-from qkv.mechanisms.base.operations import attention_over_pairs, projection, traffic
+from qkv.mechanisms.base.operations import traffic
 from qkv.mechanisms.base.projected import ProjectedAttention
 
 __all__ = ["Cross"]
@@ -77,19 +77,25 @@ class Cross(ProjectedAttention):
             The type in which arrays are stored.
         kv_len : int, optional
             Rows of the other sequence, `n` unless given.
+
+        Raises
+        ------
+        ArgumentError
+            The mechanism is causal, and the sequences differ in length.
         """
         kv_len = n if kv_len is None else kv_len
-        tokens, m, d, h = symbols(n=n, m=kv_len, d=self.head_dim, h=self.num_heads)
+        if self.causal and kv_len != n:
+            raise ArgumentError(
+                f"n={n} and kv_len={kv_len}: which keys a causal query sees is not said.",
+                action="Pass kv_len=n, or use causal=False.",
+            )
+        tokens, m, h = symbols(n=n, m=kv_len, h=self.num_heads)
         b = 1 if batch == 1 else Count(batch, "b")
-        ledger = Ledger()
-        rows = {"q_proj": tokens, "k_proj": m, "v_proj": m, "out_proj": tokens}
-        projections = self._projections()
-        for name, inner, outer in projections:
-            ledger += projection(name, b * rows[name], inner, outer, self.bias)
-        heads: int = b * h
-        ledger += attention_over_pairs(tokens * m, tokens, d, d) * heads
+        pairs = self.pairs(tokens) if self.causal else tokens * m
+        ledger = self.operations_between(tokens, m, ((pairs, h),), b)
+        ledger += Ledger(parameters=Count(self.parameters - int(ledger.parameters)))
         read, written = self.widths()
-        read = b * (tokens * read + m * projections[1][1]) + ledger.parameters
+        read = b * (tokens * read + m * self._projections()[1][1]) + ledger.parameters
         return ledger + traffic(read, b * tokens * written, dtype)
 
     @classmethod

@@ -13,6 +13,7 @@ from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.explanation import Line, Step, number
 from qkv.mechanisms.base.llama import LlamaAttention
 from qkv.mechanisms.base.namespace import array_namespace, like, values
+from qkv.mechanisms.base.normalization import rms_norm
 from qkv.mechanisms.base.operations import attention_over_pairs
 from qkv.mechanisms.base.projected import Options, join_heads
 from qkv.mechanisms.base.rows import Rows
@@ -120,8 +121,7 @@ class Differential(LlamaAttention):
         namespace = array_namespace(out)
         pairs = self.difference(out)
         if self.normalize:
-            square = namespace.mean(pairs * pairs, axis=-1, keepdims=True)
-            pairs = (1 - self.lambda_init) * pairs / namespace.sqrt(square + self.eps)
+            pairs = (1 - self.lambda_init) * rms_norm(pairs, self.eps)
         rows = namespace.astype(join_heads(pairs), out.dtype, copy=False)
         return self.linear("out_proj", rows) if self.out_proj else rows
 

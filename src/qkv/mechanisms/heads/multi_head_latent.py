@@ -23,6 +23,7 @@ from qkv.mechanisms.base.loading import (
     measured_norm,
     module_rope,
     named_weights,
+    reads_module,
     refuse_other_parameters,
     require_attributes,
 )
@@ -322,6 +323,7 @@ class MultiHeadLatent(AttentionMechanism):
         return e, e if self.out_proj else h * v
 
     @classmethod
+    @reads_module
     def from_transformers(cls, module: Any, rope: RoPE | None = None) -> Self:
         """The mechanism with the weights of a DeepseekV2Attention or DeepseekV3Attention.
 

@@ -7,7 +7,12 @@ from typing import Any, Self, Unpack
 from qkv.declarations import Size
 from qkv.errors import ArgumentError
 from qkv.mechanisms.base.comparing import causal_mask, closest
-from qkv.mechanisms.base.loading import refuse_other_parameters, require_attributes
+from qkv.mechanisms.base.loading import (
+    named_weights,
+    reads_module,
+    refuse_other_parameters,
+    require_attributes,
+)
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 
 __all__ = ["MultiQuery"]
@@ -56,6 +61,7 @@ class MultiQuery(ProjectedAttention):
         super().__init__(embed_dim, num_heads, **options)
 
     @classmethod
+    @reads_module
     def from_transformers(cls, module: Any) -> Self:
         """The mechanism with the weights of a GPTBigCodeAttention.
 
@@ -70,18 +76,17 @@ class MultiQuery(ProjectedAttention):
         UnsupportedError
             The module is another, as a comparison on random input shows.
         """
-        require_attributes(module, ("head_dim", "num_heads", "c_attn", "c_proj"))
+        needed = ("head_dim", "num_heads", "multi_query", "embed_dim", "scaling")
+        require_attributes(module, needed)
         d, h = module.head_dim, module.num_heads
         if not module.multi_query:
             raise ArgumentError(
                 "the module has as many key heads as query heads.", action="Use MultiHead."
             )
-        weights = {}
+        weights = named_weights(module, {"c_attn": "c_attn", "out_proj": "c_proj"})
         for kind in ("weight", "bias"):
-            fused = getattr(module.c_attn, kind).detach().clone()
-            sides = zip("qkv", fused.split((h * d, d, d)), strict=True)
+            sides = zip("qkv", weights.pop(f"c_attn.{kind}").split((h * d, d, d)), strict=True)
             weights.update({f"{side}_proj.{kind}": part for side, part in sides})
-            weights[f"out_proj.{kind}"] = getattr(module.c_proj, kind).detach().clone()
         refuse_other_parameters(module, ("c_attn", "c_proj"), cls.name)
         mechanism = cls(module.embed_dim, h, causal=True, scale=module.scaling, weights=weights)
 

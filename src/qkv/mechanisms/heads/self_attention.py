@@ -42,6 +42,7 @@ class Self(ProjectedAttention):
     name = "self"
     paper = "Cheng et al., LSTM-Networks for Machine Reading (2016); Vaswani et al. (2017)"
     formula = "softmax(Q K^T / sqrt(d)) V, Q = X W_Q, K = X W_K, V = X W_V"
+    one_sequence_only = True
     default_options: ClassVar[Options] = {"out_proj": False}
 
     def steps_before(self, token: ExplainedToken, query: Any, key: Any, value: Any) -> list[Step]:

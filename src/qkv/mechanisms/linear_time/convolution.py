@@ -41,6 +41,7 @@ def causal_convolution(x: Any, weight: Any, before: Any, bias: Any = None) -> tu
            [23.]]), array([[3.]]))
     """
     size, n = weight.shape[-1], x.shape[-2]
-    rows = array_namespace(x).concat([before, x], axis=-2)
+    xp = array_namespace(x)
+    rows = xp.concat([xp.astype(before, x.dtype, copy=False), x], axis=-2)
     total = sum(rows[..., j : j + n, :] * weight[:, 0, j] for j in range(size))
     return total if bias is None else total + bias, rows[..., n:, :]

@@ -13,7 +13,7 @@ from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.comparing import closest
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.loading import named_weights, refuse_other_parameters
+from qkv.mechanisms.base.loading import named_weights, reads_module, refuse_other_parameters
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.normalization import l2_norm, rms_norm
 from qkv.mechanisms.base.operations import projection
@@ -208,7 +208,7 @@ class GatedDelta(RecurrentMechanism):
         """The heads normalised one by one, gated, and projected back."""
         rows = rms_norm(out, self.norm_epsilon) * self.weight("norm.weight", out)
         rows = join_heads(rows) * silu(gate)
-        return self.linear("out_proj", rows) if self.out_proj else rows
+        return self.project_back("out_proj", rows, gate) if self.out_proj else rows
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
         """Those of the recurrence token by token; chunks do more in fewer products."""
@@ -240,6 +240,7 @@ class GatedDelta(RecurrentMechanism):
         return e, e if self.out_proj else h * d_v
 
     @classmethod
+    @reads_module
     def from_transformers(cls, module: Any) -> Self:
         """The mechanism with the weights of a `Qwen3NextGatedDeltaNet` of transformers.
 

@@ -11,7 +11,7 @@ from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.arguments import refuse_options
 from qkv.mechanisms.base.attention_steps import token_lines
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, dot_product, number, numbers
-from qkv.mechanisms.base.namespace import array_namespace, like, values
+from qkv.mechanisms.base.namespace import array_namespace, like, values, widened
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import ProjectedAttention, split_heads
 from qkv.mechanisms.base.rows import Rows
@@ -39,12 +39,13 @@ class Linear(StatefulMechanism, ProjectedAttention):
         Tokens in a chunk, if causal; changes speed and rounding only.
     **options
         As for `ProjectedAttention`: num_kv_heads, head_dim, kv_dim, causal, bias, out_proj,
-        weights, seed.
+        qk_norm, qk_norm_eps, weights, seed.
 
     Raises
     ------
     ArgumentError, ShapeError
-        The sizes, or the weights, do not fit one another, or scale, rope or alibi is given.
+        The sizes, or the weights, do not fit one another, or scale, rope, alibi, softcap or sinks
+        is given.
 
     Notes
     -----
@@ -68,7 +69,7 @@ class Linear(StatefulMechanism, ProjectedAttention):
     def __init__(
         self, embed_dim: Size, num_heads: Size = 1, *, chunk_size: Size = 64, **options: Any
     ) -> None:
-        refuse_options(self.name, options, "scale", "rope", "alibi")
+        refuse_options(self.name, options, "scale", "rope", "alibi", "softcap", "sinks")
         self.chunk_size = chunk_size
         super().__init__(embed_dim, num_heads, **options)
 
@@ -125,16 +126,16 @@ class Linear(StatefulMechanism, ProjectedAttention):
 
     def queries(self, x: Any) -> Any:
         """Features of the queries of each head."""
-        return self.query_features(split_heads(self.linear("q_proj", x), self.num_heads))
+        return self.query_features(widened(self.query_or_key("q_proj", x, self.num_heads)))
 
     def keys_and_values(
         self, key: Any, value: Any, state: dict[str, Any]
     ) -> tuple[Any, Any, dict[str, Any]]:
         """Features of the keys and values of each query head, and the state in their scale."""
         times = self.num_heads // self.num_kv_heads
-        rows = split_heads(self.linear("k_proj", key), self.num_kv_heads)
+        rows = widened(self.query_or_key("k_proj", key, self.num_kv_heads))
         features, state = self.key_features(rows, state)
-        rows = split_heads(self.linear("v_proj", value), self.num_kv_heads)
+        rows = widened(split_heads(self.linear("v_proj", value), self.num_kv_heads))
         return repeated_heads(features, times), repeated_heads(rows, times), state
 
     def featured(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
@@ -188,8 +189,7 @@ class Linear(StatefulMechanism, ProjectedAttention):
         return self._joined(out, x), state | {"sums": sums}
 
     def _joined(self, out: Any, x: Any) -> Any:
-        # NumPy multiplies bfloat16 to float32.
-        return array_namespace(x).astype(self.join(out), x.dtype, copy=False)
+        return self.join(array_namespace(x).astype(out, x.dtype, copy=False))
 
     def token_mixing(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """The weights `(..., num_heads, q_len, kv_len)`; values only, without a gradient."""
@@ -217,6 +217,7 @@ class Linear(StatefulMechanism, ProjectedAttention):
         ledger = Ledger()
         for name, inner, outer in self._projections():
             ledger += projection(name, tokens, inner, outer, self.bias)
+        ledger += self.norm_cost(tokens, h) + self.norm_cost(tokens, g)
         features, of_features = self.feature_cost(tokens, d)
         pairs = tokens * features
         both: int = h + g

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -14,7 +14,7 @@ from qkv.ledger import Count, Ledger, matmul, symbols
 from qkv.mechanisms.base.arguments import refuse_options
 from qkv.mechanisms.base.attention_steps import attention_steps, token_lines
 from qkv.mechanisms.base.explanation import ExplainedToken, Step
-from qkv.mechanisms.base.namespace import like
+from qkv.mechanisms.base.namespace import array_namespace, like, widened
 from qkv.mechanisms.base.projected import ProjectedAttention, join_heads, split_heads
 from qkv.mechanisms.base.rows import Rows
 from qkv.mechanisms.linear_time.chunks import in_chunks
@@ -39,9 +39,9 @@ class Linformer(ProjectedAttention):
     num_mixtures : int
         k, how many mixtures there are.
     **options
-        As for `ProjectedAttention`: num_kv_heads, head_dim, bias, out_proj, scale, weights, seed.
-        Its weights include `e_proj.weight` and `f_proj.weight` (num_mixtures, max_len), which all
-        heads share.
+        As for `ProjectedAttention`, without causal, rope and alibi; a norm of keys comes before
+        they are mixed. The weights include `e_proj.weight` and `f_proj.weight` (num_mixtures,
+        max_len), which all heads share.
 
     Raises
     ------
@@ -109,11 +109,11 @@ class Linformer(ProjectedAttention):
         Arrays and errors are those of `AttentionMechanism`; kv_len is at most max_len.
         """
         x, key, value = self.sequences(x, key, value)
-        k, v = self._mixtures("k_proj", "e_proj", key), self._mixtures("v_proj", "f_proj", value)
+        k, v = self._mixed_keys(key), self._mixed_values(value)
 
         def read(_: None, x: Any) -> tuple[Any, None]:
-            q = split_heads(self.linear("q_proj", x), self.num_heads)
-            return self.join(qkv.attention(q, k, v, scale=self.scale)), None
+            q = self.query_or_key("q_proj", x, self.num_heads)
+            return self.join(qkv.attention(q, k, v, *self.variants(q, k), scale=self.scale)), None
 
         if x.ndim < 2 or x.shape[-2] <= self.block_size:
             return read(None, x)[0]
@@ -121,25 +121,38 @@ class Linformer(ProjectedAttention):
 
     def heads(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
         """Queries, and the mixtures of keys and of values, of every head."""
-        q = split_heads(self.linear("q_proj", query), self.num_heads)
-        k, v = self._mixtures("k_proj", "e_proj", key), self._mixtures("v_proj", "f_proj", value)
-        return q, k, v
+        q = self.query_or_key("q_proj", query, self.num_heads)
+        return q, self._mixed_keys(key), self._mixed_values(value)
 
-    def _mixtures(self, projection: str, mixtures: str, rows: Any) -> Any:
-        """Rows projected to heads and mixed, `(..., num_kv_heads, num_mixtures, head_dim)`."""
+    def _mixed_keys(self, key: Any) -> Any:
+        """`E K` of each kv head, `(..., num_kv_heads, num_mixtures, head_dim)`."""
+        return self._mixtures(
+            "e_proj", key, lambda rows: self.query_or_key("k_proj", rows, self.num_kv_heads)
+        )
+
+    def _mixed_values(self, value: Any) -> Any:
+        """`F V` of each kv head."""
+        return self._mixtures(
+            "f_proj",
+            value,
+            lambda rows: split_heads(self.linear("v_proj", rows), self.num_kv_heads),
+        )
+
+    def _mixtures(self, mixtures: str, rows: Any, heads_of: Callable[[Any], Any]) -> Any:
+        """Heads of rows, mixed block by block."""
         n = rows.shape[-2] if rows.ndim > 1 else 0
         if n > self.max_len:
             raise ShapeError(
                 f"{n} tokens are more than max_len={self.max_len}.",
                 action=f"Pass at most {self.max_len} tokens, or build it for a longer max_len.",
             )
-        weight = like(self.weights[f"{mixtures}.weight"], rows, mixtures)
+        weight = like(self.weights[f"{mixtures}.weight"], widened(rows), mixtures)
         mixed_rows = 0
         for start in range(0, max(n, 1), self.block_size):
             block = rows if n <= self.block_size else rows[..., start : start + self.block_size, :]
-            heads = split_heads(self.linear(projection, block), self.num_kv_heads)
-            mixed_rows = mixed_rows + weight[:, start : min(start + self.block_size, n)] @ heads
-        return mixed_rows
+            columns = weight[:, start : min(start + self.block_size, n)]
+            mixed_rows = mixed_rows + columns @ widened(heads_of(block))
+        return array_namespace(rows).astype(mixed_rows, rows.dtype, copy=False)
 
     def token_mixing(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """The weights of the mixtures times F, `(..., num_heads, q_len, kv_len)`.
@@ -158,9 +171,11 @@ class Linformer(ProjectedAttention):
         mixtures = [f"mixture {i}" for i in range(self.num_mixtures)]
         for name, symbol, heads in (("keys", "E K", k), ("values", "F V", v)):
             steps.append(Step(f"Mix {name}", symbol, token_lines(mixtures, join_heads(heads))))
-        trace = qkv.explain(q, k, v, scale=self.scale, q_index=token.index)
+        variants = self.variants(q, k)
+        trace = qkv.explain(q, k, v, *variants, scale=self.scale, q_index=token.index)
         steps += attention_steps(trace, mixtures)
-        return steps + self.steps_after(qkv.attention(q, k, v, scale=self.scale), token.index)
+        out = qkv.attention(q, k, v, *variants, scale=self.scale)
+        return steps + self.steps_after(out, token.index)
 
     def pairs(self, n: int) -> int:
         """`n` queries with `num_mixtures` keys each."""

@@ -12,7 +12,7 @@ from qkv.declarations import Size, Whole
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.comparing import closest
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.loading import named_weights, refuse_other_parameters
+from qkv.mechanisms.base.loading import named_weights, reads_module, refuse_other_parameters
 from qkv.mechanisms.base.namespace import array_namespace, host_views, like
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.rows import Arrays
@@ -180,7 +180,7 @@ class Mamba(RecurrentMechanism):
     def join(self, out: Any, gate: Any) -> Any:
         """The gated channels, projected back."""
         rows = out * silu(gate)
-        return self.linear("out_proj", rows) if self.out_proj else rows
+        return self.project_back("out_proj", rows, gate) if self.out_proj else rows
 
     def _a(self, x: Any) -> Any:
         return -array_namespace(x).exp(self.weight("A_log", x))
@@ -210,6 +210,7 @@ class Mamba(RecurrentMechanism):
         return e, e if self.out_proj else c
 
     @classmethod
+    @reads_module
     def from_transformers(cls, module: Any) -> Self:
         """The mechanism with the weights of a `MambaMixer` of transformers.
 

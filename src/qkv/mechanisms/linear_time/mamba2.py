@@ -14,7 +14,7 @@ from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.comparing import closest
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.loading import named_weights, refuse_other_parameters
+from qkv.mechanisms.base.loading import named_weights, reads_module, refuse_other_parameters
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.normalization import rms_norm
 from qkv.mechanisms.base.operations import projection
@@ -214,7 +214,7 @@ class Mamba2(RecurrentMechanism):
         groups = xp.reshape(rows, (*rows.shape[:-1], self.num_groups, width))
         rows = xp.reshape(rms_norm(groups, self.norm_epsilon), rows.shape)
         rows = rows * self.weight("norm.weight", out)
-        return self.linear("out_proj", rows) if self.out_proj else rows
+        return self.project_back("out_proj", rows, gate) if self.out_proj else rows
 
     def _a(self, x: Any) -> Any:
         return -array_namespace(x).exp(self.weight("A_log", x))[:, None, None]
@@ -247,6 +247,7 @@ class Mamba2(RecurrentMechanism):
         return e, e if self.out_proj else h * d
 
     @classmethod
+    @reads_module
     def from_transformers(cls, module: Any) -> Self:
         """The mechanism with the weights of a `Mamba2Mixer` of transformers.
 

@@ -13,7 +13,7 @@ from qkv.errors import ArgumentError, ShapeError
 from qkv.ledger import Ledger, step
 from qkv.mechanisms.base.attention_steps import token_lines
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, numbers
-from qkv.mechanisms.base.namespace import array_namespace, like, values
+from qkv.mechanisms.base.namespace import array_namespace, like, values, widened
 from qkv.mechanisms.base.rows import Arrays, Rows
 from qkv.mechanisms.linear_time.stateful import StatefulMechanism
 
@@ -100,10 +100,19 @@ class RecurrentMechanism(StatefulMechanism):
 
     def next_tokens(self, state: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
         """The output of one block of tokens, and the state after them."""
-        inputs, gate = self.project(x, state)
+        inputs, gate = self.projected(x, state)
         out = self.join(self.mix(inputs, state), gate)
-        # NumPy multiplies bfloat16 to float32.
+        state = {name: widened(array) for name, array in state.items()}
         return array_namespace(x).astype(out, x.dtype, copy=False), state
+
+    def projected(self, x: Any, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """What `project` gives, in the type in which the recurrence runs."""
+        inputs, gate = self.project(x, state)
+        return {name: widened(array) for name, array in inputs.items()}, gate
+
+    def project_back(self, name: str, rows: Any, gate: Any) -> Any:
+        """The gated rows in the type of the gate, which is that of x, through a projection."""
+        return self.linear(name, array_namespace(gate).astype(rows, gate.dtype, copy=False))
 
     def token_mixing(self, x: Rows, /) -> Any:
         """The matrix M `(..., num_heads, n, n)` for which a head gives `M @ value`.
@@ -113,7 +122,7 @@ class RecurrentMechanism(StatefulMechanism):
         """
         self.check(x)
         look, given = self.detached(), values(x, "x")
-        return like(look.mixing(look.project(given, look.initial_state(given))[0]), x)
+        return like(look.mixing(look.projected(given, look.initial_state(given))[0]), x)
 
     def sequences(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
         """x for all three, if it is `(..., n, embed_dim)`."""
@@ -125,7 +134,7 @@ class RecurrentMechanism(StatefulMechanism):
         x, row = token.query, token.index
         seen = token.tokens[: row + 1]
         state = self.initial_state(x)
-        inputs, gate = self.project(x, state)
+        inputs, gate = self.projected(x, state)
         steps = [
             Step(f"Project, {name}", f"{name} of each token",
                  token_lines(seen, _by_token(array, row)))
@@ -189,7 +198,8 @@ def token_shift(x: Any, before: Any) -> Any:
     >>> token_shift(np.array([[1.0], [2.0], [3.0]]), np.zeros((1, 1))).T
     array([[0., 1., 2.]])
     """
-    return array_namespace(x).concat([before, x[..., :-1, :]], axis=-2)
+    xp = array_namespace(x)
+    return xp.concat([xp.astype(before, x.dtype, copy=False), x[..., :-1, :]], axis=-2)
 
 
 def repeated_heads(heads: Any, times: int) -> Any:

@@ -14,7 +14,7 @@ from qkv.declarations import Size, Whole
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.comparing import closest
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.loading import named_weights, refuse_other_parameters
+from qkv.mechanisms.base.loading import named_weights, reads_module, refuse_other_parameters
 from qkv.mechanisms.base.namespace import array_namespace, like
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.rows import Arrays, Rows
@@ -149,7 +149,8 @@ class RWKV4(RecurrentMechanism):
 
     def join(self, out: Any, gate: Any) -> Any:
         """The gated channels, projected back."""
-        return self.linear("output", gate * out) if self.out_proj else gate * out
+        rows = gate * out
+        return self.project_back("output", rows, gate) if self.out_proj else rows
 
     def _decay_and_bonus(self, x: Any) -> tuple[Any, Any]:
         return array_namespace(x).exp(self.weight("time_decay", x)), self.weight("time_first", x)
@@ -177,6 +178,7 @@ class RWKV4(RecurrentMechanism):
         return e, e if self.out_proj else h
 
     @classmethod
+    @reads_module
     def from_transformers(cls, module: Any) -> Self:
         """The mechanism with the weights of a `RwkvSelfAttention` of transformers.
 

@@ -186,7 +186,7 @@ class RWKV6(RecurrentMechanism):
         """The heads normalised one by one, gated, and projected back."""
         rows = join_heads(layer_norm(out, self.norm_epsilon))
         rows = (rows * self.weight("ln_x.weight", out) + self.weight("ln_x.bias", out)) * gate
-        return self.linear("output", rows) if self.out_proj else rows
+        return self.project_back("output", rows, gate) if self.out_proj else rows
 
     def _bonus(self, x: Any) -> Any:
         return self.weight("time_faaaa", x)[:, None, :]

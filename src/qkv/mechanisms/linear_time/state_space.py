@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import UnsupportedError
+from qkv.mechanisms.base.loading import require_attributes
 
 __all__ = ["GATE_OF_ONE", "HALVING", "STEP_OF_ONE", "initial_state_space_weight", "require_silu"]
 
@@ -53,9 +54,12 @@ def require_silu(module: Any) -> None:
 
     Raises
     ------
+    ArgumentError
+        It has no activation.
     UnsupportedError
         Naming the activation.
     """
+    require_attributes(module, ("activation",))
     if module.activation not in ("silu", "swish"):
         raise UnsupportedError(
             f"the module has the activation {module.activation!r}; qkv computes silu.",

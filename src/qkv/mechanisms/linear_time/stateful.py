@@ -11,7 +11,7 @@ import numpy as np
 from qkv.declarations import shown
 from qkv.errors import ArgumentError, ShapeError
 from qkv.mechanisms.base.mechanism import Mechanism
-from qkv.mechanisms.base.namespace import array_namespace, like
+from qkv.mechanisms.base.namespace import array_namespace, like, widened
 from qkv.mechanisms.base.rows import Rows
 from qkv.mechanisms.linear_time.chunks import in_chunks
 
@@ -30,9 +30,13 @@ class StatefulMechanism(Mechanism):
         """Names and shapes of the arrays of the state, for one sequence."""
 
     def initial_state(self, x: Rows) -> dict[str, Any]:
-        """The state before the first token of `x`: zeros, in its library, dtype and device."""
-        shapes = self.state_shapes.items()
-        return {name: like(np.zeros((*x.shape[:-2], *shape)), x) for name, shape in shapes}
+        """The state before the first token of `x`: zeros, in its library and on its device.
+
+        It is in the dtype of `x`, in float32 for types of 16 bits, whose sums of products overflow
+        or lose what is small.
+        """
+        shapes, wide = self.state_shapes.items(), widened(x)
+        return {name: like(np.zeros((*x.shape[:-2], *shape)), wide) for name, shape in shapes}
 
     @abstractmethod
     def check(self, x: Any) -> None:
@@ -80,7 +84,7 @@ class StatefulMechanism(Mechanism):
         return mixed
 
     def _checked_state(self, state: Any, x: Any) -> dict[str, Any]:
-        """The state in the library, dtype and device of `x`, if it has the right shapes."""
+        """The state as `initial_state` makes it, if it has the right shapes."""
         shapes = {name: (*x.shape[:-2], *shape) for name, shape in self.state_shapes.items()}
         if not isinstance(state, Mapping) or state.keys() != shapes.keys():
             raise ArgumentError(
@@ -96,4 +100,5 @@ class StatefulMechanism(Mechanism):
                     [("x", str(tuple(x.shape)))],
                     "Pass what step returned for the tokens before, of the same sequences.",
                 )
-        return {name: like(array, x, name) for name, array in state.items()}
+        wide = widened(x)
+        return {name: like(array, wide, name) for name, array in state.items()}

@@ -7,7 +7,7 @@ from typing import Any
 from qkv.declarations import Size
 from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.namespace import array_namespace
+from qkv.mechanisms.base.namespace import array_namespace, widened
 from qkv.mechanisms.base.unprojected import UnprojectedAttention
 from qkv.variants import Mask
 
@@ -72,7 +72,7 @@ class Hard(UnprojectedAttention):
                 f"rows of the query have {query.shape[-1]} numbers, of the key {key.shape[-1]}.",
                 action="Pass rows of one length.",
             )
-        scores = namespace.matmul(query, namespace.matrix_transpose(key))
+        scores = namespace.matmul(widened(query), namespace.matrix_transpose(widened(key)))
         # The rank of a key is the place of its index in the order of falling scores.
         order = namespace.argsort(-scores, axis=-1, stable=True)
         rank = namespace.argsort(order, axis=-1, stable=True)

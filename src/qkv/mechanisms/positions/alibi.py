@@ -6,7 +6,12 @@ from typing import Any, ClassVar, Self
 
 from qkv.errors import UnsupportedError
 from qkv.mechanisms.base.comparing import causal_mask, closest
-from qkv.mechanisms.base.loading import refuse_other_parameters, require_attributes
+from qkv.mechanisms.base.loading import (
+    named_weights,
+    reads_module,
+    refuse_other_parameters,
+    require_attributes,
+)
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 from qkv.variants.alibi import alibi_slopes
 
@@ -47,6 +52,7 @@ class ALiBi(ProjectedAttention):
     fixed_options: ClassVar[Options] = {"alibi": True}
 
     @classmethod
+    @reads_module
     def from_transformers(cls, module: Any) -> Self:
         """The mechanism with the weights of a BloomAttention.
 
@@ -62,22 +68,22 @@ class ALiBi(ProjectedAttention):
         """
         import torch
 
-        require_attributes(
-            module, ("query_key_value", "dense", "num_heads", "head_dim", "hidden_size")
-        )
-        if module.query_key_value.weight.shape[0] != 3 * module.hidden_size:
+        require_attributes(module, ("num_heads", "head_dim", "hidden_size"))
+        fused = ("query_key_value.weight", "query_key_value.bias")
+        names = [*fused, "dense.weight", "dense.bias"]
+        weights = {
+            n.replace("dense", "out_proj"): w for n, w in named_weights(module, names).items()
+        }
+        if len(weights[fused[0]]) != 3 * module.hidden_size:
             raise UnsupportedError(
-                f"query_key_value of {type(module).__name__} has "
-                f"{module.query_key_value.weight.shape[0]} rows, not 3 * {module.hidden_size}.",
+                f"query_key_value of {type(module).__name__} has {len(weights[fused[0]])} rows, "
+                f"not 3 * {module.hidden_size}.",
                 action="Pass a BloomAttention, whose heads have a key and a value each.",
             )
-        weights = {}
-        for kind in ("weight", "bias"):
-            fused = getattr(module.query_key_value, kind).detach().clone()
-            parts = fused.unflatten(0, (module.num_heads, 3, module.head_dim))
+        for name in fused:
+            parts = weights.pop(name).unflatten(0, (module.num_heads, 3, module.head_dim))
             for i, side in enumerate("qkv"):
-                weights[f"{side}_proj.{kind}"] = parts[:, i].flatten(0, 1)
-            weights[f"out_proj.{kind}"] = getattr(module.dense, kind).detach().clone()
+                weights[name.replace("query_key_value", f"{side}_proj")] = parts[:, i].flatten(0, 1)
         refuse_other_parameters(module, ("query_key_value", "dense"), cls.name)
         mechanism = cls(module.hidden_size, module.num_heads, causal=True, weights=weights)
 

@@ -11,6 +11,7 @@ from qkv.ledger import Ledger, step
 from qkv.mechanisms.base.comparing import causal_mask, closest
 from qkv.mechanisms.base.loading import (
     named_weights,
+    reads_module,
     refuse_other_attributes,
     refuse_other_parameters,
     require_attributes,
@@ -91,10 +92,11 @@ class RelativeBias(ProjectedAttention):
         return (bias, *super().variants(query, key))
 
     def score_cost(self, pairs: int) -> Ledger:
-        """One addition for each pair."""
-        return step("relative_bias", add=pairs)
+        """One addition for each pair, and the other score variants."""
+        return step("relative_bias", add=pairs) + super().score_cost(pairs)
 
     @classmethod
+    @reads_module
     def from_transformers(cls, module: Any) -> Self:
         """The mechanism with the weights of a T5Attention that has a table.
 

@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.declarations import Size, Whole
-from qkv.errors import ArgumentError, ShapeError
+from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.ledger import Count
 from qkv.mechanisms.base.loading import (
     named_weights,
+    reads_module,
     refuse_other_attributes,
     refuse_other_parameters,
     require_attributes,
@@ -48,7 +49,8 @@ class BigBird(ProjectedAttention):
         Random blocks of each block and head, drawn as by `qkv.RandomBlocks`. A block that is seen
         anyway may be among them.
     random_blocks : integer array (num_heads, blocks, r), optional
-        Which blocks they are, instead of random ones; for a fixed number of blocks.
+        Which blocks they are, instead of random ones, and -1 for none; for a fixed number of
+        blocks.
     random_seed : int
         Seed of the random blocks.
     **options
@@ -102,8 +104,8 @@ class BigBird(ProjectedAttention):
 
         Raises
         ------
-        ShapeError
-            random_blocks were given, for another number of blocks.
+        ShapeError, DTypeError, ArgumentError
+            random_blocks were given, for another number of blocks, or are no blocks.
         """
         blocks = -(-n // self.block)
         if self.num_heads * blocks**2 > MOST_RANDOM:
@@ -125,11 +127,22 @@ class BigBird(ProjectedAttention):
         if self.random_blocks is None:
             return self._random().draws(self.num_heads, blocks)
         given = as_array("random_blocks", self.random_blocks)
-        if given.shape[:2] != (self.num_heads, blocks):
+        if given.dtype.kind not in "iu":
+            raise DTypeError(
+                f"random_blocks has dtype {given.dtype}, not an integer type.",
+                action="Pass the numbers of blocks.",
+            )
+        if given.ndim != 3 or given.shape[:2] != (self.num_heads, blocks):
             raise ShapeError(
                 f"random_blocks has shape {given.shape}; there are {self.num_heads} heads and "
                 f"{blocks} blocks.",
                 action="Pass (num_heads, blocks, r).",
+            )
+        strange = given[(given < -1) | (given >= blocks)]
+        if strange.size:
+            raise ArgumentError(
+                f"random_blocks hold {strange[0]}, and there are {blocks} blocks.",
+                action=f"Pass numbers from 0 to {blocks - 1}, or -1 for none.",
             )
         return given
 
@@ -181,6 +194,7 @@ class BigBird(ProjectedAttention):
         return tuple(pairs)
 
     @classmethod
+    @reads_module
     def from_transformers(cls, module: Any, random_blocks: NDArray[Any]) -> Self:
         """The mechanism with the weights of a BigBirdBlockSparseAttention.
 

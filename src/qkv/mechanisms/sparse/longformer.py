@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Self, Unpack
 
 import numpy as np
@@ -15,6 +16,7 @@ from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, select_columns
 from qkv.mechanisms.base.explanation import ExplainedToken
 from qkv.mechanisms.base.loading import (
     named_weights,
+    reads_module,
     refuse_other_attributes,
     refuse_other_parameters,
     require_attributes,
@@ -40,7 +42,8 @@ class Longformer(ProjectedAttention):
         s[i, j] = -inf unless |i - j| <= window or i or j is global
 
     Global tokens ask, are asked and answer with projections of their own when they attend
-    (`q_global`, `k_global`, `v_global`); the others read them with the ordinary ones.
+    (`q_global`, `k_global`, `v_global`); the others read them with the ordinary ones. Options
+    change the scores of all rows alike; causal, a global token sees all that came before it.
 
     Parameters
     ----------
@@ -112,7 +115,7 @@ class Longformer(ProjectedAttention):
         q, k, v = self.heads(*self.sequences(x, key, value))
         out = qkv.attention(q, k, v, *self.variants(q, k), scale=self.scale)
         if self.global_tokens:
-            out = self._with_rows(out, qkv.attention(*self._global_heads(x), scale=self.scale))
+            out = self._with_rows(out, self._global_rows(qkv.attention, x))
         return self.join(out)
 
     def token_mixing(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
@@ -125,18 +128,19 @@ class Longformer(ProjectedAttention):
         q, k, v = look.heads(rows, rows, rows)
         weights = qkv.inspect(q, k, v, *look.variants(q, k), scale=look.scale).weights[...]
         if self.global_tokens:
-            record = qkv.inspect(*look._global_heads(rows), scale=look.scale)
-            weights = look._with_rows(weights, record.weights[...])
+
+            def weights_of(*problem: Any, **keywords: Any) -> Any:
+                return qkv.inspect(*problem, **keywords).weights[...]
+
+            weights = look._with_rows(weights, look._global_rows(weights_of, rows))
         return like(weights, x)
 
     def problem_of(self, token: ExplainedToken) -> tuple[Any, Any, Any, tuple[Any, ...]]:
-        """The global projections without a mask for the row of a global token."""
+        """The global projections without the pattern for the row of a global token."""
         if token.index not in self.global_tokens:
             return super().problem_of(token)
-        given = (token.query, token.key, token.value)
-        rows = zip(("q_global", "k_global", "v_global"), given, strict=True)
-        q, k, v = (split_heads(self.linear(name, x), self.num_heads) for name, x in rows)
-        return q, k, v, ()
+        q, k, v = self._global_heads(token.query, token.query)
+        return q, k, v, super().variants(q, k)
 
     def sequences(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
         """x for all three.
@@ -153,14 +157,35 @@ class Longformer(ProjectedAttention):
             )
         return super().sequences(x, key, value)
 
-    def _global_heads(self, x: Any) -> tuple[Any, Any, Any]:
-        """Queries of the global tokens, and keys and values of all, by the global projections."""
-        asking = x[..., np.array(self.global_tokens), :]
+    def _global_heads(self, asking: Any, x: Any) -> tuple[Any, Any, Any]:
+        """Queries of some tokens, and keys and values of all, by the global projections."""
         return (
-            split_heads(self.linear("q_global", asking), self.num_heads),
-            split_heads(self.linear("k_global", x), self.num_heads),
+            self.query_or_key("q_global", asking, self.num_heads),
+            self.query_or_key("k_global", x, self.num_heads),
             split_heads(self.linear("v_global", x), self.num_heads),
         )
+
+    def _global_rows(self, compute: Callable[..., Any], x: Any) -> Any:
+        """What `compute` gives for the global tokens, in order: outputs or weights."""
+        tokens = np.array(self.global_tokens)
+        q, k, v = self._global_heads(x[..., tokens, :], x)
+        variants = super().variants(q, k)
+        # Rows of one call stand side by side, if anything reads where they stand.
+        reads_positions = self.causal or self.alibi or self.rope is not None
+        ends = (np.flatnonzero(np.diff(tokens) != 1) + 1).tolist() if reads_positions else []
+        runs = pairwise([0, *ends, len(tokens)])
+        rows = [
+            compute(
+                q[..., first:stop, :],
+                k,
+                v,
+                *variants,
+                scale=self.scale,
+                q_offset=int(tokens[first]),
+            )
+            for first, stop in runs
+        ]
+        return array_namespace(rows[0]).concat(rows, axis=-2)
 
     def _with_rows(self, array: Any, rows: Any) -> Any:
         """`array` (..., n, m) in which the rows of the global tokens are `rows`, in order."""
@@ -173,17 +198,23 @@ class Longformer(ProjectedAttention):
 
     def pairs(self, n: int) -> int:
         """Pairs of the ordinary rows, and of the global rows with all keys."""
-        whole = window_pairs(n, self.window, self.window)
+        right = 0 if self.causal else self.window
+        whole = window_pairs(n, self.window, right)
         tokens = np.asarray(self.global_tokens, np.int64)
-        tokens, length, w = tokens[tokens < int(n)], int(n), self.window
-        g = len(tokens)
-        if not g:
+        tokens, length, left = tokens[tokens < int(n)], int(n), self.window
+        if not len(tokens):
             return whole
-        near = np.minimum(tokens + w, length - 1) - np.maximum(tokens - w, 0) + 1
-        beside = int((abs(tokens[:, None] - tokens) <= w).sum())
+        last = length - 1
+        near_row = np.minimum(tokens + right, last) - np.maximum(tokens - left, 0) + 1
+        near_column = np.minimum(tokens + left, last) - np.maximum(tokens - right, 0) + 1
+        row = tokens + 1 if self.causal else np.full_like(tokens, length)
+        column = length - tokens if self.causal else row
+        back = tokens[:, None] - tokens
+        near = (-right <= back) & (back <= left)
+        far = ~near & (back >= 0) if self.causal else ~near
         # Ordinary rows see the window, and what of the global tokens lies outside of it.
-        ordinary = int(whole) - int(near.sum()) + g * (length - g) - (int(near.sum()) - beside)
-        return Count(ordinary + g * length, "pairs")
+        ordinary = int(whole) + int((column - near_column - near_row).sum()) - int(far.sum())
+        return Count(ordinary + int(row.sum()), "pairs")
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
         """Queries by the global projections are made for the global tokens only."""
@@ -194,10 +225,13 @@ class Longformer(ProjectedAttention):
         some, e, d, h = symbols(g=g, e=self.embed_dim, d=self.head_dim, h=self.num_heads)
         for side, rows in (("q", some), ("k", tokens), ("v", tokens)):
             more = projection(f"{side}_global", batch * rows, e, h * d, self.bias)
+            if side != "v":
+                more += self.norm_cost(batch * rows, h) + self.position_cost(rows) * (batch * h)
             ledger += Ledger(more.operations, more.space)
         return ledger
 
     @classmethod
+    @reads_module
     def from_transformers(cls, module: Any, global_tokens: Sequence[int] = ()) -> Self:
         """The mechanism with the weights of a LongformerSelfAttention.
 

@@ -124,7 +124,8 @@ class Flash(ProjectedAttention):
         Yields
         ------
         FlashTile
-            For each tile of queries, one for each tile of keys in which a pair is allowed.
+            For each tile of queries, one for each tile of keys in which a pair is allowed. With
+            sinks, row_max begins as the sink and row_sum as 1.
         """
         look = self.detached()
         given = [values(a, "x").astype(np.float64) for a in self.sequences(x, key, value)]
@@ -136,10 +137,13 @@ class Flash(ProjectedAttention):
             for first in range(0, len(scores), self.block_q):
                 yield from self._stream(head.head, scores, head.value, first)
 
+    def _sink(self, head: int) -> float | None:
+        return float(values(self.weights["sinks"], "sinks")[head]) if self.sinks else None
+
     def _stream(self, head: int, scores: Array, value: Array, first: int) -> Iterator[FlashTile]:
         """One tile of queries against the tiles of keys in which a pair is allowed."""
         q_rows = slice(first, min(first + self.block_q, len(scores)))
-        for state in stream(scores[q_rows], value, self.block_kv):
+        for state in stream(scores[q_rows], value, self.block_kv, self._sink(head)):
             yield FlashTile(
                 head,
                 q_rows,
@@ -163,14 +167,15 @@ class Flash(ProjectedAttention):
             i = row - tile.q_rows.start
             if last is not None and last.head != tile.head:
                 output[last.head] = _divide(last, i, steps)
+            sink = self._sink(tile.head)
+            if sink is not None and (last is None or last.head != tile.head):
+                begin = (Line("m", sink), Line("l", 1.0))
+                steps.append(Step(f"Head {tile.head}, begin", "m = sink, l = exp(sink - m)", begin))
             steps.append(_tile_step(tile, i, token.kv_tokens))
             last = tile
         if last is not None:
             output[last.head] = _divide(last, row - last.q_rows.start, steps)
-        if self.out_proj:
-            out = self.linear("out_proj", output.reshape(1, -1))[0].tolist()
-            steps.append(Step("Project back", "W_o o", (Line("out", out),)))
-        return steps
+        return steps + self.steps_after(output[:, None], 0)
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
         """Those of full attention, and for each row and tile one exp and the corrections."""

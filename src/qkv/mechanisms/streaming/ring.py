@@ -13,6 +13,7 @@ from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.projected import Options, ProjectedAttention, join_heads
 from qkv.mechanisms.base.rows import Rows
+from qkv.variants import Sinks
 
 __all__ = ["Hop", "Ring"]
 
@@ -26,7 +27,7 @@ class Hop:
     device, source : int
         Whose queries, and whose keys and values.
     out : array (..., num_heads, queries, head_dim)
-        Attention over these keys alone.
+        Attention over these keys alone, without sinks, which are counted once for all parts.
     lse : array (..., num_heads, queries)
         The logarithm of the sum of its exponentials.
     """
@@ -103,7 +104,7 @@ class Ring(ProjectedAttention):
         parts: dict[int, list[tuple[Any, Any]]] = {}
         for hop in self.hops(x):
             parts.setdefault(hop.device, []).append((hop.out, hop.lse))
-        outputs = [qkv.merge(*of_device)[0] for of_device in parts.values()]
+        outputs = [qkv.merge(*self._with_sinks(of_device))[0] for of_device in parts.values()]
         return self.join(array_namespace(x).concat(outputs, axis=-2))
 
     def hops(self, x: Rows) -> Iterator[Hop]:
@@ -119,6 +120,7 @@ class Ring(ProjectedAttention):
             A causal ring leaves out blocks that lie in the future of the device.
         """
         q, k, v = self.heads(x, x, x)
+        variants = [one for one in self.variants(q, k) if not isinstance(one, Sinks)]
         n = x.shape[-2]
         size = -(-n // self.num_devices)
         blocks = [slice(first, min(first + size, n)) for first in range(0, n, max(size, 1))]
@@ -128,18 +130,25 @@ class Ring(ProjectedAttention):
                 if self.causal and source > device:
                     continue
                 keys = blocks[source]
-                query, key = q[..., rows, :], k[..., keys, :]
                 out, lse = qkv.attention(
-                    query,
-                    key,
+                    q[..., rows, :],
+                    k[..., keys, :],
                     v[..., keys, :],
-                    *self.variants(query, key),
+                    *variants,
                     scale=self.scale,
                     q_offset=rows.start,
                     kv_offset=keys.start,
                     return_lse=True,
                 )
                 yield Hop(device, source, out, lse)
+
+    def _with_sinks(self, parts: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """The parts of one device, and the sinks as one more: no output, and the sink as lse."""
+        if not self.sinks:
+            return parts
+        out, lse = parts[0]
+        sink = self.weight("sinks", lse)[:, None] + array_namespace(lse).zeros_like(lse)
+        return [*parts, (array_namespace(out).zeros_like(out), sink)]
 
     def steps(self, token: ExplainedToken) -> list[Step]:
         """The hops of the token's device, and how their parts are joined."""
@@ -162,6 +171,12 @@ class Ring(ProjectedAttention):
             )
             formula = "lse = log(exp(lse) + exp(lse_s)), out = weighted by exp(lse_s - lse)"
             steps.append(Step(f"Device {device} holds keys of {held}", formula, lines))
+        if self.sinks and merged is not None:
+            out, lse = qkv.merge(*self._with_sinks([merged]))
+            sink = Line("sink", self.weights["sinks"].tolist())
+            row = Line("out", join_heads(out)[place].tolist())
+            all_keys = (sink, Line("lse", lse[:, place].tolist()), row)
+            steps.append(Step("Sinks, once", "lse = log(exp(lse) + exp(sink))", all_keys))
         final = Line("out", self(x)[token.index].tolist())
         steps.append(Step("Join", "the heads side by side, projected back if they are", (final,)))
         return steps
