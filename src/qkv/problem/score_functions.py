@@ -94,9 +94,7 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
     return x if max is None else build("min", x, max)
 
 
-def _clip(
-    x: Any, a_min: Any = None, a_max: Any = None, *, min: Any = None, max: Any = None
-) -> Any:
+def _clip(x: Any, a_min: Any = None, a_max: Any = None, *, min: Any = None, max: Any = None) -> Any:
     """NumPy's `clip`, which has two names for each bound."""
     return _clamp(x, min if a_min is None else a_min, max if a_max is None else a_max)
 
