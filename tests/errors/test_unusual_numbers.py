@@ -105,10 +105,8 @@ def test_numbers_of_types_that_numpy_does_not_know(library) -> None:
     query, key, value = np.random.default_rng(4).normal(size=(3, 6, 8)).astype(np.float32)
     operands = [library(array) for array in (query, key, value)]
     scores = query.astype(np.float64) @ key.T
-    bits = np.uint8(56)
-    for number in (
-        ml_dtypes.bfloat16(0.5), bits.view(ml_dtypes.float8_e4m3fn), bits.view(ml_dtypes.float8_e5m2)
-    ) * 4:  # fmt: skip
+    of_equal_bits = np.uint8(56).view(ml_dtypes.float8_e4m3fn), np.uint8(56).view("float8_e5m2")
+    for number in (ml_dtypes.bfloat16(0.5), *of_equal_bits) * 4:
         x = float(number)
         for variants, keywords, changed in (
             ((), {"scale": number}, scores * x),
