@@ -51,6 +51,7 @@ class ScoreMod(Variant):
     fn: Callable[..., Any]
 
     positions_only: ClassVar[bool] = True
+    read_by_backend: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
@@ -159,6 +160,8 @@ def _check_result(result: Any) -> None:
 
 class _Expressed(ScoreMod):
     """A score mod as an expression and its arrays."""
+
+    read_by_backend: ClassVar[bool] = True
 
     expression: Expression
     arrays: tuple[Any, ...]
