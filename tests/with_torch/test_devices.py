@@ -5,6 +5,8 @@ They are asked for on the CPU with `backend="torch"`, and run on a GPU where the
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
@@ -192,7 +194,7 @@ def test_a_class_with_the_name_of_another_is_not_that_one() -> None:
     """`lower` of these reads values, and that of qkv.Sinks does not."""
 
     class Sinks:
-        roles = {"values": "value"}
+        roles: ClassVar = {"values": "value"}
 
         def __init__(self, values) -> None:
             self.values = values

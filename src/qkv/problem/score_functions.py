@@ -210,7 +210,7 @@ def _type_name(wanted: Any) -> str:
     if name.startswith("torch."):
         return name.removeprefix("torch.")
     try:
-        return np.dtype(dtype).name
+        return str(np.dtype(dtype))
     except TypeError:
         return name
 
