@@ -210,7 +210,7 @@ def _type_name(wanted: Any) -> str:
     if name.startswith("torch."):
         return name.removeprefix("torch.")
     try:
-        return str(np.dtype(dtype))
+        return str(np.dtype(dtype).name)
     except TypeError:
         return name
 
