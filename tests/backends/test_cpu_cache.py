@@ -257,7 +257,7 @@ def test_processes_that_compile_at_once(tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("edited", ["backends/cpu/emit/vector_math.py", "problem/expressions.py"])
+@pytest.mark.parametrize("edited", ["backends/cpu/emit/vector_math.py", "problem/bounds.py"])
 def test_an_edited_source_is_another_kernel(tmp_path, edited) -> None:
     package, folder = tmp_path / "qkv", tmp_path / "kernels"
     shutil.copytree(Path(qkv.__file__).parent, package)
@@ -315,10 +315,8 @@ DECIDES_NO_CODE = {
     "backends/cpu/machine/executable_memory.py", "backends/cpu/machine/host.py",
     "backends/cpu/python_calls/filled_block.py", "backends/cpu/python_calls/function.py",
     "backends/cpu/threads/jobs.py",
-    "problem/bounds.py", "problem/stored_rows.py",
 }  # fmt: skip
-"""Imported by files that emit code, but not by what these emit. The machine is part of a key, and
-bounds only say which blocks are computed."""
+"""Imported by files that emit code, but not by what these emit. The machine is part of a key."""
 
 
 def test_without_sources_nothing_is_cached(monkeypatch, folder, compiled) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -70,6 +72,65 @@ def test_attributes_that_change_are_seen() -> None:
         found = qkv.attention(QUERY, KEY, VALUE, qkv.Mask(window))
         allowed = (rows >= keys) & (rows - keys < size)
         np.testing.assert_allclose(found, right(QUERY, allowed), atol=1e-6)
+
+
+class Factor(int):
+    """A number with an attribute."""
+
+
+class First(NamedTuple):
+    low: float
+    high: float
+
+
+class Second(NamedTuple):
+    high: float
+    low: float
+
+
+def helper(score: Any) -> Any:
+    return score * helper.factor
+
+
+@functools.wraps(np.where)
+def where(*arguments: Any) -> Any:
+    return np.where(*arguments) * FACTOR
+
+
+FACTOR, TABLE, NUMBER = 1.0, {"factor": 1.0}, Factor(1)
+PAIR: Any = First(0.0, 0.0)
+
+
+def of_a_bound_method() -> Any:
+    get = TABLE.get
+    return lambda s, b, h, i, j: s * get("factor")
+
+
+CHANGING: dict[str, Callable[[], Any]] = {
+    "a bound method": of_a_bound_method,
+    "its object": lambda: lambda s, b, h, i, j: s * TABLE["factor"],
+    "a function with the name of another": lambda: lambda s, b, h, i, j: where(i >= -1, s, 0.0),
+    "an attribute of a function": lambda: lambda s, b, h, i, j: helper(s),
+    "an attribute of a number": lambda: lambda s, b, h, i, j: s * NUMBER.factor,
+    "names of a tuple": lambda: lambda s, b, h, i, j: s * PAIR.low,
+}
+
+
+@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+@pytest.mark.parametrize("name", CHANGING)
+def test_what_a_function_captures_and_may_change_is_watched(
+    name: str, library: Any, monkeypatch: Any
+) -> None:
+    operands = [library(array) for array in (QUERY, KEY, VALUE)]
+    for factor in (2.0, 5.0):
+        monkeypatch.setitem(TABLE, "factor", factor)
+        monkeypatch.setattr(helper, "factor", factor, raising=False)
+        monkeypatch.setattr(NUMBER, "factor", factor, raising=False)
+        monkeypatch.setitem(globals(), "FACTOR", factor)
+        monkeypatch.setitem(globals(), "PAIR", (First if factor == 2 else Second)(2.0, 5.0))
+        for _ in range(4):
+            found = np.asarray(qkv.attention(*operands, qkv.ScoreMod(CHANGING[name]())))
+            np.testing.assert_allclose(found, right(factor * QUERY, True), atol=1e-6)
 
 
 def test_methods_of_captured_tensors_are_theirs(watched) -> None:

@@ -20,6 +20,17 @@ from tests.distributed.ranks import Ranks
 RANKS = 3
 
 
+def long_function(last: float) -> Callable[..., Any]:
+    """A score mod whose formula has thousands of letters before its last number."""
+
+    def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        for n in range(200):
+            s = s + (i - j) * (n / 1000)
+        return s + last * j
+
+    return mod
+
+
 def differing(rank: int, ranks: int, what: str) -> str:
     """The error of a call in which rank 1 is given something else."""
     from qkv.distributed import Order, attention, decode
@@ -41,6 +52,10 @@ def differing(rank: int, ranks: int, what: str) -> str:
                 variants = (qkv.SlidingWindow(5, 0),)
             case "values":
                 variants = (qkv.SlidingWindow(6, 0),)
+            case "digits":
+                variants = (qkv.ScoreMod(lambda s, b, h, i, j: s + 1.0000004 * (i - j)),)
+            case "a long function":
+                variants = (qkv.ScoreMod(long_function(-1)),)
             case "order":
                 keywords["order"] = Order.contiguous(LENGTH, ranks)
             case "strategy":
@@ -55,6 +70,10 @@ def differing(rank: int, ranks: int, what: str) -> str:
                 return error_of(decode, q, k, v, qkv.Causal(), timeout=20.0)
     elif what == "values":
         variants = (qkv.SlidingWindow(5, 0),)
+    elif what == "digits":
+        variants = (qkv.ScoreMod(lambda s, b, h, i, j: s + 1.0000001 * (i - j)),)
+    elif what == "a long function":
+        variants = (qkv.ScoreMod(long_function(1)),)
     return error_of(attention, q, k, v, *variants, **keywords)
 
 
@@ -74,6 +93,8 @@ def error_of(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
         ("head_dim", "shape of query without rows differs between ranks"),
         ("variant", "what variants and options come to differs between ranks"),
         ("values", "what variants and options come to differs between ranks"),
+        ("digits", "what variants and options come to differs between ranks"),
+        ("a long function", "what variants and options come to differs between ranks"),
         ("order", "order differs between ranks"),
         ("strategy", "strategy differs between ranks"),
         ("rows", "the ranks hold"),

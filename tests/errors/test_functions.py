@@ -158,3 +158,17 @@ def test_a_function_of_a_mask_may_call_itself() -> None:
 
     found = qkv.attention(X, X, X, qkv.Mask(lambda b, h, q, k: below(k)))
     np.testing.assert_array_equal(found, qkv.attention(X, X, X, KEYS < 2))
+
+
+@pytest.mark.parametrize("as_array", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+@pytest.mark.parametrize("kind", ["score mod", "mask"])
+def test_a_variable_that_has_no_value_yet_is_named(kind: str, as_array: Any) -> None:
+    x = as_array(X)
+    if kind == "mask":
+        variant: Any = qkv.Mask(lambda b, h, i, j: i - j < late)
+    else:
+        variant = qkv.ScoreMod(lambda s, b, h, i, j: s * late)
+    error = refused(lambda: qkv.attention(x, x, x, variant))
+    assert "it reads  late" in str(error)
+    late = 3
+    qkv.attention(x, x, x, variant)

@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 import qkv
 from qkv.errors import ArgumentError, DTypeError
@@ -95,3 +97,22 @@ def test_a_wrong_number_of_threads_is_an_error_of_the_first_call(shape: tuple[in
 def test_a_number_of_threads_with_thousands_of_digits() -> None:
     output = in_a_process("import qkv; qkv.get_num_threads()", QKV_NUM_THREADS="9" * 5000)
     assert "is not a number of threads" in output
+
+
+@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+def test_numbers_of_types_that_numpy_does_not_know(library) -> None:
+    """1.0 and 0.125 have the same bits in two types of 8 bits."""
+    query, key, value = np.random.default_rng(4).normal(size=(3, 6, 8)).astype(np.float32)
+    operands = [library(array) for array in (query, key, value)]
+    scores = query.astype(np.float64) @ key.T
+    of_equal_bits = np.uint8(56).view(ml_dtypes.float8_e4m3fn), np.uint8(56).view("float8_e5m2")
+    for number in (ml_dtypes.bfloat16(0.5), *of_equal_bits) * 4:
+        x = float(number)
+        for variants, keywords, changed in (
+            ((), {"scale": number}, scores * x),
+            ((qkv.Softcap(number),), {}, x * np.tanh(scores / 8**0.5 / x)),
+        ):
+            weights = np.exp(changed)
+            expected = weights / weights.sum(-1, keepdims=True) @ value
+            found = np.asarray(qkv.attention(*operands, *variants, **keywords))
+            np.testing.assert_allclose(found, expected, atol=2e-6)

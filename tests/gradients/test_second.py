@@ -431,6 +431,14 @@ def test_one_of_several_arrays_of_a_score_mod() -> None:
         along((mod, draw(9), draw(9)))
 
 
+@pytest.mark.parametrize("variant", [qkv.Bias(draw(9, 9)), qkv.Sinks(draw(2))])
+def test_an_array_that_is_named_twice_is_refused(variant: Any) -> None:
+    own = variant.array if isinstance(variant, qkv.Bias) else variant.values
+    of_variants = [(variant, None, own), (variant, None, 2 * own)]
+    with pytest.raises(ArgumentError, match="twice"):
+        qkv.jvp(Q, K, V, variant, tangents=qkv.Tangents(of_variants=of_variants))
+
+
 @pytest.mark.parametrize(
     ("tangents", "kind", "match"),
     [

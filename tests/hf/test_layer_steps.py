@@ -129,8 +129,11 @@ def _mask(kv_len: int, q_offset: int | None = None, skip: bool = False) -> Any:
 def test_softcap_bias_and_sinks_of_a_layer_are_used(skip: bool) -> None:
     bias = torch.linspace(-2, 2, 4 * 40, dtype=torch.float64).view(1, 4, 1, 40)
     sinks = [torch.tensor([x, 0.0, 1.0, -x], dtype=torch.float64) for x in (0.5, 2.0)]
+    halves = torch.tensor([0.5, 0.0, 1.0, -0.5], dtype=torch.float16)
+    of_equal_bytes = halves.view(torch.bfloat16)
     says: list[dict[str, Any]] = [
         {}, {"softcap": 2.0}, {"softcap": 5.0}, {"s_aux": sinks[0]}, {"s_aux": sinks[1]},
+        {"s_aux": halves}, {"s_aux": of_equal_bytes},
     ]  # fmt: skip
     for kv_len in (5, 6, 7, 7, 9, 30):
         mask = _mask(kv_len, skip=skip)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -325,3 +326,15 @@ def test_a_row_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.isnan(qkv.inspect(q, k[:, :, :0], k[:, :, :0]).rows()[0]["first"])
     assert np.isnan(qkv.inspect(q[:, :, :0], k, k).rows()[0]["first"])
     assert qkv.inspect(q[:0], k[:0], k[:0]).rows() == []
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.uint64])
+def test_keys_of_mass_may_be_of_any_integer_type(kind: Any) -> None:
+    query, key, value = np.random.default_rng(3).normal(size=(3, 300, 8))
+    record = qkv.inspect(query, key, value)
+    scores = query @ key.T / np.sqrt(8)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    for keys in ([0, 1], [100, 127, 100], [-1, -128] if np.iinfo(kind).min < 0 else [5]):
+        expected = weights[:, sorted(set(keys))].sum(-1)
+        np.testing.assert_allclose(record.mass(np.array(keys, kind)), expected, rtol=1e-9)

@@ -93,6 +93,22 @@ def test_padding_is_not_counted() -> None:
     assert "2 of 4 tokens are unknown" in record.summary()
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.uint32])
+def test_a_record_keeps_the_ids_that_it_is_given(kind: Any, tmp_path: Path) -> None:
+    ids = np.array([[1, 7, 2, 7, 3, 7]], kind)
+    x = np.random.default_rng(0).normal(size=(1, 1, 6, 4))
+    record = ModelRecord("given", keep="weights", unknown_id=7)
+    record.add(x, x, qkv.Causal(), name="layer", tokens=ids)
+    np.testing.assert_array_equal(record.tokens, ids)
+    assert "3 of 6 tokens are unknown" in record.sentences()[0]
+    assert math.isnan(
+        by_loop(record[0].weights[0, 0], np.where(ids[0] == 7, 0, ids[0]), "duplicate")
+    )
+    assert not record.rows()[0]["duplicate"] > 0  # No token has an equal one.
+    record.save(tmp_path / "r.safetensors")
+    np.testing.assert_array_equal(load(tmp_path / "r.safetensors").tokens, ids)
+
+
 def test_the_id_of_a_tokenizer() -> None:
     assert unknown_id_of(SimpleNamespace(unk_token_id=7, bos_token_id=1)) == 7
     assert unknown_id_of(SimpleNamespace(unk_token_id=None)) is None

@@ -41,3 +41,19 @@ def test_any_integer(name: str, backend: Any) -> None:
 def test_falling_ends_are_refused_without_a_sign_too() -> None:
     with pytest.raises(qkv.ShapeError, match="not a rising sequence"):
         qkv.Segments.from_cu_seqlens(np.array([0, 5, 3], np.uint8))
+
+
+@pytest.mark.parametrize(("kind", "rows"), [(np.int8, 300), (np.uint8, 300), (np.int16, 2**15 + 2)])
+def test_segments_may_be_longer_than_the_type_of_their_ids_counts(kind: Any, rows: int) -> None:
+    query, key, value = RNG.normal(size=(3, rows, 2))
+    some = np.array([0, 100, 127, 128, 255, 299, rows - 1])
+    mask = qkv.Segments(np.zeros(len(some), kind), np.zeros(rows, kind)), qkv.SlidingWindow(40, 0)
+    packed = qkv.Segments(np.zeros(rows, kind))
+    out = qkv.attention(query, key, value, packed, qkv.SlidingWindow(40, 0))
+    stepped = qkv.attention(query[-len(some) :], key, value, *mask, q_offset="end")
+    ends = [*some, *range(rows - len(some), rows)]
+    for end, row in zip(ends, [*out[some], *stepped], strict=True):
+        seen = slice(max(0, end - 40), end + 1)
+        scores = key[seen] @ query[end] / np.sqrt(2)
+        weights = np.exp(scores - scores.max())
+        np.testing.assert_allclose(row, weights @ value[seen] / weights.sum(), rtol=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -104,3 +105,36 @@ def test_attributes_of_their_classes_are_watched() -> None:
         found = qkv.attention(*operands(), mask)
         allowed = (ROWS >= KEYS) & (size > ROWS - KEYS)
         np.testing.assert_allclose(found, attention(*operands(), allowed=allowed), atol=2e-6)
+
+
+class OfNoModule:
+    """Its module is None, which Python allows."""
+
+    def __call__(self, b, h, i, j):
+        return (i >= j) & (i - j < 4)
+
+
+OfNoModule.__module__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+def test_objects_of_classes_of_no_module(library) -> None:
+    x = library(np.random.default_rng(0).normal(size=(1, 2, 20, 8)))
+    for place in range(3):
+        operands = [OfNoModule() if n == place else x for n in range(3)]
+        with pytest.raises(qkv.DTypeError, match="is a OfNoModule, not an array"):
+            qkv.attention(*operands)
+    with pytest.raises(qkv.ArgumentError, match="is not a variant"):
+        qkv.attention(x, x, x, [OfNoModule(), SimpleNamespace()])
+    found = qkv.attention(x, x, x, qkv.Mask(OfNoModule()))
+    np.testing.assert_array_equal(found, qkv.attention(x, x, x, library(WINDOW)))
+
+
+@pytest.mark.parametrize("name", [None, 5])
+def test_calls_in_a_scope_with_no_word_as_its_name(name) -> None:
+    x = np.random.default_rng(0).normal(size=(1, 2, 20, 8))
+    scope = {"__name__": name, "qkv": qkv, "x": x, "bias": np.tri(20)}
+    with warnings.catch_warnings():  # Python leaves out warnings of a module that is None.
+        warnings.simplefilter("ignore", qkv.MaskLooksBooleanWarning)
+        exec("out = qkv.attention(x, x, x, bias)", scope)
+    np.testing.assert_array_equal(scope["out"], qkv.attention(x, x, x, qkv.Bias(np.tri(20))))

@@ -44,6 +44,11 @@ def test_what_values_tell_is_an_error_of_jax() -> None:
         qkv.attention(X, X, X, qkv.KeyLengths(jnp.array([1, 99])))
 
 
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise UnicodeError("no words")
+
+
 def test_any_exception_in_the_callback_is_an_error_of_jax(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -54,6 +59,9 @@ def test_any_exception_in_the_callback_is_an_error_of_jax(
         (MemoryError("too\0much"), "RESOURCE_EXHAUSTED: qkv: MemoryError: too much"),
         (KeyboardInterrupt(), "CANCELLED: qkv: interrupted"),
         (ZeroDivisionError("why"), "INTERNAL: qkv: ZeroDivisionError: why"),
+        (ValueError("half \ud800 gone"), r"INTERNAL: qkv: ValueError: half \? gone"),
+        (qkv.ShapeError("half \ud800 gone"), r"INVALID_ARGUMENT: qkv: half \? gone"),
+        (Speechless(), "INTERNAL: qkv: Speechless: an error whose message cannot be read"),
     ):
 
         def fail(*_: Any, error: BaseException = error) -> None:

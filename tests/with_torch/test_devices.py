@@ -5,6 +5,8 @@ They are asked for on the CPU with `backend="torch"`, and run on a GPU where the
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
@@ -186,6 +188,34 @@ def test_arrays_of_variants_whose_values_are_hidden() -> None:
     )
     with pytest.raises(qkv.UnsupportedError, match=r"Mask .*bool"):
         torch.vmap(lambda m: ours(query, key, value, qkv.Mask(m)))(both > 0)
+
+
+def test_a_class_with_the_name_of_another_is_not_that_one() -> None:
+    """`lower` of these reads values, and that of qkv.Sinks does not."""
+
+    class Sinks:
+        roles: ClassVar = {"values": "value"}
+
+        def __init__(self, values) -> None:
+            self.values = values
+
+        def lower(self, builder) -> None:
+            builder.mask(builder.kv_index < int(np.asarray(self.values).sum()))
+
+    class Derived(qkv.Sinks):
+        def lower(self, builder) -> None:
+            builder.mask(builder.kv_index < int(np.asarray(self.values).sum()))
+
+    x, limit = normal(1, 2, 6, 4), torch.tensor([1.0, 2.0])
+    for variant in (Sinks, Derived):
+        found = qkv.attention(x, x, x, variant(limit), backend="torch")
+        assert_close(found, (x @ x[..., :3, :].mT / 2).softmax(-1) @ x[..., :3, :])
+        with pytest.raises(qkv.UnsupportedError, match="the values of an array are asked for"):
+            torch.vmap(lambda v, kind=variant: qkv.attention(x, x, x, kind(v), backend="torch"))(
+                torch.stack([limit, limit])
+            )
+    meta = x.to("meta")
+    assert qkv.attention(meta, meta, meta, qkv.Sinks(limit.to("meta"))).shape == x.shape
 
 
 @pytest.mark.parametrize("kind", KINDS)

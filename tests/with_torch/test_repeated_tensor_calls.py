@@ -383,3 +383,30 @@ def test_about_a_thousand_calls_are_remembered(watched) -> None:
     assert [prepared(scale) for scale in (count, count - 500, count - 1000, 2000)] == [0, 0, 0, 0]
     assert [prepared(scale) for scale in (1, 2, 50)] == [1, 1, 1]
     close(qkv.attention(*tensors, scale=1.0), sdpa(*tensors, scale=1.0))
+
+
+LENGTH_RULE = (qkv.KeyLengths, lambda given, at: at < given.expand(2)[:, None, None, None])
+RULES = {
+    "lengths": LENGTH_RULE,
+    "prefix": (qkv.Prefix, LENGTH_RULE[1]),
+    "global tokens": (
+        qkv.GlobalTokens,
+        lambda given, at: torch.isin(at[:, None], given) | torch.isin(at, given),
+    ),
+}
+"""Variants of an array of integers, and which keys they allow."""
+
+
+@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("wants_gradients", [False, True])
+def test_arrays_of_equal_bytes_and_other_types_are_told_apart(kind, wants_gradients) -> None:
+    variant, rule = RULES[kind]
+    tensors = [tensor.requires_grad_(wants_gradients) for tensor in operands()]
+    one, two = torch.tensor([3]), torch.tensor([3, 0], dtype=torch.int32)
+    for given in (one, two, one):
+        allowed = rule(given, torch.arange(16)).expand(2, 1, 16, 16)
+        scores = tensors[0].double() @ tensors[1].double().mT / 8**0.5
+        weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
+        expected = (weights @ tensors[2].double()).float()
+        for _ in range(4):
+            close(qkv.attention(*tensors, variant(given.clone())), expected)

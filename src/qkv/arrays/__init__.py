@@ -94,8 +94,8 @@ def library_of_type(type_of_array: type) -> str | None:
     """
     if type_of_array is np.ndarray:
         return "numpy"
-    for base in type_of_array.__mro__:
-        name = base.__module__.partition(".")[0]
+    for base in type_of_array.__mro__:  # A class may be of no module.
+        name = str(base.__module__).partition(".")[0]
         if name in NAMES and (name == "jax" or base.__name__ in _BASES):
             return name
     return None
@@ -138,7 +138,7 @@ def _no_array_error(given: Any, role: str) -> DTypeError:
     if given is None:
         return DTypeError(f"{role} is None, not an array.", action=f"Pass an array as {role}.")
     kind = type(given)
-    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.").removeprefix("None.")
     if isinstance(given, list | tuple):
         try:
             np.asarray(given)

@@ -23,9 +23,6 @@ __all__ = ["DeviceCall", "check_device_call", "is_device_call", "is_on_device",
 
 Array = NDArray[Any]
 
-_READ_ON_DEVICE = ("Sinks", "ScoreMod", "_Expressed")
-"""Variants whose floating arrays are read by the backend alone, so that they may be traced."""
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceCall(CheckedCall):
@@ -109,11 +106,15 @@ def check_device_call(bound: BoundCall, given: Sequence[Any] | None = None) -> D
     """
     library = library_of(bound.leaves[0], "query")
     by_value = bound.structure.by_value
-    owners, roles = [type(owner).__name__ for owner in bound.unflatten().owners], bound.roles
+    # Asked of the very class: `lower` of one that is derived from it may read values.
+    read_by_lower = [
+        not vars(type(owner)).get("read_by_backend") for owner in bound.unflatten().owners
+    ]
+    roles = bound.roles
     views = [library.described(leaf) for leaf in bound.leaves[:3]]
     for n, leaf in enumerate(bound.leaves[3:], start=3):
-        read = n in by_value and owners[n] not in _READ_ON_DEVICE
-        views.append(library.on_host(leaf, roles[n], by_value=read))
+        by_lower = n in by_value and read_by_lower[n]
+        views.append(library.on_host(leaf, roles[n], by_value=by_lower))
     call = bound._replace(leaves=views).unflatten()
     options, problem = call.options, checked_problem(call, library)
     device = getattr(bound.leaves[0].device, "type", "cpu")

@@ -13,7 +13,7 @@ import torch
 from qkv._version import __version__
 from qkv.distributed.links import Links
 from qkv.errors import DistributedError, QkvError
-from qkv.problem.expressions import text
+from qkv.problem import reading
 from qkv.problem.spec import Problem
 
 __all__ = ["compare", "fingerprint", "in_words", "tell"]
@@ -76,7 +76,8 @@ def fingerprint(problem: Problem) -> str:
     spec, operands = problem.spec, problem.operands
     digest = blake2b(digest_size=16)
     for stage in (*spec.masks, *spec.scores):
-        digest.update(text(stage.node).encode())
+        # The formula of messages has six digits of each number, and is cut.
+        digest.update(json.dumps(reading.in_words(stage.node)).encode())
     for table in spec.tables:
         _add(digest, operands.tables[table.name])
     if operands.sinks is not None:

@@ -168,7 +168,7 @@ class Parts:
     Attributes
     ----------
     whole : Problem
-        Of the whole sequence; its operands are not read.
+        Of the whole sequence; of its operands only tables, positions and scale are read.
     backend : str
     heads, kv_heads : range
         What this rank holds of them.

@@ -16,6 +16,7 @@ from qkv.call.binding.bound import bind
 from qkv.call.binding.options import OptionValues
 from qkv.call.binding.variant_arrays import as_given, wanted
 from qkv.call.checked import CheckedCall, check_call, views_of
+from qkv.call.derivatives.gradients import gradient_of_sinks
 from qkv.distributed.links import Links
 from qkv.distributed.parts import Residuals
 from qkv.distributed.ring import Ring
@@ -181,14 +182,10 @@ def _add(gradients: dict[int, Tensor], place: int, gradient: Array) -> None:
 
 
 def _of_sinks(call: ShardedCall, residuals: Residuals) -> Array:
-    """`d sink[h] = -sum_i exp(sink[h] - lse[i]) (dO[i] . out[i] - d lse[i])` over own rows."""
-    sinks = call.sinks
-    assert sinks is not None
+    """The gradient of all sinks, over own rows and heads."""
+    assert call.sinks is not None
+    inputs = residuals.inputs(slice(None), frozenset())
     total = np.zeros(call.call.problem.spec.num_heads)
-    with np.errstate(all="ignore"):
-        along = residuals.out.astype(np.float64) * residuals.grad_out.astype(np.float64)
-        delta = along.sum(axis=-1) - residuals.grad_lse
-        shares = np.exp(sinks[:, None] - residuals.lse.astype(np.float64)) * delta
     heads = call.ring.parts.heads
-    total[heads.start : heads.stop] = -shares.sum(axis=-1).reshape(-1, len(heads)).sum(axis=0)
+    total[heads.start : heads.stop] = gradient_of_sinks(call.sinks, inputs)
     return total

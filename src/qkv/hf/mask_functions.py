@@ -62,7 +62,7 @@ def read(function: MaskFunction, rows: PositionRanges) -> tuple[MaskVariant, ...
     ----------
     function : callable (batch, head, q_pos, kv_pos) -> bool
         As transformers hands it to a mask interface.
-    rows : Rows
+    rows : PositionRanges
         Where it will be evaluated.
 
     Notes

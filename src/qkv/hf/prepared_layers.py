@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from qkv.bridges.torch.repeated.layouts import array_bytes, leaf_values
+from qkv.bridges.torch.repeated.layouts import ArrayValue, array_value, leaf_values
 from qkv.bridges.torch.repeated.prepared import step_of
 from qkv.bridges.torch.repeated.runs import Step
 from qkv.call.binding.bound import BoundCall, Structure, bind
@@ -27,12 +27,12 @@ __all__ = [
 
 
 class LayerKind(NamedTuple):
-    """What a layer says beside its mask and its operands, with its sinks as bytes."""
+    """What a layer says beside its mask and its operands, with its sinks by value."""
 
     scaling: float | None
     softcap: float | None
     has_bias: bool
-    sinks: bytes | None
+    sinks: ArrayValue | None
 
     @classmethod
     def of(
@@ -43,7 +43,7 @@ class LayerKind(NamedTuple):
         sinks: Tensor | None,
     ) -> LayerKind | None:
         """None if the sinks cannot be compared by value."""
-        values = None if sinks is None else array_bytes(sinks)
+        values = None if sinks is None else array_value(sinks)
         if sinks is not None and values is None:
             return None
         return cls(scaling, softcap, position_bias is not None, values)

@@ -144,7 +144,7 @@ def computes_itself(config: Any) -> bool:
 
     Their code says so: no layer that writes to a cache names the table of transformers' functions.
     """
-    configuration = type(config).__module__
+    configuration = str(type(config).__module__)
     if ".configuration_" not in configuration:
         return False
     try:

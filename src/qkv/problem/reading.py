@@ -7,25 +7,24 @@ that arrays among its attributes are found too. The result is an expression and 
 
 from __future__ import annotations
 
-import builtins
 import inspect
 import operator
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from qkv.errors import ArgumentError, QkvError
 from qkv.problem.expressions import Const, Load, Node, Op, Var, upwards
+from qkv.problem.replaced_values import is_of_library
 from qkv.problem.score_functions import ARRAY_AT_POSITION
 from qkv.problem.symbols import Expr, Table, whole_array
 
 __all__ = [
-    "Reading", "explained", "from_words", "global_names", "in_words",
-    "is_array_at_position", "kind_of_table", "signature_unless", "with_replaced_values",
+    "Reading", "explained", "from_words", "in_words", "is_array_at_position", "kind_of_table",
+    "signature_unless",
 ]  # fmt: skip
 
 
@@ -67,10 +66,9 @@ class Reading:
 
     def _function(self, fn: types.FunctionType) -> Any:
         """A function that reads what it captures in its turn."""
-        # Functions of libraries are given symbols, and answer by name.
-        library = (fn.__module__ or "").partition(".")[0]
-        is_left = fn.__closure__ is None and library in _LIBRARIES
-        if is_left or fn in self._within:  # A recursive function refers to itself.
+        # Functions of libraries are given symbols, and answer by name; a recursive function refers
+        # to itself.
+        if is_of_library(fn, _LIBRARIES) or fn in self._within:
             return fn
         self._within.append(fn)
         try:
@@ -173,7 +171,7 @@ class CapturedArray:
 
 
 def _binary(name: str) -> Callable[..., Any]:
-    function = getattr(operator, name, None) or (lambda a, b: a % b)
+    function = getattr(operator, name)
 
     def forwards(self: CapturedArray, other: Any) -> Any:
         if isinstance(other, Expr):
@@ -354,43 +352,3 @@ def is_array_at_position(error: Exception) -> bool:
     return isinstance(error, IndexError) and (
         text == ARRAY_AT_POSITION or text.startswith("only integers, slices")
     )
-
-
-# Functions with other values in the place of those that they capture
-
-
-def with_replaced_values(
-    fn: Callable[..., Any], symbol: Callable[[Any], Any]
-) -> Callable[..., Any]:
-    """The function with values replaced: in closure, defaults and the globals that it names."""
-    if isinstance(fn, partial):
-        return partial(
-            with_replaced_values(fn.func, symbol),
-            *map(symbol, fn.args),
-            **{name: symbol(value) for name, value in fn.keywords.items()},
-        )
-    if isinstance(fn, types.MethodType):
-        return types.MethodType(with_replaced_values(fn.__func__, symbol), symbol(fn.__self__))
-    if not isinstance(fn, types.FunctionType):
-        call = getattr(type(fn), "__call__", None)  # noqa: B004 - it is looked at, not tested
-        if not isinstance(call, types.FunctionType):
-            return fn
-        return types.MethodType(with_replaced_values(call, symbol), symbol(fn))
-    closure = fn.__closure__ and tuple(
-        types.CellType(symbol(cell.cell_contents)) for cell in fn.__closure__
-    )
-    defaults = fn.__defaults__ and tuple(map(symbol, fn.__defaults__))
-    keyword_defaults = fn.__kwdefaults__ and {k: symbol(v) for k, v in fn.__kwdefaults__.items()}
-    scope = dict(fn.__globals__)
-    scope.update({n: symbol(scope[n]) for n in global_names(fn.__code__) if n in scope})
-    scope.setdefault("__builtins__", builtins)
-    made = types.FunctionType(fn.__code__, scope, fn.__name__, defaults, closure)
-    made.__kwdefaults__ = keyword_defaults
-    return made
-
-
-@lru_cache(maxsize=256)
-def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Names that the code looks up, those of functions inside it too, in a fixed order."""
-    inner = [global_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return tuple(sorted({*code.co_names, *(name for names in inner for name in names)}))

@@ -6,12 +6,15 @@ its derivative.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from qkv.errors import ArgumentError
-from qkv.problem.expressions import Const, Node, as_node, operation
+from qkv.problem.expressions import OPERATIONS, Const, Node, as_node, operation
 
 __all__ = ["ARRAY_AT_POSITION", "NAMES", "call", "power"]
 
@@ -30,6 +33,12 @@ def build(name: str, *args: Any) -> Node:
 def power(base: Any, exponent: Any) -> Node:
     """`base ** exponent`: of any base for whole constant exponents, else of bases from 0 on."""
     node, of_base = as_node(exponent), as_node(base)
+    for each in (node, of_base):
+        if isinstance(each, Const) and not math.isfinite(each.value):
+            raise ArgumentError(
+                f"a power of {each.value} is not part of the expression language.",
+                action="Write np.where(condition, a, b) with the values that it would have.",
+            )
     if isinstance(node, Const):
         value = node.value
         if value == 0.5:
@@ -79,14 +88,35 @@ def _sine(x: Any) -> Any:
     return build("where", build("eq", build("mod", turns, 2), 0), value, build("neg", value))
 
 
-def _clamp(x: Any, low: Any = None, high: Any = None, **named: Any) -> Any:
-    low, high = named.get("min", low), named.get("max", high)
-    x = x if high is None else build("min", x, high)
-    return x if low is None else build("max", x, low)
+def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    """The larger of x and `min`; of that, the smaller of it and `max`."""
+    x = x if min is None else build("max", x, min)
+    return x if max is None else build("min", x, max)
+
+
+def _clip(x: Any, a_min: Any = None, a_max: Any = None, *, min: Any = None, max: Any = None) -> Any:
+    """NumPy's `clip`, which has two names for each bound."""
+    return _clamp(x, min if a_min is None else a_min, max if a_max is None else a_max)
+
+
+def _of_numbers(name: str) -> Callable[..., Any]:
+    """`fmax` or `fmin`: the larger or smaller of two, the other one if one is NaN."""
+
+    def chosen(x: Any, y: Any) -> Any:
+        either = build("where", build("ne", y, y), x, build(name, x, y))
+        return build("where", build("ne", x, x), y, either)
+
+    return chosen
 
 
 def _sigmoid(x: Any) -> Any:
     return build("mul", 0.5, build("add", build("tanh", build("mul", 0.5, x)), 1.0))
+
+
+def _relu(x: Any, inplace: bool = False) -> Any:
+    if inplace:
+        raise _in_place("relu")
+    return build("max", x, 0)
 
 
 def _sign(x: Any) -> Any:
@@ -126,30 +156,99 @@ def _where_xor(first: Any, second: Any) -> Any:
 def _filled(number: int) -> Callable[..., Any]:
     """A tensor of one entry, with which functions of FlexAttention begin."""
 
-    def entry(x: Any, size: Any = (), dtype: Any = None, **_: Any) -> Node:
-        if len(size):
+    def entry(
+        x: Any, *sizes: Any, size: Any = (), dtype: Any = None, device: Any = None,
+        requires_grad: bool = False,
+    ) -> Any:  # fmt: skip
+        shape = np.ravel(sizes or size).astype(int).tolist()
+        if shape:
             raise ArgumentError(
-                f"a tensor of shape {tuple(size)} is made inside of a function of positions.",
+                f"a tensor of shape {tuple(shape)} is made inside of a function of positions.",
                 action="Make it outside of the function, and index it there with positions.",
             )
-        return as_node(bool(number) if str(dtype).endswith("bool") else number)
+        kind = _kind(_type_name(as_node(x) if dtype is None else dtype))
+        return bool(number) if kind == "bool" else float(number) if kind == "float" else number
 
     return entry
+
+
+def _cast(x: Any, wanted: Any) -> Any:
+    """`x` as numbers of a type of NumPy or torch, or of the type of an array or expression."""
+    node, name = as_node(x), _type_name(wanted)
+    kind = _kind(name)
+    if kind == node.kind == "bool" or kind == node.kind == "float":
+        return node
+    if kind == "bool":
+        return build("ne", node, 0)
+    if kind == "float":
+        return build("mul", node, 1.0)
+    if name not in ("int", "int32", "int64"):
+        raise ArgumentError(
+            f"a score or position is turned into {name}, which cannot hold every position.",
+            action="Use a floating type, bool, int32 or int64.",
+        )
+    if node.kind == "float":
+        below = build("neg", build("floor", build("neg", node)))
+        return build("where", build("lt", node, 0), below, build("floor", node))
+    return build("where", node, 1, 0) if node.kind == "bool" else node
+
+
+def _kind(name: str) -> str:
+    """The kind of numbers that a type of this name has."""
+    return "bool" if name == "bool" else "float" if "float" in name else "int"
+
+
+def _type_name(wanted: Any) -> str:
+    """What a type is called, or that of an array; of an expression or table, its kind."""
+    kind = getattr(getattr(wanted, "node", wanted), "kind", None)
+    if kind in ("bool", "int", "float"):
+        return str(kind)
+    dtype = getattr(wanted, "dtype", None)
+    # Types of JAX have a descriptor in the place of an array's type.
+    dtype = wanted if dtype is None or isinstance(wanted, type) else dtype
+    name = str(dtype)
+    if name.startswith("torch."):
+        return name.removeprefix("torch.")
+    try:
+        return str(np.dtype(dtype).name)
+    except TypeError:
+        return name
+
+
+def _to(
+    x: Any, *args: Any, dtype: Any = None, other: Any = None, device: Any = None,
+    non_blocking: bool = False, copy: bool = False, memory_format: Any = None,
+) -> Any:  # fmt: skip
+    """torch's `to`, which takes a type, a device or an array at any place."""
+    for wanted in (*args, dtype, other):
+        is_array = any(hasattr(wanted, name) for name in ("node", "dtype", "kind"))
+        if is_array or str(wanted).startswith("torch."):
+            return _cast(x, wanted)
+    return x
+
+
+def _astype(x: Any, dtype: Any, copy: bool = True) -> Any:
+    return _cast(x, dtype)
+
+
+def _to_kind(name: str) -> Callable[..., Any]:
+    kind = {"double": "float", "long": "int"}.get(name, name)
+    return lambda x, memory_format=None: _cast(x, kind)
+
+
+def _same(x: Any, memory_format: Any = None) -> Any:
+    return x
 
 
 def _scaled(name: str, factor: float) -> Callable[..., Any]:
     return lambda x: build("mul", build(name, x), factor)
 
 
-def _same(x: Any, *_: Any, **__: Any) -> Any:
-    return x
-
-
 _DIRECT = {
     "add": "add", "sub": "sub", "subtract": "sub", "mul": "mul", "multiply": "mul",
     "floor_divide": "floordiv", "floordiv": "floordiv", "remainder": "mod", "mod": "mod",
-    "minimum": "min", "maximum": "max", "fmin": "min", "fmax": "max", "neg": "neg",
-    "negative": "neg", "abs": "abs", "absolute": "abs", "fabs": "abs", "lt": "lt", "less": "lt",
+    "minimum": "min", "maximum": "max", "neg": "neg", "negative": "neg",
+    "abs": "abs", "absolute": "abs", "fabs": "abs", "lt": "lt", "less": "lt",
     "le": "le", "less_equal": "le", "eq": "eq", "equal": "eq", "ne": "ne", "not_equal": "ne",
     "logical_and": "and", "logical_or": "or", "logical_not": "not", "bitwise_and": "and",
     "bitwise_or": "or", "bitwise_not": "not", "invert": "not", "and": "and", "or": "or",
@@ -157,8 +256,9 @@ _DIRECT = {
 }  # fmt: skip
 _OTHERS: Mapping[str, Callable[..., Any]] = {
     "where": _where, "div": _divide, "divide": _divide, "true_divide": _divide,
-    "clip": _clamp, "clamp": _clamp, "clamp_min": _clamp,
-    "clamp_max": lambda x, high: build("min", x, high),
+    "clip": _clip, "clamp": _clamp, "clamp_min": lambda x, min: build("max", x, min),
+    "clamp_max": lambda x, max: build("min", x, max),
+    "fmin": _of_numbers("min"), "fmax": _of_numbers("max"),
     "gt": _turned("lt"), "greater": _turned("lt"), "ge": _turned("le"),
     "greater_equal": _turned("le"), "rsub": _turned("sub"), "rdiv": _turned("div"),
     "pow": power, "power": power, "float_power": power, "rpow": lambda x, base: power(base, x),
@@ -171,22 +271,28 @@ _OTHERS: Mapping[str, Callable[..., Any]] = {
     "reciprocal": lambda x: build("div", 1.0, x),
     "ceil": lambda x: build("neg", build("floor", build("neg", x))),
     "sin": _sine, "cos": lambda x: _sine(build("add", x, math.pi / 2)),
-    "sigmoid": _sigmoid, "relu": lambda x, inplace=False: build("max", x, 0),
+    "sigmoid": _sigmoid, "relu": _relu,
     "sign": _sign,
     "logical_xor": _where_xor, "bitwise_xor": _where_xor,
-    "float": lambda x: build("mul", x, 1.0), "double": lambda x: build("mul", x, 1.0),
+    **{name: _to_kind(name) for name in ("float", "double", "int", "long", "bool")},
+    "to": _to, "type_as": _cast, "astype": _astype,
     "new_ones": _filled(1), "new_zeros": _filled(0),
-    "to": _same, "type_as": _same, "contiguous": _same, "clone": _same, "item": _same,
+    "contiguous": _same, "clone": _same, "item": lambda x: x,
 }  # fmt: skip
 NAMES = frozenset({*_DIRECT, *_OTHERS})
 """Functions that scores and positions have."""
-_UNLISTED = {"and", "or", "to", "type_as", "contiguous", "item", "new_ones", "new_zeros"}
+_UNLISTED = {
+    "and", "or", "to", "type_as", "astype", "contiguous", "item", "new_ones", "new_zeros", "int",
+    "long", "bool",
+}  # fmt: skip
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> Any:
     """A function by the name that NumPy or torch has for it."""
     plain = name.strip("_")
     direct, other = _DIRECT.get(plain), _OTHERS.get(plain)
+    if plain in NAMES and name == f"{plain}_":
+        raise _in_place(name)
     if name.startswith("__r") and direct is not None:  # An operator whose left side gave it up.
         return build(direct, *reversed(args))
     if direct is not None:
@@ -195,8 +301,22 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
                 f"{plain} takes no {', '.join(kwargs)} in the expression language.",
                 action=f"Write {plain} without it.",
             )
+        if len(args) != OPERATIONS[direct].arity:
+            raise ArgumentError(
+                f"{plain} is given {len(args)} arguments and takes {OPERATIONS[direct].arity} in "
+                "the expression language.",
+                action=f"Write {plain} with these alone.",
+            )
         return build(direct, *args)
     if other is not None:
+        try:
+            inspect.signature(other).bind(*args, **kwargs)
+        except TypeError as error:
+            raise ArgumentError(
+                f"{plain} is not given what it takes in the expression language: {error}.",
+                action=f"Write {plain} without other arguments, and name none but those that it "
+                "has in NumPy or torch.",
+            ) from None
         return other(*args, **kwargs)
     if plain == "getitem":
         raise IndexError(ARRAY_AT_POSITION)
@@ -204,4 +324,11 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
         f"{name} is not part of the expression language.",
         [("has", ", ".join(sorted(NAMES - _UNLISTED)))],
         "Write it with these.",
+    )
+
+
+def _in_place(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"{name} changes a score or position in place.",
+        action=f"Write x = {name.strip('_')}(x) with a new value.",
     )

@@ -124,10 +124,6 @@ class Expr:
         return _called(ufunc.__name__, *inputs) if name is None else build(name, *inputs)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if func is np.where and len(args) == 3 and not kwargs:
-            return build("where", *args)
-        if func is np.clip and len(args) == 3 and not kwargs:
-            return Expr(as_node(args[0])).clip(*args[1:])
         return _called(func.__name__, *args, **kwargs)
 
     @classmethod
@@ -218,10 +214,6 @@ class Expr:
 
     def __invert__(self) -> Expr:
         return build("not", self)
-
-    def clip(self, low: Any, high: Any) -> Expr:
-        """The expression of `np.clip`."""
-        return build("max", build("min", self, high), low)
 
 
 def _called(name: str, *args: Any, **kwargs: Any) -> Expr:

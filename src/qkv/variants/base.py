@@ -164,6 +164,9 @@ class Variant(ABC):
     uses_batch_index : bool
         Whether `lower` may tell batch rows apart by their flat index, as a score mod can. Batching
         transformations of other libraries then make a call of each instead of a wider one.
+    read_by_backend : bool
+        Whether `lower` reads no value of the floating arrays, so that they may be tensors on a
+        device that have none yet. It holds for the class that says so alone.
     constant_fields : Mapping
         Arrays that have no gradient, and what to write instead for one that is learned.
 
@@ -183,6 +186,7 @@ class Variant(ABC):
     positions_only: ClassVar[bool] = False
     length_key: ClassVar[Callable[[Any, int], Hashable] | None] = None
     uses_batch_index: ClassVar[bool] = True
+    read_by_backend: ClassVar[bool] = False
     constant_fields: ClassVar[Mapping[str, str]] = {}
 
     def __repr__(self) -> str:

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -132,6 +133,11 @@ def _is_zeros_and_ones(array: NDArray[Any]) -> bool:
 def _stacklevel_of_caller() -> int:
     """The `stacklevel` of whoever called the package."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("qkv."):
+    while frame.f_back is not None and _module_of(frame).startswith("qkv."):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def _module_of(frame: FrameType) -> str:
+    """A scope of `exec` may have no name, or any object as one."""
+    return str(frame.f_globals.get("__name__"))

@@ -14,12 +14,11 @@ import numpy as np
 
 from qkv.errors import ArgumentError
 from qkv.problem.expressions import Var, as_node
-from qkv.problem.reading import (
-    Reading,
-    explained,
+from qkv.problem.reading import Reading, explained, in_words, kind_of_table
+from qkv.problem.replaced_values import (
+    closure_values,
     global_names,
-    in_words,
-    kind_of_table,
+    is_of_library,
     with_replaced_values,
 )
 from qkv.problem.symbols import Expr, Table
@@ -188,14 +187,15 @@ def captured_values(
     if fn in outer:  # A recursive function refers to itself.
         return (fn.__code__,)
     keys = [_constant_key(value, arrays, (*outer, fn)) for value in _values_of(fn)]
-    return None if None in keys else (fn.__code__, *keys)
+    # Its own attributes may change too.
+    return None if None in keys or fn.__dict__ else (fn.__code__, *keys)
 
 
 def _values_of(fn: types.FunctionType) -> list[Any]:
     """Values in closure, defaults, keyword defaults, and the globals that the code names."""
     scope = fn.__globals__
     return [
-        *[cell.cell_contents for cell in fn.__closure__ or ()],
+        *closure_values(fn),
         *(fn.__defaults__ or ()),
         *(fn.__kwdefaults__ or {}).values(),
         *[scope[name] for name in global_names(fn.__code__) if name in scope],
@@ -206,6 +206,8 @@ _TYPES_THAT_STAY = frozenset(
     value for module in (builtins, np) for value in vars(module).values() if isinstance(value, type)
 )
 """Classes whose attributes nobody sets."""
+_NUMBERS_AND_WORDS = frozenset({type(None), bool, int, float, str})
+"""Classes whose objects have no attributes that can be set, as those of subclasses may have."""
 
 
 def _constant_key(value: Any, arrays: list[Any], outer: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -213,20 +215,23 @@ def _constant_key(value: Any, arrays: list[Any], outer: tuple[Any, ...]) -> tupl
     if _is_array(value):
         arrays.append(value)
         return (_ArrayPlaceholder,)
-    if value is None or isinstance(value, bool | int | float | str | np.generic):
+    if type(value) in _NUMBERS_AND_WORDS or isinstance(value, np.generic):
         return type(value), repr(value)
-    if value is np or value is math or isinstance(value, np.ufunc | types.BuiltinFunctionType):
+    if value is np or value is math or isinstance(value, np.ufunc):
         return (value,)
+    if isinstance(value, types.BuiltinFunctionType):
+        # A method reads its object, as `get` of a dictionary does.
+        is_method = not isinstance(value.__self__, types.ModuleType | None)
+        return None if is_method else (value,)
     if isinstance(value, type) and value in _TYPES_THAT_STAY:
         return (value,)
     if isinstance(value, types.FunctionType):
-        # A function that `exec` made in a scope without a name is of no module.
-        if (value.__module__ or "").partition(".")[0] == "numpy":
+        if is_of_library(value, ("numpy",)):
             return (value,)
         inner: list[Any] = []
         key = captured_values(value, inner, outer)
         return None if inner else key
-    if isinstance(value, tuple):
+    if type(value) is tuple:
         within: list[Any] = []
         entries = [_constant_key(entry, within, outer) for entry in value]
         return None if None in entries or within else (tuple, *entries)

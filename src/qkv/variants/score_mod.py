@@ -13,7 +13,8 @@ from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.problem.expressions import Var, as_node, text
-from qkv.problem.reading import Reading, explained, signature_unless, with_replaced_values
+from qkv.problem.reading import Reading, explained, signature_unless
+from qkv.problem.replaced_values import with_replaced_values
 from qkv.problem.symbols import Expr
 from qkv.variants.base import Expression, FunctionText, Opaque, ReadFunction, Variant
 from qkv.variants.captured import CapturedFunction, captured_values, is_plain, with_arrays
@@ -50,6 +51,7 @@ class ScoreMod(Variant):
     fn: Callable[..., Any]
 
     positions_only: ClassVar[bool] = True
+    read_by_backend: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
@@ -158,6 +160,8 @@ def _check_result(result: Any) -> None:
 
 class _Expressed(ScoreMod):
     """A score mod as an expression and its arrays."""
+
+    read_by_backend: ClassVar[bool] = True
 
     expression: Expression
     arrays: tuple[Any, ...]

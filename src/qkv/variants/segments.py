@@ -172,9 +172,9 @@ def _rows(ids: ArrayLike, name: str, length: int, length_name: str) -> NDArray[A
     return array if is_read else array.astype(np.int64)
 
 
-def _ranks(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+def _ranks(ids: NDArray[Any]) -> NDArray[np.int64]:
     """Number of earlier rows with the same id."""
-    ranks = np.empty_like(ids)
+    ranks = np.empty(ids.shape, np.int64)  # Ids of 8 bits may be those of more rows than 127.
     for row, out in zip(ids, ranks, strict=True):
         order = np.argsort(row, kind="stable")
         ordered = row[order]
@@ -184,7 +184,7 @@ def _ranks(ids: NDArray[np.int64]) -> NDArray[np.int64]:
     return ranks
 
 
-def _end_shift(q_ids: NDArray[np.int64], kv_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+def _end_shift(q_ids: NDArray[Any], kv_ids: NDArray[Any]) -> NDArray[np.int64]:
     """Key rows less query rows of each query row's segment."""
     rows = max(len(q_ids), len(kv_ids))
     q_ids = np.broadcast_to(q_ids, (rows, q_ids.shape[1]))

@@ -43,6 +43,7 @@ class Sinks(Variant):
     roles: ClassVar[Mapping[str, Role]] = {"values": "value"}
     uses_batch_index: ClassVar[bool] = False
     positions_only: ClassVar[bool] = True
+    read_by_backend: ClassVar[bool] = True
 
     values: ArrayLike
 

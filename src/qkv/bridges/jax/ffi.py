@@ -166,7 +166,7 @@ def handler(compute: Compute) -> Any:
 def cancelled(message: str) -> ctypes.Structure:
     """The arguments of XLA's error function."""
     size = ctypes.sizeof(ErrorCreateArgs)
-    return ErrorCreateArgs(size, None, message.encode(), CODE_CANCELLED)
+    return ErrorCreateArgs(size, None, message.encode(errors="replace"), CODE_CANCELLED)
 
 
 def _say_what_this_is(metadata: Metadata, api: Any) -> None:
@@ -212,14 +212,19 @@ def _only_attribute(attrs: Attrs) -> str:
 
 def _failure(api: Api, error: BaseException) -> int | None:
     """The exception as an XLA error, which XLA then owns."""
+    try:
+        said = str(error)
+    except BaseException:  # Of a class whose messages fail.
+        said = "an error whose message cannot be read"
     if isinstance(error, QkvError):
-        code, text = CODE_INVALID_ARGUMENT, str(error)
+        code, text = CODE_INVALID_ARGUMENT, said
     elif isinstance(error, KeyboardInterrupt):
         code, text = CODE_CANCELLED, "interrupted"
     else:
         code = CODE_RESOURCE_EXHAUSTED if isinstance(error, MemoryError) else CODE_INTERNAL
-        text = f"{type(error).__name__}: {error}"
-    message = f"qkv: {text}".replace("\0", " ").encode()
+        text = f"{type(error).__name__}: {said}"
+    # What is no character, as half of a surrogate pair, is no reason to fail here.
+    message = f"qkv: {text}".replace("\0", " ").encode(errors="replace")
     arguments = ErrorCreateArgs(ctypes.sizeof(ErrorCreateArgs), None, message, code)
     made: int | None = _ErrorCreate(api.XLA_FFI_Error_Create)(ctypes.addressof(arguments))
     return made

@@ -23,7 +23,8 @@ from qkv._dynamo import constant_result
 from qkv.errors import ArgumentError, QkvError
 from qkv.problem import score_functions
 from qkv.problem.expressions import Var, as_node
-from qkv.problem.reading import global_names, in_words
+from qkv.problem.reading import in_words
+from qkv.problem.replaced_values import global_names
 from qkv.problem.symbols import Expr, Table
 
 __all__ = ["read"]

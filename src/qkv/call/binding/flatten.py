@@ -6,7 +6,7 @@ A structure is a tree of tuples. The first entry of each is a type, which says w
     (tuple or list, entry, entry, ...)  a sequence
     (float, digits), (bool, 0 or 1)     numbers, so that 1, 1.0 and True are three structures
     (object, cls, names, field, ...)    a variant whose class is no dataclass
-    (np.generic, dtype, bytes)          a NumPy number
+    (np.generic, dtype, bytes)          a NumPy number; of a type of others, its class and bytes
     (Numbered, number)                  an object that compiled code of another library names
     ReadInPlace, ReadByValue            the place of an array, which is the next of the leaves
 
@@ -130,7 +130,9 @@ def flatten(value: Any, leaves: Leaves, role: Role = "value", whole: Whole | Non
     if is_array(value):
         return _place(value, leaves, role)
     if isinstance(value, np.generic):
-        return np.generic, value.dtype.str, value.tobytes()
+        # The text of types of others, as bfloat16, says no more than how many bytes they have.
+        is_of_others = value.dtype.isbuiltin == 2
+        return np.generic, kind if is_of_others else value.dtype.str, value.tobytes()
     if whole is not None:
         return Numbered, whole(value)
     if role == "condition" and callable(value):

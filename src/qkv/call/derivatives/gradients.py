@@ -18,7 +18,7 @@ from qkv.partial import Partial
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.spec import Origin
 
-__all__ = ["Gradients", "backward_inputs", "gradients_of"]
+__all__ = ["Gradients", "backward_inputs", "gradient_of_sinks", "gradients_of"]
 
 Array = NDArray[Any]
 
@@ -131,7 +131,8 @@ def gradients_of(
     gradients = backend.backward(problem, inputs)
     own = by_origin([(origin, gradients.tables[name]) for name, origin in tables])
     if sinks is not None:
-        own.append((sinks, _of_sinks(problem.operands.sinks, inputs)))
+        assert problem.operands.sinks is not None
+        own.append((sinks, gradient_of_sinks(problem.operands.sinks, inputs)))
     query, key, value = (
         like_operand(call, gradient, shape)
         for gradient, shape in zip(
@@ -151,9 +152,8 @@ def backward_inputs(
     return BackwardInputs(partial.out, partial.lse, cotangent, of_lse, lse_rest=partial.lse_rest)
 
 
-def _of_sinks(sinks: Array | None, inputs: BackwardInputs) -> Array:
+def gradient_of_sinks(sinks: Array, inputs: BackwardInputs) -> Array:
     """`d sink[h] = -sum_i exp(sink[h] - lse[i]) * delta[i]`: a key of value 0 in every row."""
-    assert sinks is not None
     with np.errstate(all="ignore"):
         along = inputs.out.astype(np.float64) * inputs.grad_out.astype(np.float64)
         delta = along.sum(axis=-1) - inputs.grad_lse

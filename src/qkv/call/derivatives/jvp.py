@@ -299,6 +299,11 @@ def _direction(
         seen = view(tangent, "a tangent")
         for name, origin in _places(call, *call.named(variant, array)):
             _check_own(call, seen, origin, variant)
+            if name in tables or (name is None and sinks is not None):
+                raise ArgumentError(
+                    f"the tangents name the array of {briefly(variant)} twice.",
+                    action="Name each array once, with the sum of its tangents.",
+                )
             if name is None:
                 sinks = np.broadcast_to(seen.astype(np.float64), call.problem.spec.num_heads)
             else:

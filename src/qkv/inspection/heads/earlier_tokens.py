@@ -63,9 +63,9 @@ class Tokens:
 
     Attributes
     ----------
-    of_query : integer array (batch, q_len)
-    of_key : integer array (batch, kv_len)
-    before_key : integer array (batch, kv_len)
+    q_tokens : integer array (batch, q_len)
+    kv_tokens : integer array (batch, kv_len)
+    previous_tokens : integer array (batch, kv_len)
         The token at the position before each key, in its own sequence.
     q_pos, kv_pos : integer array (batch, q_len), (batch, kv_len)
     """

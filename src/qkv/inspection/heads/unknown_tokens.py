@@ -30,6 +30,8 @@ def without_unknown(tokens: Any, unknown_id: int | None) -> NDArray[Any] | None:
     if tokens is None or unknown_id is None:
         return None if tokens is None else np.asarray(tokens)
     ids = np.asarray(tokens)
+    if ids.dtype.kind == "u":  # Without a sign there are no negative ids.
+        ids = ids.astype(np.int64)
     return np.where(ids == unknown_id, _UNKNOWN, ids)
 
 

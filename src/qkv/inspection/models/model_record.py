@@ -132,7 +132,8 @@ class ModelRecord:
             )
         index = len(self.layers)
         sequences = options.pop("sequences", ("input_ids", "input_ids"))
-        options["tokens"] = without_unknown(options.get("tokens"), self.unknown_id)
+        tokens = options.get("tokens")
+        options["tokens"] = without_unknown(tokens, self.unknown_id)
         keep_weights = (
             self._keep == "weights"
             if isinstance(self._keep, str)
@@ -144,7 +145,6 @@ class ModelRecord:
         scores = self._scores(query, key, *variants, top=self._top, **options)
         if not keep_weights:
             scores = replace(scores, weights=None, inputs=None)
-        tokens = options.get("tokens")
         if self.tokens is None and tokens is not None and sequences[1] == "input_ids":
             self.tokens = np.array(np.atleast_2d(np.asarray(tokens)))
         layer = LayerRecord(index, name, scores, sequences)

@@ -127,7 +127,8 @@ def key_rows(keys: Any, kv_len: int) -> Array:
             [("keys", f"{array.dtype} {array.shape}")],
             f"Pass indices, a slice, or a boolean array of shape ({kv_len},).",
         )
-    return np.unique(np.where(array < 0, array + kv_len, array))
+    rows = array.astype(np.int64)  # Types of 8 bits cannot hold every length.
+    return np.unique(np.where(rows < 0, rows + kv_len, rows))
 
 
 def _map_heads(replay: Replay, head_function: Callable[[int, int], Array]) -> Array:

@@ -35,7 +35,7 @@ class Trace(TraceFields):
         Names of the query rows and of the key rows, where they were given.
     heads : tuple of TracedHead
         The traced rows of each query head.
-    gradient : Gradient or None
+    gradient : TracedGradients or None
         dQ, dK and dV over all rows, with `grad=True`.
     mechanism : TracedMechanism or None
         What was traced, if it has a name.

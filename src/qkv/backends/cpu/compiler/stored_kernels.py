@@ -73,8 +73,9 @@ EMITTERS = (
     "backends/cpu/threads/floating_mode.py", "backends/cpu/threads/gate.py",
     "backends/cpu/threads/openmp_code.py", "backends/cpu/threads/pool_code.py",
     "backends/cpu/compiler/compile.py", "backends/cpu/machine/tiling.py",
-    "problem/derivative.py", "problem/expressions.py", "problem/intervals.py", "problem/nodes.py",
-    "problem/philox.py", "problem/spec.py", "problem/tiles.py",
+    "problem/bounds.py", "problem/derivative.py", "problem/expressions.py", "problem/intervals.py",
+    "problem/nodes.py", "problem/philox.py", "problem/spec.py", "problem/stored_rows.py",
+    "problem/tiles.py",
 )  # fmt: skip
 """The folders and files, below the package `qkv`, whose text decides what code is emitted."""
 
@@ -224,7 +225,7 @@ def write_kernel(name: str | None, code: bytes) -> None:
 
 
 def kernel_files(folder: Path) -> list[Path]:
-    """The files that `_write_kernel` made; the folder may hold other files of its owner."""
+    """The files that `write_kernel` made; the folder may hold other files of its owner."""
     return [file for file in folder.iterdir() if _KERNEL_NAME.fullmatch(file.name)]
 
 

@@ -75,11 +75,9 @@ class BackwardPass:
         block_q, q_blocks_per_task = self.shape.block_q, self.shape.q_blocks_per_task
         known = not corrects_delta and inputs is not None
         block_filter = block_skipping(problem, block_q, BLOCK_KV, inputs) if known else None
-        self.plan = _ordered(
-            schedule(
-                problem, block_q, q_blocks_per_task=q_blocks_per_task, block_filter=block_filter
-            )
-        )
+        self.plan = schedule(
+            problem, block_q, q_blocks_per_task=q_blocks_per_task, block_filter=block_filter
+        ).ordered()
         ranges = _key_ranges(spec, in_tiles=self.shape.product == "tiles")
         self.splits = len(ranges)
         self.tables = [summed_table(problem, name, self.splits) for name in sorted(names)]
@@ -163,12 +161,6 @@ def _key_ranges(spec: Spec, *, in_tiles: bool = False) -> list[tuple[int, int]]:
     number = max(1, min(wanted, spec.kv_len // least, _MOST_PARTIALS))
     size = -(-spec.kv_len // (number * BLOCK_KV)) * BLOCK_KV
     return [(k, min(k + size, spec.kv_len)) for k in range(0, spec.kv_len, size)]
-
-
-def _ordered(plan: Schedule) -> Schedule:
-    """The plan with its tasks in the order of batch rows, heads and queries."""
-    order = np.lexsort(plan.tasks[:, 2::-1].T)
-    return replace(plan, tasks=np.ascontiguousarray(plan.tasks[order]))
 
 
 def _task_rows(

@@ -178,7 +178,7 @@ class ReplayPass:
         self.plan = schedule(problem, block_q, self.pack_gqa, self.shape.q_blocks_per_task, tile_kv)
         self.tasks, keys = self.plan.tasks, 0
         if by_keys:
-            self.plan = _ordered(self.plan)
+            self.plan = self.plan.ordered()
         if question == "received":
             self.tasks, keys = _key_ranges(spec, self.plan)
         elif rows is not None:
@@ -256,12 +256,6 @@ def _kernel(key: ReplayKey, here: Host) -> Kernel:
     if key.question == "blocks":
         emit = emit_weight_blocks
     return Kernel(build(emit, (key,), here))
-
-
-def _ordered(plan: Schedule) -> Schedule:
-    """The plan with its tasks in the order of batch rows, heads and queries."""
-    order = np.lexsort(plan.tasks[:, 2::-1].T)
-    return replace(plan, tasks=np.ascontiguousarray(plan.tasks[order]))
 
 
 def _key_ranges(spec: Spec, plan: Schedule) -> tuple[Array, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any, Protocol, TypeAlias
@@ -46,6 +46,11 @@ class Schedule:
     tasks: Array
     runs: Array
     pairs: int
+
+    def ordered(self) -> Schedule:
+        """The same with its tasks in the order of batch rows, heads and queries."""
+        order = np.lexsort(self.tasks[:, 2::-1].T)
+        return replace(self, tasks=np.ascontiguousarray(self.tasks[order]))
 
 
 class BlockFilter(Protocol):

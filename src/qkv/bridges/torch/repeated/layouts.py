@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,26 +15,30 @@ from qkv.call.binding.bound import BoundCall
 from qkv.call.repeated.forms import MAX_VALUE_BYTES
 
 __all__ = [
+    "ArrayValue",
     "are_dense",
-    "array_bytes",
+    "array_value",
     "empty_maker",
     "gradients_wanted",
     "leaf_values",
 ]
 
+ArrayValue: TypeAlias = tuple[np.dtype[Any], tuple[int, ...], bytes]
+"""Type, shape and bytes: arrays of other types or shapes may have the same bytes."""
 
-def leaf_values(bound: BoundCall) -> tuple[bytes, ...] | None:
-    """The bytes of the arrays that are compared by value, None if these are too many."""
+
+def leaf_values(bound: BoundCall) -> tuple[ArrayValue, ...] | None:
+    """The arrays that are compared by value, None if these are too large."""
     if not bound.structure.by_value:
         return ()
-    values = [array_bytes(bound.leaves[n]) for n in bound.structure.by_value]
+    values = [array_value(bound.leaves[n]) for n in bound.structure.by_value]
     few = tuple([each for each in values if each is not None])
     return few if len(few) == len(values) else None
 
 
-def array_bytes(array: Any) -> bytes | None:
-    """The bytes of an array that is compared by value; None if these are too many, or a gradient
-    is wanted."""
+def array_value(array: Any) -> ArrayValue | None:
+    """What an array that is compared by value is compared by; None if it is too large, or a
+    gradient is wanted."""
     if isinstance(array, Tensor):
         if not array.is_cpu or array.nbytes > MAX_VALUE_BYTES or type(array) not in PLAIN:
             return None
@@ -43,7 +47,7 @@ def array_bytes(array: Any) -> bytes | None:
         array = view_of(array)
     if type(array) is not np.ndarray or array.nbytes > MAX_VALUE_BYTES:
         return None
-    return array.tobytes()
+    return array.dtype, array.shape, array.tobytes()
 
 
 def gradients_wanted(tensors: Sequence[Tensor]) -> tuple[bool, ...]:

@@ -20,7 +20,7 @@ from qkv.bridges.torch.openmp import on_torch_threads
 from qkv.bridges.torch.operands import as_tensor
 from qkv.bridges.torch.operations import functions
 from qkv.bridges.torch.repeated.guards import Guard, form_guard, gradient_guard, guard
-from qkv.bridges.torch.repeated.layouts import empty_maker, leaf_values
+from qkv.bridges.torch.repeated.layouts import ArrayValue, empty_maker, leaf_values
 from qkv.bridges.torch.repeated.passes import PreparedPasses
 from qkv.call.binding.bound import BoundCall
 from qkv.call.repeated.cache import PreparedCall
@@ -39,15 +39,15 @@ class Common(NamedTuple):
     prepared : PreparedCall
     fits : Guard
         Whether the tensors that are read in place are like those that were prepared for.
-    values : tuple of bytes
-        Those of the other tensors.
+    values : tuple of ArrayValue
+        The other tensors.
     position : int or None
         That of the queries, if it is fixed.
     """
 
     prepared: PreparedCall
     fits: Guard
-    values: tuple[bytes, ...]
+    values: tuple[ArrayValue, ...]
     position: int | None
 
 
@@ -185,7 +185,7 @@ def run_of(
 
 
 def _step(
-    prepared: PreparedCall, bound: BoundCall, read: Sequence[Tensor], values: tuple[bytes, ...]
+    prepared: PreparedCall, bound: BoundCall, read: Sequence[Tensor], values: tuple[ArrayValue, ...]
 ) -> Step | None:
     """The step, if it is told addresses, sizes and strides alone."""
     form, structure = prepared.step, bound.structure

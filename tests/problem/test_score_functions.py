@@ -1,0 +1,141 @@
+"""Functions of NumPy and torch in score mods: what they give, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import qkv
+
+RNG = np.random.default_rng(0)
+QUERY, KEY, VALUE = RNG.normal(size=(3, 2, 20, 8))
+HEAD, Q_POS, KV_POS = np.arange(2)[:, None, None], np.arange(20)[:, None], np.arange(20)
+WEIGHT = np.array([0.5, -1.5])
+INTEGERS = torch.tensor([4, 1])
+Mod = Callable[..., Any]
+jnp = pytest.importorskip("jax.numpy")
+
+
+def expected(mod: Mod, library: Any = np.asarray, query: Any = QUERY) -> Any:
+    """The formula with whole matrices, where the mod gets matrices of positions."""
+    score = library(query @ KEY.swapaxes(-1, -2) / np.sqrt(8))
+    positions = [
+        library(np.broadcast_to(each, score.shape).copy()) for each in (HEAD, Q_POS, KV_POS)
+    ]
+    scores = np.asarray(mod(score, 0, *positions)).astype(np.float64)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ VALUE
+
+
+def check(mod: Mod, library: Any = np.asarray, query: Any = QUERY) -> None:
+    right = expected(mod, library, query)
+    for as_array in (np.asarray, torch.from_numpy):
+        operands = [as_array(array) for array in (query, KEY, VALUE)]
+        for backend in ("cpu", "reference"):
+            out = np.asarray(qkv.attention(*operands, qkv.ScoreMod(mod), backend=backend))
+            np.testing.assert_allclose(out, right, rtol=1e-6, atol=1e-6)
+
+
+OF_NUMPY: dict[str, Mod] = {
+    "clip by name": lambda s, b, h, i, j: s + np.clip(i - j, a_min=0, a_max=3),
+    "clip by another name": lambda s, b, h, i, j: s + np.clip(i - j, min=-2, max=3),
+    "clip above": lambda s, b, h, i, j: s + np.clip(i - j, None, a_max=3),
+    "clip, a method": lambda s, b, h, i, j: s + (i - j).clip(min=0) + s.clip(-1, max=0.5),
+    "clip to crossed bounds": lambda s, b, h, i, j: s + np.clip(i - j, 5, 3) + np.clip(s, i, j),
+    "astype int": lambda s, b, h, i, j: s + ((i - j) / 3).astype(int),
+    "astype int32": lambda s, b, h, i, j: s + (7 * s).astype(np.int32) % 3,
+    "astype bool": lambda s, b, h, i, j: s + (i - j).astype(bool) * 2.0,
+    "astype by name": lambda s, b, h, i, j: s + (i >= j).astype(dtype="int64") / 2,
+    "astype float": lambda s, b, h, i, j: s + i.astype(np.float32) / 8,
+}
+OF_TORCH: dict[str, Mod] = {
+    "clamp by name": lambda s, b, h, i, j: s + torch.clamp(i - j, min=0, max=3),
+    "clamp to crossed bounds": lambda s, b, h, i, j: s + torch.clamp(i - j, 5, 3),
+    "clamp_min": lambda s, b, h, i, j: s + (i - j).clamp_min(min=2) + s.clamp_max(max=0.5),
+    "clip": lambda s, b, h, i, j: s + torch.clip(i - j, min=0, max=3),
+    "to int32": lambda s, b, h, i, j: s + ((j - i) / 3).to(torch.int32),
+    "to int64 by name": lambda s, b, h, i, j: s + (j / 3).to(dtype=torch.long, copy=True),
+    "to bool": lambda s, b, h, i, j: s + 0.5 * (j - 3).to("cpu", torch.bool),
+    "to float": lambda s, b, h, i, j: s + j.to(torch.float32) / 4,
+    "to a device": lambda s, b, h, i, j: s + (j / 4).to("cpu"),
+    "to the type of a table": lambda s, b, h, i, j: s + (j / 3).to(INTEGERS) + INTEGERS[h],
+    "type_as a position": lambda s, b, h, i, j: s + (5 * s).type_as(i),
+    "type_as a table": lambda s, b, h, i, j: s + (5 * s).type_as(INTEGERS) * INTEGERS[h],
+    "int": lambda s, b, h, i, j: s + (j / 3).int() + (-j / 3).long(),
+    "bool": lambda s, b, h, i, j: s + (i - j).bool().float(),
+    "new_ones": lambda s, b, h, i, j: s + s.new_ones(()) * j + i.new_zeros((), dtype=torch.int8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_NUMPY)
+def test_functions_of_numpy(name: str) -> None:
+    check(OF_NUMPY[name])
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_functions_of_torch(name: str) -> None:
+    check(OF_TORCH[name], torch.from_numpy)
+
+
+@pytest.mark.parametrize("name", [name for name in OF_TORCH if "table" not in name])
+def test_functions_of_torch_in_one_graph(name: str) -> None:
+    mod = OF_TORCH[name]
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda *arrays: qkv.attention(*arrays, qkv.ScoreMod(mod)), backend="eager", fullgraph=True
+    )
+    out = compiled(*map(torch.from_numpy, (QUERY, KEY, VALUE)))
+    np.testing.assert_allclose(out, expected(mod, torch.from_numpy), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("function", [np.fmax, np.fmin, np.maximum, np.minimum])
+def test_numbers_that_are_none_are_ignored_where_numpy_does(function: Any) -> None:
+    query = QUERY.copy()
+    query[0, 3, 0] = np.nan
+    check(lambda s, b, h, i, j: function(s, 0.25), query=query)
+    check(lambda s, b, h, i, j: function(0.25, s), query=query)
+    check(lambda s, b, h, i, j: function(i, j) + 0.0 * s)
+
+
+def test_the_derivative_of_fmax() -> None:
+    query = torch.from_numpy(QUERY).requires_grad_()
+    out = qkv.attention(query, KEY, VALUE, qkv.ScoreMod(lambda s, b, h, i, j: np.fmax(s, -0.1)))
+    (found,) = torch.autograd.grad(out.square().sum(), query)
+    scores = torch.fmax(
+        query @ torch.from_numpy(KEY).mT / 8**0.5, torch.tensor(-0.1, dtype=torch.float64)
+    )
+    right = (scores.softmax(-1) @ torch.from_numpy(VALUE)).square().sum()
+    np.testing.assert_allclose(found, torch.autograd.grad(right, query)[0], rtol=1e-10, atol=1e-12)
+
+
+REFUSED: dict[str, Mod] = {
+    "out": lambda s, b, h, i, j: torch.sin(s, out=WEIGHT),
+    "dtype": lambda s, b, h, i, j: np.clip(s, 0, 1, dtype=np.float32),
+    "where": lambda s, b, h, i, j: np.add(s, 1.0, where=i > j),
+    "a fourth argument of clip": lambda s, b, h, i, j: np.clip(s, 0, 1, WEIGHT),
+    "alpha": lambda s, b, h, i, j: torch.rsub(s, 1.0, alpha=2),
+    "decimals": lambda s, b, h, i, j: np.round(s, decimals=1),
+    "one argument of where": lambda s, b, h, i, j: np.where(i > j),
+    "two arguments of exp": lambda s, b, h, i, j: s.exp(2),
+    "in place": lambda s, b, h, i, j: torch.exp_(s),
+    "relu in place": lambda s, b, h, i, j: torch.nn.functional.relu(s, inplace=True),
+    "8 bits": lambda s, b, h, i, j: s + j.to(torch.int8),
+    "no sign": lambda s, b, h, i, j: s + (i - j).astype(np.uint32),
+    "complex": lambda s, b, h, i, j: s.astype(complex),
+    "an infinite power": lambda s, b, h, i, j: s ** float("inf"),
+    "a power of infinity": lambda s, b, h, i, j: float("inf") ** j,
+    "new_zeros of a size": lambda s, b, h, i, j: s.new_zeros(3),
+    "new_zeros of sizes": lambda s, b, h, i, j: s.new_zeros(2, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_taken_is_an_error(name: str) -> None:
+    for as_array in (np.asarray, torch.from_numpy, jnp.asarray):
+        operands = [as_array(array) for array in (QUERY, KEY, VALUE)]
+        with pytest.raises(qkv.ArgumentError):
+            qkv.attention(*operands, qkv.ScoreMod(REFUSED[name]))
