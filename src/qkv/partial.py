@@ -114,9 +114,9 @@ def finish(partial: Partial, sinks: Array | None) -> Partial:
 
 
 def rest_of(row_max: Array, log_sum: Array, lse: Array) -> Array:
-    """The rounding error of `lse = row_max + log_sum`, in its type; 0 for rows without keys."""
+    """The rounding error of `lse = row_max + log_sum`, in its type; 0 where lse is infinite."""
     with np.errstate(invalid="ignore"):
-        rest = np.where(np.isneginf(lse), 0, (row_max - lse.astype(np.float64)) + log_sum)
+        rest = np.where(np.isinf(lse), 0, (row_max - lse.astype(np.float64)) + log_sum)
     return rest.astype(lse.dtype)
 
 

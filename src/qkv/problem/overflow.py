@@ -1,8 +1,9 @@
 """Outputs whose sum of weighted values overflowed although their mean is finite.
 
 Kernels add `exp(s - m) v` and divide by the sum of `exp(s - m)` afterwards. The first sum may be as
-many times larger than the output as there are keys, so that values near the largest number of the
-type make it infinite. Such calls are rare, and are computed a second time from smaller values.
+many times larger than the output as there are keys, and more where m is not the maximum, so that
+values near the largest number of the type make it infinite. Such calls are rare, and are computed a
+second time from smaller values.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from qkv.problem.spec import Problem
 Array = NDArray[Any]
 
 __all__ = ["recomputed"]
+
+LARGEST_WEIGHT = 2.0**16
+"""Of kernels that shift scores by less than their maximum, as those for matrix tiles do."""
 
 
 def recomputed(problem: Problem, out: Array, run: Callable[[Problem], Array]) -> Array:
@@ -44,7 +48,7 @@ def recomputed(problem: Problem, out: Array, run: Callable[[Problem], Array]) ->
     spec, operands = problem.spec, problem.operands
     wide = np.asarray(operands.value).astype(spec.compute_dtype, copy=False)
     largest = np.max(np.abs(wide), where=np.isfinite(wide), initial=0)
-    growth = float(spec.kv_len)
+    growth = LARGEST_WEIGHT * spec.kv_len
     if operands.dropout is not None:
         growth /= 1 - operands.dropout.p
     exponent = math.ceil(math.log2(growth)) + 1

@@ -270,7 +270,8 @@ def as_stored_rows(
         raise ShapeError(
             f"the page_table of {role} is one number.", seen(), "Pass (..., pages_per_slot)."
         )
-    return StoredRows(rows.values, rows.scales, table.astype(np.int64), rows.offset)
+    # Kernels read the table in C order, which `astype` alone would not make of a transposed one.
+    return StoredRows(rows.values, rows.scales, table.astype(np.int64, order="C"), rows.offset)
 
 
 def _quantized(given: Quantized, role: str, layout: str) -> StoredRows:
@@ -363,4 +364,5 @@ def checked_pages(rows: Rows, kv_lens: Array | None, role: str) -> Rows:
             [("pages", f"{rows.dtype} {rows.values.shape}"), ("page_table", f"{table.shape}")],
             "Pass numbers of pages, or KeyLengths that end before the entry.",
         )
-    return replace(rows, page_table=np.where(inside, flat, 0).reshape(table.shape))
+    real = np.where(inside, flat, 0)
+    return replace(rows, page_table=np.ascontiguousarray(real).reshape(table.shape))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from qkv.backends import Prepared
 from qkv.call.binding.bound import BoundCall
+from qkv.call.binding.flatten import ReadByValue
 from qkv.call.repeated.cache import StepForm
 from qkv.call.repeated.forms import in_place
 from qkv.call.repeated.numpy_port import run_on_arrays, run_on_stored_rows
@@ -54,6 +55,12 @@ def run_step(
         lens = lens.reshape(-1)
         if step.at_end and len(lens) == 1:
             q_shift = int(lens[0]) - q_len
+        elif step.lengths == 1 and bound.structure.options.q_offset is ReadByValue:
+            # All rows stood at one position when this was prepared: it is a number of the step.
+            given = _positions_of_rows(bound, batch_shape)
+            if given is None or not given.size or (given != given[0]).any():
+                return None
+            q_shift = int(given[0])
         arrays = (*arrays, lens)
         if step.lengths == 2:
             ends = lens - q_len if step.at_end else _positions_of_rows(bound, batch_shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
@@ -376,7 +377,10 @@ class QueryBlockPass:
             )
             at = e.at(e.pointer(sinks), e.mul(self.head, e.real_bytes))
             sink = e.splat(e.load(at, e.real, e.real_bytes))
-            weight = vector_math.exp(e, b.fsub(b.fsub(sink, lse), rest))
+            away = b.fsub(b.fsub(sink, lse), rest)
+            # A sink of infinity has all the weight.
+            is_infinite = b.fcmp_ordered("==", sink, e.const(math.inf))
+            weight = vector_math.exp(e, b.select(is_infinite, e.const(0.0), away))
             expected = e.at(self.area["lse"], place)
             total = e.fma(weight, b.fadd(delta, second), e.load_vector(expected))
             e.store_vector(total, expected)

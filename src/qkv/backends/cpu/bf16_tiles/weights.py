@@ -6,7 +6,7 @@ A row of queries has a *shift*, at first the largest of the first scores that it
     l[q]    = sum_k exp(S[k, q] - shift[q]),   before rounding
 
 A weight may so be larger than 1. A shift is raised, and what was added up is rescaled, only where
-scores of a group of keys exceed it by `MOST_BITS` powers of two or more.
+the weights of a group of keys add up to more than 2 to the power of `MOST_BITS`.
 """
 
 from __future__ import annotations

@@ -121,9 +121,10 @@ class Frame:
     def report_not_finite(self, arguments: Value, seen: Value) -> None:
         """Set the word `not_finite` if a lane of `seen` is NaN.
 
-        Not for float16: no sum of float16 numbers overflows in float32.
+        Not for float16, unless it is int8 with large scales: no sum of its numbers overflows in
+        float32.
         """
-        if self.spec.dtype == "float16":
+        if self.spec.dtype == "float16" and self.dtypes["value"] != "int8":
             return
         e, lanes = self.e, ir.IntType(self.e.lanes)
         nan_bits = e.builder.bitcast(e.is_nan(seen), lanes)

@@ -183,7 +183,7 @@ def attend_function(
 
             e.loop(0, vectors, 1, [], visit_vector)
 
-        def begin_vector(offset: Value, first: Value, left: Value) -> None:
+        def begin_vector(offset: Value, first: Value, _: Value) -> None:
             to, row = e.at(area.packed, offset), e.add(first_row, first)
             b.call(functions["pack"], [arguments, query.pointer, to, row, e.index(width)])
             e.store_vector(e.const(-math.inf), e.at(area.stats, offset))

@@ -249,13 +249,6 @@ class ScoreBlocks:
 
         e.loop(0, self.task.count, 1, [], visit_block)
 
-    def is_finished(self, at: ScoreBlock) -> Value:
-        """Whether `finish_scores` has applied scale, score mods and mask to these scores."""
-        frame = self.frame
-        if frame.plain and frame.mask != TRUE:
-            return at.partial
-        return ir.Constant(BIT, not frame.plain)
-
     def compute_scores(self, keys: KeyBlock, at: ScoreBlock) -> None:
         rows, packed = self.operands.keys_from(keys, at.start), self.task.block(at.block).packed
         args = [rows, packed, self.scores, keys.row, at.count, self.pairs]

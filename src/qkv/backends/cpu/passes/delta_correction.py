@@ -48,6 +48,8 @@ class RowArrays:
                 sums = np.concatenate([sums, np.stack([sink, np.ones(delta.shape), -delta])[None]])
             row_max = sums[:, 0].max(axis=0)
             shares = np.exp(sums[:, 0] - np.where(np.isneginf(row_max), 0, row_max))
+            # A sink of infinity takes all; infinity less infinity would be NaN.
+            shares = np.where(np.isposinf(row_max), np.isposinf(sums[:, 0]), shares)
             row_sum, residual = (shares[:, None] * sums[:, 1:]).sum(axis=0)
             log_sum = np.log(row_sum)
             lacking = residual / row_sum - self.grad_lse

@@ -67,7 +67,8 @@ def needs_delta_correction(lse: Array) -> bool:
 def is_faint(grad_out: Array, grad_lse: Array) -> bool:
     """Whether gradients of these cotangents might have subnormal terms, which tiles take for 0."""
     rows = grad_out[..., :1, :], grad_lse, grad_out
-    if any((np.abs(of) >= _FAINT).any() for of in rows):
+    # NaN is not faint, and not at least as large either.
+    if not all((np.abs(of) < _FAINT).all() for of in rows):
         return False
     return any(of.any() for of in rows)
 

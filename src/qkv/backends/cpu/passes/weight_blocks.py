@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,8 @@ class WeightBlocks:
         self, batch: int, head: int, start: int, stop: int, kv_rows: slice, block: int, units: int
     ) -> tuple[Array, Array]:
         """Reductions of the queries from `start` to `stop`, block by block."""
-        replay, spec = self._replay, self._problem.spec
+        # A copy, because several threads may draw maps of one head.
+        replay, spec = copy(self._replay), self._problem.spec
         lanes, block_q = replay.shape.lanes, replay.shape.block_q
         # Blocks of queries of the kernel, which may begin before and end behind the band.
         first_block, last_block = start // block_q, -(-stop // block_q)

@@ -100,9 +100,14 @@ def _for_any_length(problem: Problem, arrays: tuple[Array, ...]) -> Prepared | N
         from qkv.backends.cpu.prepared.steps import steps_kernel
 
     rotates, positions = problem.spec.rotation is not None, problem.operands.positions
-    # All batch entries must share one table of angles.
-    if rotates and max(len(positions.q_shift), len(positions.kv_shift)) > 1:
-        return None
+    if rotates:
+        # All batch entries must share one table of angles, in which rows follow one another:
+        # ranks within segments do not.
+        ranks = positions.q_rank, positions.kv_rank
+        if max(len(positions.q_shift), len(positions.kv_shift)) > 1:
+            return None
+        if not all(isinstance(rank, int) for rank in ranks):
+            return None
     form = stages.rotated_form(problem) if rotates else problem
     words = any_length_form(form, arrays)
     if words is None:

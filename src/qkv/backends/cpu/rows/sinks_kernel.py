@@ -116,7 +116,8 @@ def _rows_function(e: Emitter, key: SinksKey, scale: Value, count: int) -> Value
         store(stored, lse)
         with b.if_then(has_rest):
             lost = b.fadd(b.fsub(peak, stored), more)
-            store(b.select(b.fcmp_ordered("==", stored, lowest), zero, lost), rest)
+            is_infinite = b.fcmp_ordered("==", e.intrinsic("fabs", stored), e.const(math.inf))
+            store(b.select(is_infinite, zero, lost), rest)
         factors = _rounded(e, share, key.dtype)
         for n in range(count):
             entries = e.mul(dim, n)

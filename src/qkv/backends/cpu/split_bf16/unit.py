@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 from qkv.backends.cpu.bf16_tiles.shift import GROUP, PAIRS, Group, ShiftedRows, if_any
 from qkv.backends.cpu.bf16_tiles.weights import Queries, Weights
@@ -27,6 +27,7 @@ from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.transpose import transpose_tables, transposed_bytes, transposed_loads
 from qkv.backends.cpu.forward.frame import ForwardFrame
+from qkv.backends.cpu.products.bfloat16 import split_pairs
 from qkv.backends.cpu.products.matrix_unit import Products
 from qkv.backends.cpu.products.tile_instructions import (
     TILE_BYTES,
@@ -228,7 +229,11 @@ class _Body:
                 group: Group = group,
                 too_large: Value = too_large,
             ) -> None:
-                self._rescale(j, rows.raise_shift(too_large, self._largest_of(i, j)))
+                factor = rows.raise_shift(too_large, self._largest_of(i, j))
+                self._rescale(j, factor)
+                if self.keeps_all:
+                    with self.e.builder.if_then(self.marked, likely=False):
+                        self._rescale_weights(i, j, factor)
                 group.weigh_in_loop(rows.shift_now())
 
             if_any(self.e, too_large, weigh_again)
@@ -244,6 +249,28 @@ class _Body:
 
         stop = self.sizes.value_tiles * TILE_ROWS * WIDTH
         e.loop(j * TILE_BYTES, stop, WIDTH, [], scale)
+
+    def _rescale_weights(self, i: Value, j: int, factor: Value) -> None:
+        """Rescale the weights of groups before i: what of V cannot be split takes them at the end.
+
+        A first term of -0.0, that of a forbidden pair, stays.
+        """
+        e, b, split = self.e, self.e.builder, self.split
+
+        def scaled(first: Value, *others: Value) -> Value:
+            is_forbidden = b.icmp_signed("==", e.as_bits(first), e.as_bits(e.const(-0.0)))
+            return b.select(is_forbidden, first, b.fmul(reduce(b.fadd, others, first), factor))
+
+        def scale_pair(k: Value, _: list[Value]) -> None:
+            place = e.at(split.packed_row(self.at["weights"], k), j * TILE_BYTES)
+            terms = [
+                split_pairs(e, e.load_vector(e.at(place, n * split.term_bytes)))
+                for n in range(split.terms)
+            ]
+            first, second = (scaled(*of_key) for of_key in zip(*terms, strict=True))
+            split.store_pair(first, second, place)
+
+        e.loop(0, e.mul(i, GROUP), 2, [], scale_pair)
 
     # Products
 

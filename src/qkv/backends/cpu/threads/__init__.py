@@ -1,6 +1,6 @@
 """The threads that compiled jobs run on, and the gate through which foreign threads call Python.
 
-How many threads a call gets is decided in `passes` (`Pass.workers`) and in `rows`; this package
+How many threads a call gets is decided in `passes` (`Workload.workers`) and in `rows`; this package
 only starts, feeds and stops them.
 
 jobs            runs a job on some threads; when they start, and how they end
