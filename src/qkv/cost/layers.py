@@ -130,8 +130,8 @@ def head_ledger(model: Model, run: PassSizes) -> Ledger:
 
 
 def _row_of_table(model: Model) -> Count:
-    narrow = model.embed_width not in (None, model.width)
-    return Count(model.embed_width, "e_t") if narrow else Count(model.width, "e")
+    row = model.embed_width or model.width
+    return Count(row, "e" if row == model.width else "e_t")
 
 
 def _linear(name: str, rows: int, inner: int, columns: int, bias: bool, size: int) -> Ledger:
