@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from qkv.errors import FileError
+from qkv.files.writing import replace_file
 
 __all__ = ["SCHEMA", "Entry", "Result", "Run", "State", "Turn", "load", "save", "to_json"]
 
@@ -114,8 +115,8 @@ def to_json(run: Run) -> str:
 
 
 def save(run: Run, path: str) -> None:
-    """Write a run to a file."""
-    Path(path).write_text(to_json(run), encoding="utf-8")
+    """Write a run to a file, whole: it is saved after each workload, and may be interrupted."""
+    replace_file(path, to_json(run).encode())
 
 
 def load(path: str) -> Run:

@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
+
 from qkv._api import attention
 from qkv.arrays import is_array, namespace
 from qkv.errors import ArgumentError, ShapeError
-from qkv.variants import MaskVariant
+from qkv.variants import Bias, MaskVariant
 
 __all__ = ["HeadChange", "HeadInputs", "changed_heads"]
 
@@ -133,6 +135,8 @@ def _masks(variant: Any) -> list[Any]:
     """What a variant forbids, as a mask."""
     if isinstance(variant, MaskVariant):
         return [variant]
+    if isinstance(variant, Bias):
+        variant = variant.array if is_array(variant.array) else np.asarray(variant.array)
     if not is_array(variant):
         return []
     if "bool" in str(variant.dtype):

@@ -167,7 +167,8 @@ def scaling_curve(
     Raises
     ------
     ArgumentError
-        If a number is not a positive integer, or the seed is negative.
+        If a number is not a positive integer, or more than 10,000,000 draws or a d_k of 10,000, or
+        the seed is negative.
 
     Notes
     -----
@@ -188,6 +189,10 @@ def scaling_curve(
     normal = np.random.default_rng(seed).normal(size=(draws, _KEYS))
     points = []
     for length in d_k:
+        if length > _LONGEST_ROW:
+            raise ArgumentError(
+                f"d_k={shown(length)} is more than {_LONGEST_ROW}.", action="Pass shorter rows."
+            )
         variance = float(_dot_products(length, min(draws, _PAIRS), seed).var())
         scores = normal * _query_lengths(length, draws, seed)[:, None]
         points += [

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
+import io
 import json
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -192,3 +195,38 @@ def test_what_only_one_run_has_is_left_out() -> None:
     before, after = run(), run()
     before.results = before.results[1:]
     assert compare.rows(before, after) == []
+
+
+def test_an_interruption_keeps_what_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal comes when a file was opened and not yet written."""
+    path = tmp_path / "run.json"
+    record.save(run(), str(path))
+
+    class Interrupted:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def __enter__(self) -> Interrupted:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+        def write(self, _: object) -> None:
+            raise KeyboardInterrupt
+
+    opened = open
+
+    def interrupted(file: Any, mode: str = "r", *more: Any, **named: Any) -> Any:
+        made = opened(file, mode, *more, **named)
+        return made if mode == "r" else Interrupted(made)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(builtins, "open", interrupted)
+        patched.setattr(io, "open", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            record.save(run(0.5), str(path))
+    assert record.load(str(path)) == run()
+    assert list(tmp_path.iterdir()) == [path]

@@ -193,3 +193,16 @@ def test_ranks(output_of) -> None:
     assert "--link -1 is no number" in output_of(*words, "--link", "-1", code=2)
     many = "65,536 tokens are not spread over 100,000 ranks"
     assert many in output_of(*words[:-1], "100000", code=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--link", "10"], "--link is of a sequence"),
+        (["--order", "bogus"], "--order is of a sequence"),
+        (["--ranks", "4", "--steps"], "--steps does not go with --ranks"),
+        (["--ranks", "4", "--source", "9"], "--source does not go with --ranks"),
+    ],
+)
+def test_options_that_would_change_nothing(output_of, words: list[str], said: str) -> None:
+    assert said in output_of("cost", "--model", "gpt-2", *words, code=2)

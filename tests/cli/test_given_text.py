@@ -189,3 +189,35 @@ def test_a_head_that_reads_another_token_is_explained_first(
 def test_where_only_rests_are_clear_they_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--text", "x"]) == 0
     assert "of its weight on the token itself" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_standard_input_that_is_no_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(b"caf\xe9 au lait"), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", stream)
+    said = complaint(capsys, "inspect", "-")
+    assert "standard input is no utf-8 text: byte 3 is none" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["lab", "--download", "--export", "p.html"], "--download goes with --model"),
+        (["lab", "--port", "8000", "--export", "p.html"], "--port 8000 is of a page"),
+        (["explain", "--json", "--top", "2"], "--top 2 shortens the text"),
+    ],
+)
+def test_options_that_would_change_nothing(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert said in complaint(capsys, *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_help_names_records_where_they_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, reads in (("inspect", True), ("explain", True), ("plan", False)):
+        assert main([command, "--help"]) == 0
+        assert ("saved record" in " ".join(capsys.readouterr().out.split())) == reads

@@ -229,3 +229,12 @@ def test_sizes_that_cannot_be(
 ) -> None:
     assert main(["plan", *words]) == 2
     assert fact in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("offset", ["start", "end", "1"])
+def test_a_page_of_fewer_queries_than_keys(offset: str, tmp_path: Path) -> None:
+    """0 is a position as any other."""
+    file, page = str(tmp_path / "a.safetensors"), tmp_path / "page.html"
+    qkv.files.write_arrays(file, Q[:, :, :5], K, V)
+    assert main(["inspect", file, "--causal", "--q-offset", offset, "--html", str(page)]) == 0
+    assert page.exists()

@@ -15,6 +15,10 @@ ENCODERS = ("bert", "roberta", "vit")
 DECODERS = [kind for kind in defaults() if kind not in ENCODERS]
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 FALCON = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2}
+SMALL = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+    "intermediate_size": 96,
+}  # fmt: skip
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 4}),
     ("falcon", {**FALCON, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}),
@@ -23,7 +27,44 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("bloom", {"n_embed": 64, "n_head": 8, "n_layer": 3}),
     ("gpt_bigcode", {"multi_query": False, "n_layer": 1}),
     ("stablelm", {"use_qkv_bias": True, "num_hidden_layers": 1}),
+    ("stablelm", {**SMALL, "qk_layernorm": True}),
+    ("stablelm", {**SMALL, "use_parallel_residual": True}),
+    ("cohere", {**SMALL, "use_qk_norm": True}),
+    ("phi", {**SMALL, "qk_layernorm": True}),
+    ("gpt_neox", {**FALCON, "attention_bias": False}),
+    ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "add_cross_attention": True}),
+    ("qwen2_moe", {**SMALL, "qkv_bias": False}),
+    ("helium", {**SMALL, "head_dim": 16, "mlp_bias": True}),
+    ("opt", {**FALCON, "word_embed_proj_dim": 16}),
+    ("opt", {**FALCON, "word_embed_proj_dim": 16, "tie_word_embeddings": False}),
+    ("opt", {**FALCON, "do_layer_norm_before": False}),
+    ("opt", {**FALCON, "_remove_final_layer_norm": True}),
+    ("opt", {**FALCON, "enable_bias": False}),
+    ("opt", {**FALCON, "layer_norm_elementwise_affine": False}),
 ]
+
+PUBLISHED: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "opt-350m": (331_196_416, "opt", {
+        "vocab_size": 50272, "hidden_size": 1024, "num_hidden_layers": 24, "ffn_dim": 4096,
+        "num_attention_heads": 16, "max_position_embeddings": 2048, "word_embed_proj_dim": 512,
+        "do_layer_norm_before": False,
+    }),
+    "galactica-125m": (124_909_056, "opt", {
+        "vocab_size": 50000, "hidden_size": 768, "num_hidden_layers": 12, "ffn_dim": 3072,
+        "num_attention_heads": 12, "max_position_embeddings": 2048, "word_embed_proj_dim": 768,
+        "enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu",
+    }),
+    "command-r-plus": (103_810_674_688, "cohere", {
+        "vocab_size": 256000, "hidden_size": 12288, "num_hidden_layers": 64, "use_qk_norm": True,
+        "num_attention_heads": 96, "num_key_value_heads": 8, "intermediate_size": 33792,
+    }),
+    "stablelm-2-12b": (12_143_185_920, "stablelm", {
+        "vocab_size": 100352, "hidden_size": 5120, "num_hidden_layers": 40,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 13824,
+        "use_qkv_bias": False, "qk_layernorm": True, "use_parallel_residual": True,
+    }),
+}  # fmt: skip
+"""Parameters, `model_type` and configuration of models as they are published."""
 
 
 def made(kind: str, fields: dict[str, Any]) -> torch.nn.Module:
@@ -53,6 +94,22 @@ def test_fields_that_are_left_out_are_those_of_the_family(kind: str) -> None:
 @pytest.mark.parametrize(("kind", "fields"), VARIANTS)
 def test_variants_within_a_family(kind: str, fields: dict[str, Any]) -> None:
     parameters_agree(kind, fields)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models(name: str) -> None:
+    wanted, kind, fields = PUBLISHED[name]
+    assert sum(parameter.numel() for parameter in made(kind, fields).parameters()) == wanted
+    for decode in (False, True):
+        found = model_cost(read_config({"model_type": kind, **fields}), 16, decode=decode)
+        assert found.parameters == wanted
+
+
+def test_a_field_that_is_not_read_has_a_note() -> None:
+    fields = {"model_type": "bert", "add_cross_attention": True}
+    assert "add_cross_attention True is not counted" in " ".join(read_config(fields).notes)
+    of_gpt2 = read_config({"model_type": "gpt2", "add_cross_attention": True})
+    assert "of attention to another sequence only the parameters" in of_gpt2.notes[0]
 
 
 @pytest.mark.parametrize(

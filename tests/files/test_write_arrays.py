@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from qkv.errors import ArgumentError, FileError
+from qkv.errors import ArgumentError, DTypeError, FileError
 from qkv.files import read_arrays, write_arrays
 from qkv.files.writing import replace_file
 
@@ -79,3 +79,31 @@ def test_what_is_no_file_is_written_to_and_stays(tmp_path: Path) -> None:
         assert found.result(timeout=60) == b"a page"
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_tensors_and_other_orders_of_bytes(tmp_path: Path) -> None:
+    """safetensors' own reader finds what torch and NumPy held."""
+    torch = pytest.importorskip("torch", reason="pip install torch")
+    x = np.random.default_rng(0).normal(size=(2, 3, 4))
+    tensor, path = torch.from_numpy(x).bfloat16(), tmp_path / "arrays.safetensors"
+    write_arrays(path, tensor, tensor.float().requires_grad_(), x.astype(">f8").swapaxes(0, 1))
+    with safe_open(path, "pt") as file:
+        assert torch.equal(file.get_tensor("q"), tensor)
+        assert torch.equal(file.get_tensor("k"), tensor.float())
+        assert np.array_equal(file.get_tensor("v").numpy(), x.swapaxes(0, 1))
+    with pytest.raises(DTypeError, match="q has dtype int64"):
+        write_arrays(path, np.arange(4), x, x)
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    real, link, nowhere = (tmp_path / name for name in ("folder/real", "link", "nowhere"))
+    real.parent.mkdir()
+    real.write_bytes(b"old")
+    link.symlink_to("folder/real")
+    nowhere.symlink_to("folder/new")
+    for path in (link, nowhere):
+        replace_file(path, b"new")
+        assert path.is_symlink()
+        assert path.read_bytes() == b"new"
+    assert real.read_bytes() == b"new"
+    assert sorted(path.name for path in real.parent.iterdir()) == ["new", "real"]

@@ -93,6 +93,20 @@ def _gradients_of_loss(implementation: str) -> list[Any]:
     return list(torch.autograd.grad(loss, [layer.query.weight, layer.key.weight]))
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("name", ["sum", "mean", "amax", "argmax"])
+def test_reductions_over_all_keep_dimensions(name: str, gradients: bool) -> None:
+    with torch.set_grad_enabled(gradients):
+        weights = attentions("qkv")[0]
+        for keepdim in (True, False):
+            found = getattr(weights, name)(keepdim=keepdim)
+            every = () if name == "amax" else None
+            expected = getattr(weights.dense(), name)(dim=every, keepdim=keepdim)
+            assert found.shape == expected.shape
+            torch.testing.assert_close(found, expected, atol=BOUND, rtol=BOUND)
+            assert found.requires_grad == (gradients and name != "argmax")
+
+
 def test_gradients_with_respect_to_weights_are_refused() -> None:
     weights = attentions("qkv")[0]
     loss = (weights**2).sum()

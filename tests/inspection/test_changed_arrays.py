@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,3 +100,66 @@ def test_sparse_tensors_are_refused_by_name() -> None:
     sparse = torch.eye(4)[None].to_sparse()
     with pytest.raises(qkv.QkvError):
         qkv.inspect(sparse, sparse, sparse)
+
+
+ARRAYS: dict[str, Callable[[qkv.Record], Any]] = {
+    "output": lambda record: record.output,
+    "lse": lambda record: record.lse,
+    "entropy": lambda record: record.entropy,
+    "max_weight": lambda record: record.max_weight,
+    "received": lambda record: record.received,
+    "top": lambda record: record.top(2)[1],
+    "top indices": lambda record: record.top(2)[0],
+    "non_finite": lambda record: record.non_finite.rows,
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_what_a_record_hands_out_is_the_callers(library: str, backend: str, tmp_path: Path) -> None:
+    """As in `e = record.entropy; e /= np.log(2)`, after which the file held bits."""
+    x: Any = arrays()[0]
+    if library == "torch":
+        x = pytest.importorskip("torch", reason="pip install torch").from_numpy(x)
+    record = qkv.inspect(x, x, x, q_offset="start", backend=backend)
+    before = {name: np.asarray(of(record)).copy() for name, of in ARRAYS.items()}
+    rows = record.rows()
+    for of in ARRAYS.values():
+        of(record)[...] = 1
+    record.save(tmp_path / "record.safetensors")
+    loaded = qkv.Record.load(tmp_path / "record.safetensors")
+    assert record.rows() == loaded.rows() == rows
+    for name, of in ARRAYS.items():
+        np.testing.assert_array_equal(np.asarray(of(record)), before[name], err_msg=name)
+        np.testing.assert_array_equal(np.asarray(of(loaded)), before[name], err_msg=name)
+
+
+def test_what_a_layer_hands_out_is_the_callers() -> None:
+    query, key, _ = arrays()
+    record = qkv.ModelRecord("one layer")
+    layer = record.add(query, key, name="layer 0", tokens=np.arange(5), q_offset="start")
+    before, received, top = str(record.rows()), layer.received.copy(), layer.top[1].copy()
+    for array in (*layer.rows.values(), layer.received, *layer.top):
+        array[...] = 7
+    assert str(record.rows()) == before
+    np.testing.assert_array_equal(layer.received, received)
+    np.testing.assert_array_equal(layer.top[1], top)
+    for array in (*layer.scores.rows.values(), layer.scores.received, layer.scores.top_keys):
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 7
+
+
+def test_nobody_writes_to_a_trace() -> None:
+    """Its arrays lie in one another: the cotangent of a row in that of the problem."""
+    x = RNG.normal(size=(3, 3))
+    projections = qkv.Projections(x, x + 1, x - 1, 2 * x)
+    trace = qkv.explain(*projections.heads(), grad=True, projections=projections)
+    before = trace.to_json()
+    x *= 2
+    assert trace.to_json() == before
+    for one in (trace, qkv.Trace.from_json(before)):
+        assert one.gradient is not None
+        row = one.heads[0].rows[0]
+        for array in (one.gradient.cotangent, row.scores, row.softmax.weights, one.heads[0].key):
+            with pytest.raises(ValueError, match="read-only"):
+                array[...] = 7

@@ -86,12 +86,20 @@ def cases() -> dict[str, Any]:
     near = causal & ~np.tril(every, -4)
     same = (halves[:, :, None] == halves[:, None])[:, None]
     seen = padded[:, None, None, :]
+    holed = padded.copy()
+    holed[0, 7] = holed[1, 3:5] = False
     return {
         "causal": ((qkv.Causal(),), causal, one, real),
         "both ways": ((), every, one, real),
         "window": ((qkv.SlidingWindow(3, 0),), near, one, real),
         "packed": ((qkv.Causal(), qkv.Segments(halves)), causal & same, halves, real),
         "padded": ((qkv.Causal(), qkv.Mask(seen)), causal & seen, one, padded),
+        "a hole": (
+            (qkv.Causal(), qkv.Mask(holed[:, None, None])),
+            causal & holed[:, None, None],
+            one,
+            holed,
+        ),
         "padded both ways": ((qkv.Mask(seen),), every & seen, one, padded),
     }
 
@@ -111,6 +119,34 @@ def test_scores_are_those_of_the_definition(case: str, dtype: str) -> None:
     expected = scores.max(axis=(0, 2, 3))
     np.testing.assert_allclose(found.means()["max_logit"], expected, rtol=1e-5)
     np.testing.assert_allclose(found.received, weights.sum(axis=2), rtol=2e-5, atol=1e-5)
+
+
+def test_a_token_whose_only_follower_is_padding_is_no_induction() -> None:
+    """Such queries were counted, with a weight of 0."""
+    variants, allowed, segment, real = cases()["a hole"]
+    query, key, ids = arrays(2)
+    ids = np.where(np.arange(LENGTH) == 8, 9, ids % 2)
+    ids[:, [2, 6]] = 9
+    with np.errstate(invalid="ignore"):
+        weights, _ = softmax(query, key, allowed)
+    found = head_scores(query, key, *variants, tokens=ids, real=real)
+    check(found, weights, ids, segment, real, 1e-10)
+
+
+@pytest.mark.parametrize("shapes", [(1, 3), (3, 1)])
+def test_one_query_beside_many_keys_is_one_for_each(shapes: tuple[int, int]) -> None:
+    rng = np.random.default_rng(1)
+    query, key = (rng.normal(size=(n, 2, 6, 4)) for n in shapes)
+    real, ids = np.ones((3, 6), bool), rng.integers(0, 3, (3, 6))
+    real[1, :2] = False
+    found = head_scores(query, key, qkv.Causal(), tokens=ids, real=real)
+    for b in range(3):
+        chosen = (slice(b, b + 1),)
+        q, k = (array[chosen] if len(array) > 1 else array for array in (query, key))
+        alone = head_scores(q, k, qkv.Causal(), tokens=ids[chosen], real=real[chosen])
+        for name, rows in alone.rows.items():
+            np.testing.assert_allclose(found.rows[name][chosen], rows, atol=1e-12, err_msg=name)
+            np.testing.assert_array_equal(found.counted[name][chosen], alone.counted[name])
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

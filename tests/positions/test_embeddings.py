@@ -69,6 +69,18 @@ def self_attention(x, *variants):
     return qkv.attention(x @ w_q, x @ w_k, x @ w_v, *variants)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "uint64", "int32"])
+def test_positions_of_every_integer_type_are_rows_of_a_table_of_torch(dtype: str) -> None:
+    """torch reads an index of uint8 as a mask, which here has as many rows as the table."""
+    embedding, at = torch.nn.Embedding(5, 4), np.array([4, 3, 2, 1, 1])
+    x, expected = torch.zeros(5, 4), embedding(torch.from_numpy(at))
+    learned = qkv.LearnedPositions(embedding.weight)
+    torch.testing.assert_close(learned(x, at.astype(dtype)), expected)
+    torch.testing.assert_close(learned(x, torch.from_numpy(at.astype(dtype))), expected)
+    with pytest.raises(qkv.DTypeError, match="dtype bool"):
+        learned(x, at > 2)
+
+
 def test_attention_without_positions_is_permutation_equivariant() -> None:
     rng = np.random.default_rng(0)
     x, order = rng.normal(size=(12, 16)), rng.permutation(12)

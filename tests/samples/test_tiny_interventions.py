@@ -9,6 +9,7 @@ import pytest
 
 import qkv
 from qkv.inspection.models.model_record import ModelRecord
+from qkv.interventions import HeadInputs, changed_heads
 from qkv.samples import tiny_model
 from qkv.samples.decoder import EPSILON
 
@@ -87,3 +88,17 @@ def test_the_loss_is_that_of_the_logits() -> None:
     probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     expected = [-np.log(probabilities[i, IDS[i + 1]]) for i in range(len(IDS) - 1)]
     np.testing.assert_allclose(MODEL.loss(IDS), expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("lowest", [-np.inf, np.finfo(np.float32).min])
+@pytest.mark.parametrize(
+    "made", [lambda bias: bias, qkv.Bias, lambda bias: qkv.Bias(bias.tolist())]
+)
+def test_equal_weights_only_over_keys_that_a_bias_allows(made: Any, lowest: float) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1, 5, 4)).astype(np.float32)
+    allowed = np.tri(5, dtype=bool)
+    bias = np.where(allowed, rng.normal(size=(5, 5)), lowest).astype(np.float32)
+    found = changed_heads(x, HeadInputs(x, x, (made(bias),)), x, {0: "uniform"})
+    expected = [x[0, : i + 1].mean(axis=0) for i in range(5)]
+    np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-6)

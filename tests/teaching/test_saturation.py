@@ -108,6 +108,7 @@ def test_pictures_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"d_k": [True]}, r"d_k\[0\]=True is not a positive integer"),
         ({"draws": 0}, "draws=0 is not a positive integer"),
         ({"draws": 10**9}, "draws=1000000000 is more than 10000000"),
+        ({"d_k": [1, 10**6]}, "d_k=1000000 is more than 10000"),
         ({"seed": -1}, "seed=-1 is not a whole number of 0 or more"),
     ],
 )

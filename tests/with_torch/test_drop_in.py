@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -98,6 +100,42 @@ def test_masks_of_torch(make) -> None:
     query, key = normal(2, 3, 5, 4), normal(2, 3, 7, 4, seed=1)
     bias = make(5, 7)
     assert_close(ours(query, key, key, bias), theirs(query, key, key, bias))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lengths"), [((3, 6), (6, 6)), ((3, 6), (3, 7)), ((5, 7), (7, 5))]
+)
+def test_a_lower_right_mask_of_other_lengths_is_refused_as_torch_does(sizes, lengths) -> None:
+    query, key = normal(2, 3, lengths[0], 4), normal(2, 3, lengths[1], 4, seed=1)
+    bias = causal_lower_right(*sizes)
+    with pytest.raises(RuntimeError):
+        theirs(query, key, key, bias)
+    with pytest.raises(qkv.ShapeError, match=re.escape(f"there are {lengths[0]} and {lengths[1]}")):
+        ours(query, key, key, bias)
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+def test_square_masks_of_torch_beside_other_lengths(make) -> None:
+    query, key = normal(2, 3, 5, 4), normal(2, 3, 7, 4, seed=1)
+    assert_close(ours(query, key, key, make(4, 4)), theirs(query, key, key, make(4, 4)))
+
+
+@pytest.mark.parametrize("dropout", [-1.0, 2.0])
+def test_dropout_that_is_no_probability(dropout: float) -> None:
+    with pytest.raises(ValueError, match="dropout probability"):
+        torch.nn.Dropout(dropout)
+    with pytest.raises(qkv.ArgumentError, match=f"dropout={dropout} is no probability"):
+        MultiHeadAttention(16, 4, dropout=dropout)
+
+
+def test_dropout_of_everything_leaves_the_bias_as_in_torch() -> None:
+    x = normal(2, 5, 16, dtype=torch.float32)
+    layer = MultiHeadAttention(16, 4, dropout=1.0)
+    module = torch.nn.MultiheadAttention(16, 4, dropout=1.0, batch_first=True)
+    torch.nn.init.normal_(module.out_proj.bias)
+    layer.load_state_dict(module.state_dict())
+    assert_close(layer(x), module(x, x, x)[0])
+    assert_close(layer.eval()(x), module.eval()(x, x, x)[0])
 
 
 def test_what_torch_accepts_in_silence() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from qkv.arrays import kind_of, library_of
 from qkv.errors import QkvError
 
-__all__ = ["own_copy"]
+__all__ = ["handed_out", "own_copy"]
 
 
 def own_copy(array: Any) -> Any:
@@ -26,6 +26,14 @@ def own_copy(array: Any) -> Any:
         detached = array.detach()
         return detached[_once(detached.stride())].clone().expand(detached.shape)
     return array
+
+
+def handed_out(array: Any) -> Any:
+    """A copy for a caller, who may write to it; arrays that nobody can write to are given back."""
+    kind = kind_of(array)
+    if kind == "numpy":
+        return np.array(array)
+    return array.clone() if kind == "torch" else array
 
 
 def _is_readable(tensor: Any) -> bool:

@@ -302,7 +302,7 @@ def _make_parser() -> Parser:
         "The backend that runs and why others do not, skipped tiles, operations, bytes. "
         "Nothing is computed, and without FILE no arrays are needed: the sizes below will do.",
     )
-    _add_problem(plan)
+    _add_problem(plan, record=False)
     _add_sizes(plan)
 
     for name, summary in _COMMANDS.items():
@@ -335,12 +335,12 @@ def _add_command(
     return parser
 
 
-def _add_problem(parser: argparse.ArgumentParser) -> None:
+def _add_problem(parser: argparse.ArgumentParser, record: bool = True) -> None:
     parser.add_argument(
         "file",
         nargs="?",
         metavar="FILE",
-        help="safetensors or npz with q, k, v and optional tokens, or a saved record",
+        help="safetensors or npz with q, k, v and optional tokens" + ", or a saved record" * record,
     )
     parser.add_argument("--json", action="store_true", help="strict JSON")
     parser.add_argument(

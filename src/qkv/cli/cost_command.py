@@ -48,12 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     spread = parser.add_argument_group("a model whose sequence is spread over ranks")
     spread.add_argument("--ranks", type=int, metavar="N", help="processes that share the sequence")
-    spread.add_argument(
-        "--link", type=float, default=50.0, metavar="GB/S", help="of each rank (default 50)"
-    )
-    spread.add_argument(
-        "--order", default="zigzag", metavar="O", help="zigzag (default), contiguous or striped"
-    )
+    spread.add_argument("--link", type=float, metavar="GB/S", help="of each rank (default 50)")
+    spread.add_argument("--order", metavar="O", help="zigzag (default), contiguous or striped")
     parser.add_argument("--json", action="store_true", help="strict JSON")
 
 
@@ -67,6 +63,7 @@ def run(options: argparse.Namespace) -> str:
         raise ArgumentError(
             "--source is for a model with an encoder.", action="Leave it out, or pass --config."
         )
+    _refuse_what_is_ignored(options)
     if options.ranks is not None:
         return _ranks(options)
     if options.mechanism is not None:
@@ -79,6 +76,20 @@ def run(options: argparse.Namespace) -> str:
             )
         return _overview(options, machines)
     return _model(options, machines)
+
+
+def _refuse_what_is_ignored(options: argparse.Namespace) -> None:
+    from qkv.errors import ArgumentError
+
+    spread = options.ranks is not None
+    for name in ("steps", "source") if spread else ("link", "order"):
+        if getattr(options, name) not in (None, False):
+            raise ArgumentError(
+                f"--{name} does not go with --ranks, which counts attention over ranks alone."
+                if spread
+                else f"--{name} is of a sequence that is spread over ranks; there are none.",
+                action="Leave it out." if spread else "Add --ranks, or leave it out.",
+            )
 
 
 def _model(options: argparse.Namespace, machines: list[Machine]) -> str:
@@ -124,16 +135,17 @@ def _ranks(options: argparse.Namespace) -> str:
             "--ranks spreads the sequence of a model, and none is named.",
             action="Add --model or --config.",
         )
-    if not 0 < options.link < math.inf:
+    link = 50.0 if options.link is None else options.link
+    if not 0 < link < math.inf:
         raise ArgumentError(
-            f"--link {options.link:g} is no number of GB/s above 0.", action="Pass one, such as 50."
+            f"--link {link:g} is no number of GB/s above 0.", action="Pass one, such as 50."
         )
     model = model_card(options.model) if options.config is None else read_config(options.config)
     cost = ranks_cost(
         model, options.context, options.ranks,
         batch=options.batch, dtype=options.dtype or "bfloat16",
-        machine=options.machine or "h100", link_bandwidth=options.link * 1e9,
-        order=options.order,
+        machine=options.machine or "h100", link_bandwidth=link * 1e9,
+        order=options.order or "zigzag",
     )  # fmt: skip
     if options.json:
         return _json(cost.to_dict())
@@ -157,7 +169,7 @@ def _ranks(options: argparse.Namespace) -> str:
         ),
         Text(
             f"Attention of all layers, forward; each rank computes {rate} operations a second "
-            f"({cost.machine}) and receives {options.link:g} GB/s"
+            f"({cost.machine}) and receives {link:g} GB/s"
         ),
         table,
         *refused,

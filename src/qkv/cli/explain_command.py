@@ -29,6 +29,11 @@ def run(options: argparse.Namespace) -> str:
     """The output of the command."""
     if options.top is not None and options.top < 1:
         raise ArgumentError(f"--top {options.top} shows nothing.", action="Pass 1 or more.")
+    if options.top is not None and options.json:
+        raise ArgumentError(
+            f"--top {options.top} shortens the text, and --json has every key.",
+            action="Leave one of them out.",
+        )
     given = _of_model(options) if options.model is not None else _of_file(options)
     problem = CommandInput.of(given, options)
     if options.query is None and not options.json and problem.q_len > _MOST_ROWS:

@@ -94,7 +94,13 @@ def given_text(options: argparse.Namespace) -> str | None:
 def _whole_text(said: str) -> str:
     """Standard input for "-", a file if it is one, else what was said."""
     if said == "-":
-        text = sys.stdin.read(_MAX_BYTES)
+        try:
+            text = sys.stdin.read(_MAX_BYTES)
+        except UnicodeDecodeError as error:
+            raise ArgumentError(
+                f"standard input is no {error.encoding} text: byte {error.start} is none.",
+                action="Convert it, as with iconv.",
+            ) from error
         if not text.strip():
             raise ArgumentError("standard input held no text.", action="Pipe a text into it.")
         return text

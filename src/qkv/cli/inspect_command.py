@@ -119,8 +119,7 @@ def _write_page(problem: CommandInput, path: str, view: dict[str, int]) -> None:
         arrays = problem.query, problem.key, problem.value
         if problem.scale is not None:
             keywords["scale"] = problem.scale
-        if problem.q_offset:
-            keywords["q_offset"] = problem.q_offset
+        keywords["q_offset"] = problem.q_offset
     elif problem.batch:
         raise ArgumentError(
             f"--html shows batch row 0 of variants that differ between rows, not {problem.batch}.",

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="safetensors or npz with q, k, v, or a saved record; or a sentence that the language "
         "model reads, - for standard input",
     )
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="default: a free one")
+    parser.add_argument("--port", type=int, metavar="N", help="default: a free one")
     parser.add_argument("--no-open", action="store_true", help="do not open a browser")
     parser.add_argument("--export", metavar="FILE", help="write the page as one file instead")
     parser.add_argument(
@@ -52,15 +52,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> str:
     """The output of the command; while the page is served, its address is all."""
-    if not 0 <= options.port < 1 << 16:
+    if options.port is not None and options.export is not None:
+        raise ArgumentError(
+            f"--port {options.port} is of a page that is served, and --export writes a file.",
+            action="Leave one of them out.",
+        )
+    if options.port is not None and not 0 <= options.port < 1 << 16:
         raise ArgumentError(f"--port {options.port} is no port.", action="Pass 0 to 65535.")
     from qkv.cli.given_text import sentence_is_text
 
     sentence_is_text(options)
     if options.model is None:
-        for attribute, name in (("text", "--text"), ("tokens", "--tokens")):
-            if getattr(options, attribute) is not None:
-                raise ArgumentError(f"{name} goes with --model.", action="See qkv lab --help.")
+        for name in ("text", "tokens", "download"):
+            if getattr(options, name) not in (None, False):
+                raise ArgumentError(f"--{name} goes with --model.", action="See qkv lab --help.")
     elif options.file is not None:
         raise ArgumentError("FILE and --model are two things to show.", action="Pass one of them.")
     if options.file is None and command_line_of(options.variants):
@@ -76,7 +81,7 @@ def run(options: argparse.Namespace) -> str:
         ) from error
     serve(
         _session(options),
-        options.port,
+        options.port or 0,
         lambda url: _ready(url, options.no_open),
         renewing=lambda new_address: on_enter(lambda: print(new_address(), flush=True)),
     )

@@ -2,6 +2,7 @@
 
 model           what a model is made of
 config, cards   where models come from; encoder_decoder, their configs as two
+config_fields   fields of a config under their different names
 families        what a model_type means; unlike_llama: what contradicts a count as Llama
 layers          the ledger of one layer; whole: of a model; mechanism: of one mechanism
 machines        what machines can do; peaks measures this one

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from qkv.cost.config_fields import Fields
 from qkv.cost.encoder_decoder import encoder_and_decoder
 from qkv.cost.families import (
     ACTIVATION,
@@ -25,15 +26,13 @@ from qkv.cost.families import (
 )
 from qkv.cost.model import Attention, FeedForward, Latent, Layer, Model, Norm
 from qkv.cost.unlike_llama import unlike_llama
-from qkv.declarations import checked, shown
+from qkv.declarations import checked
 from qkv.errors import ArgumentError, FileError, UnsupportedError
 
 __all__ = ["read_config"]
 
 _LARGEST = 2**24
 """Bytes of the largest file that is read; real ones have a few thousand."""
-_LARGEST_NUMBER = 2**40
-"""The largest number of a configuration: products of a few are exact, and are float64 as well."""
 _MOST_LAYERS = 10_000
 """Each is described by itself, in some 100 microseconds."""
 
@@ -88,16 +87,20 @@ def read_config(
     encoder = None
     if fields.get("is_encoder_decoder"):
         reads, fields = encoder_and_decoder(fields)
-        given = _Fields(reads, families()[f"{kind} encoder"])
+        given = Fields(reads, families()[f"{kind} encoder"])
         encoder = _model(given, f"{kind} encoder", source, [])
         if given.flag("audio"):
             notes.append("of the convolutions before the encoder only the parameters are counted")
     if kind not in families():
         notes.append(f"model_type {kind!r:.40} is not known; counted as llama")
         notes += unlike_llama(fields)
-    given = _Fields(fields, families().get(kind, families()["llama"]), left_out(fields, kind))
+    given = Fields(fields, families().get(kind, families()["llama"]), left_out(fields, kind))
     called = name or str(fields.get("_name_or_path") or (path.name if path else "") or kind)
     model = _model(given, called, source, notes)
+    if unread := given.unread():
+        notes.append(unread)
+    if given.flag("cross") and encoder is None:
+        notes.append("of attention to another sequence only the parameters are counted")
     if given.assumed:
         taken = ", ".join(f"{field} {value}" for field, value in given.assumed.items())
         notes.append(f"left out, so as in transformers: {taken}")
@@ -123,58 +126,7 @@ def _contents(path: Path) -> Mapping[str, Any]:
     return contents
 
 
-class _Fields:
-    """Fields of a config under their different names, and what the family adds."""
-
-    def __init__(
-        self,
-        fields: Mapping[str, Any],
-        family: Mapping[str, Any],
-        left_out: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.left_out = left_out or {}
-        self.fields = {**self.left_out, **fields}
-        self.family = family
-        self.assumed: dict[str, int] = {}
-
-    def size(
-        self, names: tuple[str, ...] | str, default: int | None = None, least: int = 1,
-        most: int = _LARGEST_NUMBER,
-    ) -> int:  # fmt: skip
-        """The first of some names that is there."""
-        names = (names,) if isinstance(names, str) else names
-        for name in names:
-            value = self.fields.get(name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise ArgumentError(
-                    f"{name} is {shown(value)} in the config.",
-                    action=f"Give an integer of {least} or more, and at most {most}.",
-                )
-            if name in self.left_out:
-                self.assumed[name] = value
-            return value
-        if default is None:
-            raise ArgumentError(
-                f"the config has no {names[0]}.",
-                [
-                    ("looked for", ", ".join(names)),
-                    ("model_type", repr(self.fields.get("model_type", ""))[:40]),
-                ],
-                "Pass the config.json of a transformer with all its fields.",
-            )
-        return default
-
-    def flag(self, name: str) -> bool:
-        """The family's value, or that of the configuration field that it names."""
-        value = self.family[name]
-        if isinstance(value, str):
-            return bool(self.fields.get(value, self.family.get(f"{name}_default", False)))
-        return bool(value)
-
-
-def _model(given: _Fields, name: str, source: str, notes: list[str]) -> Model:
+def _model(given: Fields, name: str, source: str, notes: list[str]) -> Model:
     width, count = given.size(WIDTH), given.size(LAYERS, most=_MOST_LAYERS)
     vocabulary = (
         given.size("vocab_size")
@@ -197,14 +149,15 @@ def _model(given: _Fields, name: str, source: str, notes: list[str]) -> Model:
         tied=bool(given.fields.get("tie_word_embeddings", given.family["tied"])),
         head=given.flag("head"),
         tables=tables,
-        final_norm=given.flag("final_norm"),
+        final_norm=given.flag("final_norm") and not given.fields.get("_remove_final_layer_norm"),
+        embed_width=given.size("word_embed_proj_dim", width) if given.flag("narrow") else None,
         context=_patches(given) if given.flag("patches") else given.size(CONTEXT, default=2048),
         source=source,
         notes=tuple(notes),
     )
 
 
-def _tables(given: _Fields, width: int, norm: Norm) -> dict[str, int]:
+def _tables(given: Fields, width: int, norm: Norm) -> dict[str, int]:
     """Learned numbers outside the layers, the token table and the last norm."""
     tables: dict[str, int] = {}
     extra = given.family["positions"]
@@ -236,13 +189,13 @@ def _tables(given: _Fields, width: int, norm: Norm) -> dict[str, int]:
     return tables
 
 
-def _patches(given: _Fields) -> int:
+def _patches(given: Fields) -> int:
     """Patches of an image, and the class token."""
     along = given.size("image_size", default=224) // given.size("patch_size", default=16)
     return along * along + 1
 
 
-def _layer(given: _Fields, width: int, index: int, count: int) -> Layer:
+def _layer(given: Fields, width: int, index: int, count: int) -> Layer:
     attention = _attention(given, width, index, count)
     if given.flag("attention_only"):
         return Layer(attention, None, int(attention.projections))
@@ -250,18 +203,20 @@ def _layer(given: _Fields, width: int, index: int, count: int) -> Layer:
     return Layer(attention, _feed_forward(given, width, index), _norms(given), cross)
 
 
-def _norms(given: _Fields) -> int:
+def _norms(given: Fields) -> int:
     """Norms of a layer; those of Falcon depend on what its attention stands beside."""
     norms = given.family["norms"]
+    if given.flag("one_norm"):
+        return 1
     if norms != "falcon":
-        return int(norms)
+        return int(norms) + given.flag("cross")
     apart = given.fields.get("num_ln_in_parallel_attn")
     if given.fields.get("new_decoder_architecture"):
         return 2 if apart is None else given.size("num_ln_in_parallel_attn")
     return 1 if given.fields.get("parallel_attn") else 2
 
 
-def _kv_heads(given: _Fields, heads: int) -> int:
+def _kv_heads(given: Fields, heads: int) -> int:
     """Key and value heads; Falcon says them in three fields, of which the first that holds counts.
 
     Elsewhere `multi_query` means one head, unless a number of heads is stated beside it.
@@ -275,7 +230,7 @@ def _kv_heads(given: _Fields, heads: int) -> int:
     return 1 if given.fields.get("multi_query") and not beside else stated
 
 
-def _attention(given: _Fields, width: int, index: int, count: int) -> Attention:
+def _attention(given: Fields, width: int, index: int, count: int) -> Attention:
     fields = given.fields
     heads = given.size(HEADS)
     kv_heads = _kv_heads(given, heads)
@@ -290,7 +245,8 @@ def _attention(given: _Fields, width: int, index: int, count: int) -> Attention:
         "window": _window(given, index, count),
         "qkv_bias": given.flag("qkv_bias"),
         "out_bias": given.flag("out_bias"),
-        "qk_norm": given.family["qk_norm"],
+        "qk_norm": given.family["qk_norm"] if given.flag("has_qk_norm") else "",
+        "norm_of_qk": Norm(given.flag("centred"), bias=given.family["qk_norm_bias"]),
         "key_bias": given.flag("key_bias"),
         "relative_bias": given.flag("relative_bias"),
         "sinks": given.flag("sinks"),
@@ -319,7 +275,7 @@ def _attention(given: _Fields, width: int, index: int, count: int) -> Attention:
     )
 
 
-def _rope_dim(given: _Fields, head_dim: int) -> int:
+def _rope_dim(given: Fields, head_dim: int) -> int:
     if not given.flag("rotary") or given.flag("no_rotary"):
         return 0
     rope = given.fields.get("rope_parameters")
@@ -328,7 +284,7 @@ def _rope_dim(given: _Fields, head_dim: int) -> int:
     return int(head_dim * share) if isinstance(share, int | float) and 0 <= share <= 1 else head_dim
 
 
-def _window(given: _Fields, index: int, count: int) -> int | None:
+def _window(given: Fields, index: int, count: int) -> int | None:
     """The window of one layer, by the config's list of layers or by the family's habit."""
     fields, window = given.fields, given.fields.get("sliding_window")
     kinds = fields.get("layer_types")
@@ -354,7 +310,7 @@ def _window(given: _Fields, index: int, count: int) -> int | None:
     return given.size("sliding_window")
 
 
-def _feed_forward(given: _Fields, width: int, index: int) -> FeedForward:
+def _feed_forward(given: Fields, width: int, index: int) -> FeedForward:
     activation = next((given.fields[n] for n in ACTIVATION if given.fields.get(n)), None)
     shape: dict[str, Any] = {
         "activation": _activation(activation or given.family["activation"]),
@@ -381,7 +337,7 @@ def _feed_forward(given: _Fields, width: int, index: int) -> FeedForward:
     )
 
 
-def _routed(given: _Fields, index: int) -> bool:
+def _routed(given: Fields, index: int) -> bool:
     """Whether a layer of a model with experts has them."""
     only = given.fields.get("mlp_only_layers") or ()
     step = given.size("decoder_sparse_step", default=1)

@@ -100,12 +100,15 @@ def layer_ledger(model: Model, layer: Layer, run: PassSizes) -> Ledger:
 def embedding_ledger(model: Model, run: PassSizes) -> Ledger:
     """Looking up tokens, and every learned table outside the layers."""
     width, vocabulary = Count(model.width, "e"), Count(model.vocab_size, "V")
-    read = run.rows * width if model.vocab_size else Count(0)
+    row = _row_of_table(model)
+    read = run.rows * row if model.vocab_size else Count(0)
     tables = Ledger(
-        parameters=vocabulary * width + sum(model.tables.values()),
+        parameters=vocabulary * row + sum(model.tables.values()),
         bytes_read=read * run.size,
         bytes_written=read * run.size,
     )
+    if row != width:
+        tables += _linear("project_in", run.rows, row, width, False, run.size)
     if not model.final_norm:
         return tables
     return tables + _norm("final_norm", model.norm, run.rows, width)
@@ -115,9 +118,20 @@ def head_ledger(model: Model, run: PassSizes) -> Ledger:
     """Scores of the vocabulary for the last token of each sequence."""
     if not model.head:
         return Ledger()
-    width, vocabulary = Count(model.width, "e"), Count(model.vocab_size, "V")
-    counted = _linear("head", run.batch, width, vocabulary, False, run.size)
-    return counted + Ledger(parameters=-(vocabulary * width)) if model.tied else counted
+    width, vocabulary, row = (
+        Count(model.width, "e"),
+        Count(model.vocab_size, "V"),
+        _row_of_table(model),
+    )
+    counted = _linear("head", run.batch, row, vocabulary, False, run.size)
+    if row != width:
+        counted = _linear("project_out", run.batch, width, row, False, run.size) + counted
+    return counted + Ledger(parameters=-(vocabulary * row)) if model.tied else counted
+
+
+def _row_of_table(model: Model) -> Count:
+    row = model.embed_width or model.width
+    return Count(row, "e" if row == model.width else "e_t")
 
 
 def _linear(name: str, rows: int, inner: int, columns: int, bias: bool, size: int) -> Ledger:
@@ -184,10 +198,14 @@ def _attention(attention: Attention, width: Count, run: PassSizes) -> Ledger:
     counted = _linear("q_proj", rows, width, h * d, bias, size)
     counted += _linear("k_proj", rows, width, g * d, bias and attention.key_bias, size)
     counted += _linear("v_proj", rows, width, g * d_v, bias, size)
-    if attention.qk_norm == "head":
-        counted += _norm("q_norm", Norm(), rows * h, d) + _norm("k_norm", Norm(), rows * g, d)
-    elif attention.qk_norm == "full":
-        counted += _norm("q_norm", Norm(), rows, h * d) + _norm("k_norm", Norm(), rows, g * d)
+    of_qk = attention.norm_of_qk
+    for name, heads in (("q_norm", h), ("k_norm", g)) if attention.qk_norm else ():
+        if attention.qk_norm == "full":
+            counted += _norm(name, of_qk, rows, heads * d)
+        else:
+            counted += _norm(name, of_qk, rows * heads, d)
+        if attention.qk_norm == "heads":
+            counted += Ledger(parameters=_count(of_qk.parameters(1) * (heads - 1) * d))
     counted += _rotation(rows, h, attention.rope_dim) + _rotation(rows, g, attention.rope_dim)
     if attention.pair_width:
         pairs, channels = run.tokens * run.context, Count(attention.pair_width, "c")
@@ -210,7 +228,10 @@ def _attention(attention: Attention, width: Count, run: PassSizes) -> Ledger:
 
 
 def _cross(attention: Attention, width: Count, run: PassSizes) -> Ledger:
-    """Attention to the source, whose keys and values are made once and kept while decoding."""
+    """Attention to the source, whose keys and values are made once and kept while decoding.
+
+    Where nobody says what is read, only the parameters are counted.
+    """
     rows, size, bias = run.rows, run.size, attention.qkv_bias
     h, g = Count(attention.num_heads, "h"), Count(attention.num_kv_heads, "g")
     d, source = Count(attention.head_dim, "d"), run.batch * run.source
@@ -218,6 +239,9 @@ def _cross(attention: Attention, width: Count, run: PassSizes) -> Ledger:
     for name, has_bias in (("k", bias and attention.key_bias), ("v", bias)):
         made = _linear(f"cross_{name}_proj", source, width, g * d, has_bias, size)
         counted += Ledger(parameters=made.parameters) if run.decoding else made
+    if not int(run.source):
+        made = _linear("cross_out_proj", rows, h * d, width, attention.out_bias, size)
+        return Ledger(parameters=counted.parameters + made.parameters)
     counted += attention_ledger(rows * run.source, rows, d, d) * h
     counted += Ledger(
         bytes_read=(rows * h * d + source * attention.cached_numbers) * size,

@@ -36,6 +36,33 @@ class Latent:
 
 @checked
 @dataclass(frozen=True, slots=True)
+class Norm:
+    """Normalisation: RMSNorm, or LayerNorm, which also subtracts the mean.
+
+    Attributes
+    ----------
+    centred : bool
+        True for LayerNorm.
+    weight, bias : bool
+        Whether it multiplies by learned numbers, and adds some.
+
+    Examples
+    --------
+    >>> from qkv.cost import Norm
+    >>> Norm(centred=True, bias=True).parameters(768)
+    1536
+    """
+
+    centred: bool = False
+    weight: bool = True
+    bias: bool = False
+
+    def parameters(self, width: int) -> int:
+        """Learned numbers for rows of `width`."""
+        return width * (self.weight + self.bias)
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """One layer's attention.
 
@@ -60,7 +87,9 @@ class Attention:
         Whether a number from a table of distances is added to each score (T5).
     qk_norm : str
         What rows of query and key are normalised over: "" for not at all, "head" for each head
-        with shared weights, "full" for all heads together.
+        with shared weights, "heads" for each head with its own, "full" for all heads together.
+    norm_of_qk : Norm
+        That normalisation.
     rope_dim : int
         Rotated components of each query and key; 0 without rotary embedding.
     sinks : bool
@@ -91,6 +120,7 @@ class Attention:
     key_bias: bool = True
     relative_bias: bool = False
     qk_norm: str = ""
+    norm_of_qk: Norm = Norm()
     rope_dim: int = 0
     sinks: bool = False
     gate: bool = False
@@ -164,33 +194,6 @@ class FeedForward:
 
 @checked
 @dataclass(frozen=True, slots=True)
-class Norm:
-    """Normalisation: RMSNorm, or LayerNorm, which also subtracts the mean.
-
-    Attributes
-    ----------
-    centred : bool
-        True for LayerNorm.
-    weight, bias : bool
-        Whether it multiplies by learned numbers, and adds some.
-
-    Examples
-    --------
-    >>> from qkv.cost import Norm
-    >>> Norm(centred=True, bias=True).parameters(768)
-    1536
-    """
-
-    centred: bool = False
-    weight: bool = True
-    bias: bool = False
-
-    def parameters(self, width: int) -> int:
-        """Learned numbers for rows of `width`."""
-        return width * (self.weight + self.bias)
-
-
-@dataclass(frozen=True, slots=True)
 class Layer:
     """Attention, feed-forward and `norms` normalisations; feed_forward is None for attention only.
 
@@ -247,6 +250,9 @@ class Model:
         Whether the sizes are rumour rather than published.
     notes : tuple of str
         What the count leaves out or assumes.
+    embed_width : int or None
+        Length of a row of the token table, if it may differ from `width`: rows are then projected
+        after the table and before the output head.
     encoder : Model or None
         What reads the source, if this is a decoder that attends to one. Both share a token table.
 
@@ -271,6 +277,7 @@ class Model:
     source: str = ""
     speculative: bool = False
     notes: tuple[str, ...] = ()
+    embed_width: Size | None = None
     encoder: Model | None = None
 
     @property

@@ -115,7 +115,11 @@ class ModelCost:
         """
         idle = sum(la.idle_parameters * la.count for la in self.layers)
         apart = idle and self.model.head and not self.model.tied
-        return self.parameters - idle - (self.model.vocab_size * self.model.width if apart else 0)
+        return (
+            self.parameters
+            - idle
+            - (self.model.vocab_size * (self.model.embed_width or self.model.width) if apart else 0)
+        )
 
     @property
     def bytes_moved(self) -> int:

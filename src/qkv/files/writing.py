@@ -11,11 +11,12 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from qkv.arrays.views import view
 from qkv.declarations import checked
 from qkv.errors import ArgumentError, DTypeError, FileError
 from qkv.files.contents import shown, writable
-from qkv.readable_checks import as_array
 
 __all__ = ["replace_file", "write_arrays"]
 
@@ -66,11 +67,12 @@ def write_arrays(
     """
     from safetensors.numpy import save
 
-    arrays = {"q": query, "k": key, "v": value}
+    arrays = {name: view(a, name) for name, a in (("q", query), ("k", key), ("v", value))}
     for name, array in arrays.items():
-        if str(getattr(array, "dtype", "")).removeprefix("torch.") not in _STORED:
+        if array.dtype.name not in _STORED:
             raise DTypeError(
-                f"{name} is no array of {', '.join(_STORED)}.", action="Convert it to one of them."
+                f"{name} has dtype {array.dtype}, not one of {', '.join(_STORED)}.",
+                action="Convert it to one of them.",
             )
     header = dict(zip(writable(metadata or ()), writable((metadata or {}).values()), strict=True))
     if "tokens" in header:
@@ -80,16 +82,22 @@ def write_arrays(
         )
     if tokens is not None:
         header["tokens"] = json.dumps(list(tokens))
-    dense = {name: np.ascontiguousarray(as_array(name, array)) for name, array in arrays.items()}
+    dense = {name: _native(array) for name, array in arrays.items()}
     data = save(dense, header)
     replace_file(path, data)
+
+
+def _native(array: NDArray[Any]) -> NDArray[Any]:
+    """Adjacent elements in the order of bytes that the format has, or swaps to it."""
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("="))
 
 
 def replace_file(path: str | os.PathLike[str], data: bytes) -> None:
     """Write a file whole under another name, then move it to `path`.
 
     It has the mode that `open` gives: that of the file it replaces, else what the umask leaves.
-    What is no file, such as /dev/stdout or a named pipe, is written to and stays.
+    A link stays, and the file that it leads to is replaced. What is no file, such as /dev/stdout or
+    a named pipe, is written to and stays.
     """
     name = os.fspath(path)
     if os.path.exists(name) and not os.path.isfile(name):
@@ -99,15 +107,16 @@ def replace_file(path: str | os.PathLike[str], data: bytes) -> None:
         except OSError as error:
             raise _not_written(name, error) from error
         return
-    temporary = os.path.join(os.path.dirname(name), f".qkv-{secrets.token_hex(8)}")
+    real = os.path.realpath(name)
+    temporary = os.path.join(os.path.dirname(real), f".qkv-{secrets.token_hex(8)}")
     try:
         with open(temporary, "xb") as file:
             try:
                 file.write(data)
                 file.close()
                 with suppress(OSError):
-                    shutil.copymode(name, temporary)
-                os.replace(temporary, name)
+                    shutil.copymode(real, temporary)
+                os.replace(temporary, real)
             except BaseException:
                 os.unlink(temporary)
                 raise

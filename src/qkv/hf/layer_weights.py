@@ -196,11 +196,11 @@ class LayerWeights(torch.Tensor):
         self, name: str, by_tiles: str, dim: Any, keepdim: bool, options: dict[str, Any]
     ) -> torch.Tensor:
         if options or self._recording() or not (dim is None or type(dim) is int):
-            # torch's own reductions take no `dim=None` together with `keepdim`.
-            reduction = getattr(self.dense(), name)
+            # All dimensions are None to torch, but for amax.
+            every = () if name == "amax" else None
             try:
-                weights: torch.Tensor = (
-                    reduction(**options) if dim is None else reduction(dim, keepdim, **options)
+                weights: torch.Tensor = getattr(self.dense(), name)(
+                    every if dim is None else dim, keepdim, **options
                 )
             except (TypeError, ValueError, IndexError) as error:
                 raise ArgumentError(

@@ -175,7 +175,7 @@ def heads_of_model(record: ModelRecord, about: str = "") -> Heads:
     Notes of the record come after it.
     """
     layers = [_layer_of_model(layer, _texts(record, layer)) for layer in record]
-    batch_size = record[0].rows["entropy"].shape[0] if len(record) else 0
+    batch_size = record[0].scores.rows["entropy"].shape[0] if len(record) else 0
     said = " ".join([*([about] if about else []), *record.sentences()])
     return Heads(record.model, "model", "qkv", SCORES, record.texts, layers, batch_size, said)
 
@@ -195,19 +195,20 @@ def _texts(record: ModelRecord, layer: LayerRecord) -> Sequence[str] | None:
 
 
 def _layer_of_model(layer: LayerRecord, texts: Sequence[str] | None) -> HeadLayer:
-    _, num_heads, q_len = layer.rows["entropy"].shape
-    replay = None if layer.scores.weights is None else layer.scores.weights.replay
+    scores = layer.scores
+    _, num_heads, q_len = scores.rows["entropy"].shape
+    replay = None if scores.weights is None else scores.weights.replay
     num_kv_heads = num_heads if replay is None else replay.problem.spec.num_kv_heads
 
     def rows() -> list[dict[str, Any]]:
         return [{k: v for k, v in row.items() if k != "layer"} for row in layer.heads()]
 
     def top(head: int, first: int, stop: int) -> tuple[Array, Array]:
-        keys, weights = layer.top
-        return keys[0, head, first:stop], weights[0, head, first:stop]
+        chosen = (0, head, slice(first, stop))
+        return scores.top_keys[chosen], scores.top_weights[chosen]
 
     def by_query(score: str) -> Array:
-        return np.where(layer.scores.counted[score][0], layer.rows[score][0], np.nan)
+        return np.where(scores.counted[score][0], scores.rows[score][0], np.nan)
 
     return HeadLayer(
         layer.index,
@@ -215,13 +216,13 @@ def _layer_of_model(layer: LayerRecord, texts: Sequence[str] | None) -> HeadLaye
         num_heads,
         num_kv_heads,
         q_len,
-        int(layer.received.shape[-1]),
+        int(scores.received.shape[-1]),
         rows,
-        lambda: {name: int(each.sum()) for name, each in layer.scores.counted.items()},
+        lambda: {name: int(each.sum()) for name, each in scores.counted.items()},
         by_query,
-        lambda: layer.rows["entropy"][0],
+        lambda: scores.rows["entropy"][0],
         top,
-        lambda: layer.received[0],
+        lambda: scores.received[0],
         replay,
         texts,
     )

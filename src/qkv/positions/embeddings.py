@@ -208,7 +208,7 @@ class LearnedPositions:
                 f"x is a {type(x).__name__} and the table a {type(self.table).__name__}.",
                 action="Pass x of the library of the table, or a table of NumPy.",
             )
-        rows = self.table[at]
+        rows = self.table[at.astype(np.int64)]  # torch takes uint8 for a mask
         if xp.__name__ == "torch":
             return x + xp.as_tensor(rows).to(x)
         return x + cast(xp.asarray(rows), x.dtype)

@@ -115,7 +115,7 @@ def scaled_dot_product_attention(
         query, key = (torch.nn.functional.pad(t, (0, 1)) for t in (query, key))
         scale = 1.0
     variants: list[Any] = [qkv.Causal("start")] if is_causal else []
-    lower_right = None if attn_mask is None else _lower_right(attn_mask)
+    lower_right = None if attn_mask is None else _lower_right(attn_mask, query, key)
     if lower_right is not None:
         if is_causal and lower_right:
             raise ArgumentError(
@@ -138,7 +138,7 @@ def scaled_dot_product_attention(
     return torch.nn.functional.dropout(output, 1.0) if dropout_p == 1 else output
 
 
-def _lower_right(attn_mask: Tensor) -> bool | None:
+def _lower_right(attn_mask: Tensor, query: Tensor, key: Tensor) -> bool | None:
     """Whether a causal bias of torch counts from the bottom right; None for any other mask."""
     if type(attn_mask) is Tensor:
         return None
@@ -147,7 +147,18 @@ def _lower_right(attn_mask: Tensor) -> bool | None:
 
     if not isinstance(attn_mask, CausalBias):
         return None
-    return bool(attn_mask.variant == CausalVariant.LOWER_RIGHT)
+    of_mask = attn_mask.seq_len_q, attn_mask.seq_len_kv
+    # As torch has it: a square mask counts from the top left, whatever the lengths.
+    if attn_mask.variant != CausalVariant.LOWER_RIGHT or of_mask[0] == of_mask[1]:
+        return False
+    lengths = query.shape[-2], key.shape[-2]
+    if of_mask != lengths:
+        raise ShapeError(
+            f"causal_lower_right{of_mask} is for {of_mask[0]} queries and {of_mask[1]} keys; there "
+            f"are {lengths[0]} and {lengths[1]}.",
+            action=f"Pass causal_lower_right{lengths}.",
+        )
+    return True
 
 
 def _mask(attn_mask: Tensor) -> Any:

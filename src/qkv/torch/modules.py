@@ -183,7 +183,7 @@ class MultiHeadAttention(nn.Module):
     alibi : bool
         Linear biases, with the slopes of the paper.
     dropout : float
-        Probability of dropping a weight while training.
+        Probability of dropping a weight while training; 1 leaves none.
     bias : bool
         Whether projections have one.
     kv_dim : int, optional
@@ -193,7 +193,7 @@ class MultiHeadAttention(nn.Module):
     ------
     ArgumentError
         If a size is not a positive integer, embed_dim is not a multiple of num_heads, or num_heads
-        of num_kv_heads, or torch cannot make such weights on the device.
+        of num_kv_heads, dropout is no probability, or torch cannot make such weights on the device.
     DTypeError
         If dtype is not one of torch's floating types of 16, 32 or 64 bits.
     KeywordError
@@ -244,6 +244,10 @@ class MultiHeadAttention(nn.Module):
             raise ArgumentError(
                 f"num_heads={num_heads} is not a multiple of num_kv_heads={kv_heads}.",
                 action="Let every group of query heads be of one size.",
+            )
+        if not 0 <= dropout <= 1:
+            raise ArgumentError(
+                f"dropout={dropout} is no probability.", action="Pass a number from 0 to 1."
             )
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim = embed_dim // num_heads
@@ -345,13 +349,16 @@ class MultiHeadAttention(nn.Module):
             )
         all_variants += [qkv.Causal()] if self.causal else []
         all_variants += [qkv.ALiBi()] if self.alibi else []
-        if self.dropout and self.training:
-            all_variants.append(qkv.Dropout(self.dropout, torch.randint(2**63 - 1, ())))
+        drops = self.dropout if self.training else 0.0
+        if 0 < drops < 1:
+            all_variants.append(qkv.Dropout(drops, torch.randint(2**63 - 1, ())))
         out: Tensor
         if cache is None:
             out = qkv.attention(q, k, v, *all_variants, q_offset=0)
         else:
             out = cache.append(k, v).attention(q, *all_variants)
+        if drops == 1:
+            out = nn.functional.dropout(out, drops)
         projected: Tensor = self.out_proj(out.transpose(-3, -2).flatten(-2))
         return projected
 

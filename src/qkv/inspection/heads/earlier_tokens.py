@@ -66,7 +66,8 @@ class Tokens:
     q_tokens : integer array (batch, q_len)
     kv_tokens : integer array (batch, kv_len)
     previous_tokens : integer array (batch, kv_len)
-        The token at the position before each key, in its own sequence.
+        The token at the position before each key, in its own sequence; none before padding, which
+        follows nothing.
     q_pos, kv_pos : integer array (batch, q_len), (batch, kv_len)
     """
 
@@ -90,7 +91,9 @@ class Tokens:
         known = real & (ids >= 0)
         kv_tokens = np.where(known, numbers, NO_TOKEN)
         previous = np.full_like(kv_tokens, NO_TOKEN)
-        previous[:, 1:] = np.where(sequence_starts(kv_pos)[:, 1:], NO_TOKEN, kv_tokens[:, :-1])
+        previous[:, 1:] = np.where(
+            sequence_starts(kv_pos)[:, 1:] | ~real[:, 1:], NO_TOKEN, kv_tokens[:, :-1]
+        )
         q_rows = slice(first, first + q_pos.shape[1])
         q_tokens = np.where(known[:, q_rows], kv_tokens[:, q_rows], _NO_QUERY)
         return cls(q_tokens, kv_tokens, previous, q_pos, kv_pos)

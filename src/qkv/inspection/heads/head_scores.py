@@ -202,12 +202,14 @@ class _WholeLayer(LayerHeads):
         self._query, self._key = (np.asarray(array, dtype) for array in (query, key))
         self._options = options
         self.variants = without_dropout(variants)
-        batch, _, q_len, _ = self._query.shape
-        if len(self._key) != batch and 1 not in (len(self._key), batch):
+        q_batch, _, q_len, _ = self._query.shape
+        if len(self._key) != q_batch and 1 not in (len(self._key), q_batch):
             raise ShapeError(
-                f"query has a batch of {batch} and key one of {len(self._key)}.",
+                f"query has a batch of {q_batch} and key one of {len(self._key)}.",
                 action="Let them be equal, or 1 where all rows have the same.",
             )
+        # The batch that both are broadcast to; one of no rows stays one of no rows.
+        batch = len(self._key) if q_batch == 1 else q_batch
         kv_len = self._key.shape[2]
         self._value: Array = np.zeros((batch, 1, kv_len, 2), dtype)
         try:

@@ -47,7 +47,7 @@ def require_score(score: str) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadScores:
-    """The scores of the heads of one layer.
+    """The scores of the heads of one layer; nobody can write to its arrays.
 
     Attributes
     ----------
@@ -75,6 +75,13 @@ class HeadScores:
     top_weights: Array
     weights: LazyWeights | None
     inputs: KeptInputs | None = None
+
+    def __post_init__(self) -> None:
+        for array in (
+            *self.rows.values(), *self.counted.values(),
+            self.received, self.top_keys, self.top_weights,
+        ):  # fmt: skip
+            array.setflags(write=False)
 
     def means(self) -> dict[str, Array]:
         """Each score, `(num_heads,)`: the mean over batch and counted queries.

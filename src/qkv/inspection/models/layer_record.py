@@ -20,7 +20,7 @@ Sequences = tuple[str | None, str | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRecord:
-    """One call of one attention layer.
+    """One call of one attention layer; its arrays are copies.
 
     Attributes
     ----------
@@ -60,17 +60,17 @@ class LayerRecord:
         NaN for padding. 0 where a query has no such key, as the first token has no previous one;
         the means of `heads()` leave these queries out.
         """
-        return self.scores.rows
+        return {name: row.copy() for name, row in self.scores.rows.items()}
 
     @property
     def received(self) -> Array:
         """`sum_i w[i, j]`, `(batch, num_heads, kv_len)`, over queries that are no padding."""
-        return self.scores.received
+        return self.scores.received.copy()
 
     @property
     def top(self) -> tuple[Array, Array]:
         """Indices and weights of the best keys of each query, `(batch, num_heads, q_len, k)`."""
-        return self.scores.top_keys, self.scores.top_weights
+        return self.scores.top_keys.copy(), self.scores.top_weights.copy()
 
     @property
     def weights(self) -> LazyWeights:
@@ -98,8 +98,8 @@ class LayerRecord:
         ]
 
     def __repr__(self) -> str:
-        batch, num_heads, q_len = self.rows["entropy"].shape
-        kv_len = self.received.shape[-1]
+        batch, num_heads, q_len = self.scores.rows["entropy"].shape
+        kv_len = self.scores.received.shape[-1]
         return (
             f"LayerRecord({self.index}, {self.name!r}, {counted(num_heads, 'head')}, "
             f"{batch} x {counted(q_len, 'query', 'queries')}, {counted(kv_len, 'key')})"

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays import library_of
+from qkv.arrays.copies import handed_out
 from qkv.backends import Inspectable, Progress
 from qkv.call.checked import CheckedCall
 from qkv.call.inspected import Inspected
@@ -45,25 +47,17 @@ class Record:
     progress : callable (done, total), optional
         Told of blocks done while a statistic, or a picture of the weights, is computed.
 
-    Attributes
-    ----------
-    output : array
-        As `qkv.attention` returns it.
-    lse : array (..., num_heads, q_len)
-        Logarithm of the row sums, natural.
-    backend : str
-        The backend that ran.
-
     Notes
     -----
-    Statistics are float32 (float64 for float64 input), before dropout, one row for each query
-    head. With the backend "cpu", entropy and largest weight come with the output. Everything else
-    is computed at its first use, in O(tile) memory: received weight and `top(8)` by one compiled
-    pass over the scores each, which takes a half to four fifths as long as the forward pass;
-    `mass`, `mass_at`, `weights` and more than 256 best keys in NumPy, tile by tile. Other backends
-    use NumPy for all statistics: one pass for entropy, largest and received weight together, and
-    one for each of the others. For tensors on another device, the output is computed there, and
-    the statistics in main memory, from copies of query, key and value.
+    Arrays are copies: what a caller writes into them changes nothing here. Statistics are float32
+    (float64 for float64 input), before dropout, one row for each query head. With the backend
+    "cpu", entropy and largest weight come with the output. Everything else is computed at its first
+    use, in O(tile) memory: received weight and `top(8)` by one compiled pass over the scores each,
+    which takes a half to four fifths as long as the forward pass; `mass`, `mass_at`, `weights` and
+    more than 256 best keys in NumPy, tile by tile. Other backends use NumPy for all statistics: one
+    pass for entropy, largest and received weight together, and one for each of the others. For
+    tensors on another device, the output is computed there, and the statistics in main memory, from
+    copies of query, key and value.
 
     Examples
     --------
@@ -83,9 +77,18 @@ class Record:
         self._received: Array | None = None
         self._statistics: WeightStatistics | None = None
         self._top: dict[int, tuple[Array, Array]] = {}
-        self.backend = found.backend
-        self.output = found.output
-        self.lse = found.lse
+        self.backend: str = found.backend
+        """The backend that ran."""
+
+    @property
+    def output(self) -> Any:
+        """As `qkv.attention` returns it."""
+        return handed_out(self._found.output)
+
+    @property
+    def lse(self) -> Any:
+        """Logarithm of the row sums, natural, `(..., num_heads, q_len)`."""
+        return handed_out(self._found.lse)
 
     @property
     def _call(self) -> CheckedCall:
@@ -147,15 +150,19 @@ class Record:
 
         return summary_of_record(self, tokens, batch)
 
-    @cached_property
+    @property
     def non_finite(self) -> NonFinite:
         """The rows whose weights are NaN, and why; false if there is none."""
-        rows, reasons = self.non_finite_of()
+        rows, reasons = self._non_finite
         return NonFinite(self._in_caller_shape(rows), reasons)
+
+    @cached_property
+    def _non_finite(self) -> tuple[Array, tuple[str, ...]]:
+        return self.non_finite_of()
 
     def non_finite_of(self, first: First | None = None) -> tuple[Array, tuple[str, ...]]:
         """The same, where heads and rows are counted from others than 0."""
-        output = self._call.library.on_host(self.output, "output", by_value=True)
+        output = self._call.library.on_host(self._found.output, "output", by_value=True)
         return non_finite(self.problem, self._found.row_lse, output, first)
 
     def rows(self) -> Table:
@@ -362,10 +369,6 @@ class Record:
         ----------
         tokens : sequence of str (kv_len,), optional
             Names of the keys.
-
-        Returns
-        -------
-        str
         """
         return page_of(self, tokens)
 
@@ -373,10 +376,9 @@ class Record:
         """One statistic, with the output if the backend computes it so, else with all weights."""
         if self._rows is None:
             return self._in_caller_shape(getattr(self._weight_statistics, name))
-        array = getattr(self._rows, name)
-        like = self._found.lse
+        array, like = getattr(self._rows, name), self._found.lse
         library = library_of(like, "lse")
-        converted = library.restore(array.reshape(tuple(like.shape)))
+        converted = library.restore(np.array(array.reshape(tuple(like.shape))))
         return converted.to(like.device) if hasattr(like, "is_meta") else converted
 
     def _top_keys(self, k: int) -> tuple[Array, Array]:
@@ -392,7 +394,7 @@ class Record:
         return self._statistics
 
     def _in_caller_shape(self, array: Array, trailing: int = 0) -> Any:
-        """`(batch, num_heads, rows, ...)`, batch flat or not, as the user sees it."""
+        """`(batch, num_heads, rows, ...)`, batch flat or not, in memory of its own."""
         shape = array.shape[array.ndim - 2 - trailing :]
         shaped = array.reshape(*self._call.problem.spec.batch_shape, *shape)
-        return self._call.rows(shaped, trailing)
+        return self._call.rows(np.array(shaped), trailing)

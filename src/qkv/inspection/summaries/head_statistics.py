@@ -29,8 +29,8 @@ _KEYS_OF_A_ROW = 5
 class ReadRecord(Protocol):
     """What a text reads of a `qkv.Record`, which itself makes its text here."""
 
-    lse: Any
-
+    @property
+    def lse(self) -> Any: ...
     @property
     def problem(self) -> Problem: ...
     @property

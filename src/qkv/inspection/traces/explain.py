@@ -163,7 +163,7 @@ def explain(
         traced,
         gradient,
         mechanism,
-        projections,
+        None if projections is None else projections.kept(),
         TracedLedger.of(traced, spec.head_dim, spec.v_head_dim),
     )
 

@@ -15,7 +15,7 @@ from qkv.declarations import Indent, Size, Whole, checked
 from qkv.errors import ArgumentError
 from qkv.inspection.rendering.counts import counted
 from qkv.inspection.rendering.pages import page_of
-from qkv.inspection.traces.trace_data import built, plain
+from qkv.inspection.traces.trace_data import built, plain, read_only
 from qkv.inspection.traces.trace_fields import TracedHead, TracedLedger, TracedProblem, TraceFields
 from qkv.inspection.traces.trace_text import render
 
@@ -26,6 +26,8 @@ SCHEMA, VERSION = "qkv-trace", 2
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Trace(TraceFields):
     """Attention of some rows with every intermediate number, in float64, as `qkv.explain` gives it.
+
+    Nobody can write to its arrays, so that its numbers go on fitting together.
 
     Attributes
     ----------
@@ -52,6 +54,9 @@ class Trace(TraceFields):
     >>> trace.heads[0].rows[0].softmax.weights.round(3)
     array([0.33, 0.67])
     """
+
+    def __post_init__(self) -> None:
+        read_only((self.heads, self.gradient, self.projections))
 
     def __repr__(self) -> str:
         rows = sum(len(head.rows) for head in self.heads)

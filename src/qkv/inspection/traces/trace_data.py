@@ -13,7 +13,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-__all__ = ["built", "plain"]
+__all__ = ["built", "plain", "read_only"]
 
 T = TypeVar("T")
 
@@ -43,6 +43,18 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not isfinite(value):
         return None if value == -np.inf else str(float(value))
     return value
+
+
+def read_only(value: Any) -> None:
+    """Let nobody write to the arrays of dataclasses, some of which are parts of one."""
+    if isinstance(value, np.ndarray):
+        value.setflags(write=False)
+    elif is_dataclass(value):
+        for f in fields(value):
+            read_only(getattr(value, f.name))
+    elif isinstance(value, tuple):
+        for item in value:
+            read_only(item)
 
 
 def built(kind: type[T], value: Any) -> T:

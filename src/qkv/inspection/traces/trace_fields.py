@@ -8,6 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from qkv.arrays.copies import own_copy
 from qkv.inspection.traces.steps import Softmax
 from qkv.inspection.traces.streaming import TileState
 from qkv.ledger import attention_ledger
@@ -199,6 +200,10 @@ class Projections:
     def heads(self) -> tuple[Array, Array, Array]:
         """`x @ w_q`, `x @ w_k` and `x @ w_v`."""
         return self.x @ self.w_q, self.x @ self.w_k, self.x @ self.w_v
+
+    def kept(self) -> Projections:
+        """The same in copies, for a trace."""
+        return Projections(*map(own_copy, (self.x, self.w_q, self.w_k, self.w_v)))
 
 
 @dataclass(frozen=True, slots=True)
