@@ -111,7 +111,7 @@ def attention(
     """
     values = option_values("distributed.attention", options)
     where = Place.of(mesh, dim, strategy, timeout)
-    shards = placed(query, key, value, values.layout, mesh, dim)
+    shards = placed(query, key, value, values.layout, (where.ring, where.heads))
     call, exchanges = agreed_call(where, shards, variants, values, strategy, order, kv_order)
     out, lse = attend_sharded(call, *to_heads(exchanges, shards.tensors))
     if not return_lse:
@@ -174,7 +174,7 @@ def inspect(
             "Pass x.swapaxes(-3, -2) for the layout 'blhd'.",
         )
     where = Place.of(mesh, dim, "ring", timeout)
-    shards = placed(query, key, value, values.layout, mesh, dim)
+    shards = placed(query, key, value, values.layout, (where.ring, where.heads))
     call, _ = agreed_call(where, shards, variants, values, "ring", order, kv_order)
     q, k, v = (tensor.detach() for tensor in shards.tensors)
     operands = ShardOperands(_LIBRARY.view(q, "query"), k, v)
