@@ -124,6 +124,19 @@ def test_a_decoding_step_over_tokens_on_three_ranks(group: Any, storage: str) ->
         assert torch.equal(out, found[0][0])
 
 
+def decode_far_apart(rank: int, ranks: int) -> float:
+    from qkv.distributed import decode
+
+    query, far = torch.tensor([[[1.0, 0.0]]]), (-1000.0, 1000.0, 0.0)[rank]
+    key, value = torch.tensor([[[far, 0.0]]]), torch.tensor([[[1.0 if rank else torch.nan]]])
+    return decode(query, key, value, scale=1.0, timeout=20.0).item()
+
+
+def test_a_value_that_is_not_finite_reaches_every_rank(group: Any) -> None:
+    """As in one process, though its weight, exp(-2000), is 0 in every type."""
+    assert np.isnan(group(3)(decode_far_apart)).all()
+
+
 def look_far_down(rank: int, ranks: int) -> tuple[torch.Tensor, ...]:
     from qkv.distributed import Order, inspect
 

@@ -82,15 +82,16 @@ class Merged:
             total = np.logaddexp(lse, lse_of_part)
             base = np.where(np.isneginf(total), 0.0, total)
             old, new = (np.exp(of - base).astype(out.dtype)[..., None] for of in (lse, lse_of_part))
-            if not old.any() and (new == 1).all():  # These rows have seen no key before.
+            if np.isneginf(lse).all() and (new == 1).all():  # These rows have seen no key before.
                 out[...] = of_part
             else:
                 out *= old
                 added = of_part * new
-                # A row without keys has no share, and nothing of it is read: 0 times NaN is NaN.
-                for share, product in ((old, out), (new, added)):
+                # Nothing is read of a row without keys: 0 times NaN is NaN. That of a row with keys
+                # stays NaN, though its share may underflow to 0.
+                for of, share, product in ((lse, old, out), (lse_of_part, new, added)):
                     if not share.all():
-                        product[(share == 0)[..., 0]] = 0
+                        product[np.isneginf(of)] = 0
                 out += added
         lse[...] = total
 
