@@ -20,6 +20,7 @@ from qkv.distributed.links import Links
 from qkv.distributed.parts import Residuals
 from qkv.distributed.ring import Ring
 from qkv.errors import QkvError
+from qkv.problem.backward import shares_of_sinks
 from qkv.problem.part import placeholder
 from qkv.problem.spec import Origin
 
@@ -188,7 +189,7 @@ def _of_sinks(call: ShardedCall, residuals: Residuals) -> Array:
     with np.errstate(all="ignore"):
         along = residuals.out.astype(np.float64) * residuals.grad_out.astype(np.float64)
         delta = along.sum(axis=-1) - residuals.grad_lse
-        shares = np.exp(sinks[:, None] - residuals.lse.astype(np.float64)) * delta
+        shares = shares_of_sinks(sinks[:, None], residuals.lse) * delta
     heads = call.ring.parts.heads
     total[heads.start : heads.stop] = -shares.sum(axis=-1).reshape(-1, len(heads)).sum(axis=0)
     return total
