@@ -102,8 +102,7 @@ class Merged:
 
         is kept as `sum_p exp(lse_p - lse) (entropy_p - lse_p)`, from which lse is taken at the end.
         """
-        if self.entropy is None or self.largest is None:
-            self.entropy, self.largest = np.zeros(self.lse.shape), np.full(self.lse.shape, -np.inf)
+        self.entropy, self.largest = self._statistics()
         entropy, largest, lse = (a[..., rows] for a in (self.entropy, self.largest, self.lse))
         of_lse = _float64_lse(part)
         with np.errstate(all="ignore"):
@@ -114,15 +113,20 @@ class Merged:
             heaviest = np.log(of_part.max_weight.astype(np.float64)) + of_lse
         np.maximum(largest, heaviest, out=largest)
 
+    def _statistics(self) -> tuple[Array, Array]:
+        """Entropy and largest so far; those of rows without keys where nothing was merged."""
+        if self.entropy is None or self.largest is None:
+            return np.zeros(self.lse.shape), np.full(self.lse.shape, -np.inf)
+        return self.entropy, self.largest
+
     def statistics(self, sinks: Array | None) -> tuple[Array, Array]:
         """Entropy and largest weight of each row, sinks included."""
-        assert self.entropy is not None
-        assert self.largest is not None
+        entropy, largest = self._statistics()
         total = self.lse if sinks is None else np.logaddexp(self.lse, sinks[:, None])
         with np.errstate(all="ignore"):
             share = np.where(np.isneginf(self.lse), 0.0, np.exp(self.lse - total))
-            entropy = share * (self.entropy + np.where(share == 0, 0.0, total))
-            weight = np.where(np.isneginf(self.largest), 0.0, np.exp(self.largest - total))
+            entropy = share * (entropy + np.where(share == 0, 0.0, total))
+            weight = np.where(np.isneginf(largest), 0.0, np.exp(largest - total))
         return np.maximum(entropy, 0).astype(self.out.dtype), weight.astype(self.out.dtype)
 
     def finished(self, sinks: Array | None) -> tuple[Array, Array, Array]:
