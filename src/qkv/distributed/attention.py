@@ -61,10 +61,10 @@ def attention(
         Dimension of the mesh. Two names are two dimensions: keys travel along the first, and heads
         are shared out along the second.
     strategy : "auto", "ring", "gather" or "ulysses"
-        "ring": keys travel, and each rank holds those of two ranks at a time. "gather": each rank
-        holds all keys. "ulysses": each rank computes some heads of all rows. "auto" takes what
-        `qkv.distributed.plan` predicts to be the quickest. With two dimensions, "ring" or "gather"
-        for the first.
+        "ring": keys travel, and each rank holds those of three ranks at most: its own, those that
+        are computed and those that arrive. "gather": each rank holds all keys. "ulysses": each rank
+        computes some heads of all rows. "auto" takes what `qkv.distributed.plan` predicts to be the
+        quickest. With two dimensions, "ring" or "gather" for the first.
     order : Order, optional
         Which rows of the whole each rank holds. Neighbouring rows in the order of ranks, unless
         given.
