@@ -77,16 +77,21 @@ def merge(parts: Sequence[Partial], xp: Any = np) -> Partial:
     """
     peak = reduce(xp.maximum, [part.lse for part in parts])
     empty = peak == -math.inf
+    # A share that underflows is one of keys, and 0 times NaN of theirs is NaN.
+    unseen = [part.lse == -math.inf for part in parts]
     with np.errstate(all="ignore"):
         shift = xp.where(empty, 0, peak)
-        shares = [xp.exp(part.lse - shift) for part in parts]
+        shares = [
+            xp.where(none, 0, xp.exp(xp.where(none, shift, part.lse) - shift))
+            for part, none in zip(parts, unseen, strict=True)
+        ]
         # For rows without keys in every part, log(0) would have the derivative NaN.
         total = xp.where(empty, 1, reduce(operator.add, shares))
         lse = xp.where(empty, peak, shift + xp.log(total))
         out: Any = 0
-        for part, share in zip(parts, shares, strict=True):
-            nothing = (share == 0)[..., None]
-            out = out + xp.where(nothing, 0, part.out * (share / total)[..., None])
+        for part, share, none in zip(parts, shares, unseen, strict=True):
+            # Chosen before it is multiplied, since a derivative of 0 times NaN would be NaN too.
+            out = out + xp.where(none[..., None], 0, part.out) * (share / total)[..., None]
     return Partial(out, lse)
 
 

@@ -19,6 +19,7 @@ from qkv.cost import (
     model_card,
     model_cost,
     model_names,
+    ranks,
     read_config,
 )
 from qkv.errors import ArgumentError
@@ -212,6 +213,35 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert here.bandwidth > 0
     assert set(here.peak) == {"float64", "float32", "bfloat16", "float16"}
     assert all(peak > 0 for peak in here.peak.values())
+
+
+def test_this_machine_is_measured_for_each_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+
+    class Ceiling:
+        def __init__(self, threads: int) -> None:
+            made.append(threads)
+
+        def measure(self) -> float:
+            return 1.0
+
+    monkeypatch.setattr(qkv.cost.peaks, "product_ceiling", lambda kind, threads: Ceiling(threads))
+    monkeypatch.setattr(qkv.cost.peaks, "read_ceiling", lambda size, threads: Ceiling(threads))
+    before = qkv.get_num_threads()
+    machines._measured.cache_clear()
+    try:
+        for threads in (1, 2, 1):
+            qkv.set_num_threads(threads)
+            assert machine("here").source == f"measured just now with {threads} threads"
+            ranks._rate("here", "float32")
+        assert made == [1] * 4 + [2] * 4
+        assert ranks._measured_rate.cache_info().currsize >= 2
+    finally:
+        qkv.set_num_threads(before)
+        machines._measured.cache_clear()
+        ranks._measured_rate.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -101,3 +101,33 @@ def test_float64_and_the_other_layout(group: Any) -> None:
 def test_runs_from_the_middle_of_a_shard(group: Any) -> None:
     """A window in zigzag order needs the second run of a neighbour's shard, and not its first."""
     check(group, 3, "window", "ring", "zigzag")
+
+
+def with_a_sink_of_nothing(rank: int, ranks: int) -> torch.Tensor:
+    import qkv
+    from qkv.distributed import attention
+
+    rows = slice(rank * LENGTH // ranks, (rank + 1) * LENGTH // ranks)
+    shards = [t[..., rows, :] for t in operands()[:3]]
+    sinks = CASES["sinks"].arrays[0].clone()
+    sinks[1] = -torch.inf
+    past = torch.ones(LENGTH, LENGTH).tril(-1).bool()
+    out = attention(*shards, past, qkv.Sinks(sinks.requires_grad_()), timeout=30)
+    (gradient,) = torch.autograd.grad(out.sum(), sinks)
+    return gradient
+
+
+def test_the_gradient_of_a_sink_that_takes_no_share(group: Any) -> None:
+    """0, although the first row sees no key; the others as without that row."""
+    q, k, v = operands()[:3]
+    k, v = (t.repeat_interleave(2, dim=1) for t in (k, v))
+    sinks = CASES["sinks"].arrays[0].clone()
+    sinks[1] = -torch.inf
+    sinks.requires_grad_()
+    scores = (q @ k.mT / q.shape[-1] ** 0.5)[:, :, 1:]
+    scores = scores.masked_fill(torch.ones(LENGTH, LENGTH).triu().bool()[1:], -torch.inf)
+    scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+    (right,) = torch.autograd.grad((torch.softmax(scores, -1)[..., :-1] @ v).sum(), sinks)
+    for gradient in group(2)(with_a_sink_of_nothing):
+        assert gradient[1] == 0
+        torch.testing.assert_close(gradient, right, rtol=1e-10, atol=1e-10)

@@ -267,18 +267,59 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
         qkv.hf.inspect_corpus(model(), texts(), tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16, np.int32])
+def test_ids_of_every_integer_type(tmp_path: Path, dtype: type) -> None:
+    import qkv.hf
+
+    ids = np.array([1, 2, 3, 1, 2])
+    right = digits(qkv.hf.inspect_corpus(model(), [torch.from_numpy(ids)], tmp_path / "int64"))
+    for n, text in enumerate(
+        (ids.astype(dtype), {"input_ids": torch.from_numpy(ids.astype(dtype)[None])})
+    ):
+        assert digits(qkv.hf.inspect_corpus(model(), [text], tmp_path / f"{n}")) == right
+
+
+@pytest.mark.filterwarnings("ignore:the text has 12 tokens")
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 2,
+         "long_factor": [2.0] * 2, "original_max_position_embeddings": 4},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)  # fmt: skip
+def test_frequencies_that_change_are_no_other_model(tmp_path: Path, rope: dict[str, Any]) -> None:
+    """The model goes on where it was in one process, after a text of another length."""
+    import qkv.hf
+
+    ours = model()
+    facts = {**ours.config.to_dict(), "max_position_embeddings": 8}
+    facts["rope_parameters"] = {"rope_theta": 10000.0, **rope}
+    ours = type(ours)(type(ours.config)(**facts)).eval()
+    some = [torch.arange(n)[None] % 10 + 1 for n in (12, 3, 12)]
+    first = qkv.hf.inspect_corpus(ours, some, tmp_path)
+    assert digits(qkv.hf.inspect_corpus(ours, some, tmp_path)) == digits(first)
+
+
 def test_what_is_no_text_is_said(tmp_path: Path) -> None:
     import qkv.hf
 
     with pytest.raises(qkv.ArgumentError, match="there is no tokenizer"):
         qkv.hf.inspect_corpus(model(), ["words"], tmp_path / "a")
-    with pytest.raises(qkv.ArgumentError, match="text 0 is a float of no token ids"):
+    with pytest.raises(qkv.ArgumentError, match="text 0 is a float, of no token ids"):
         qkv.hf.inspect_corpus(model(), [0.5], tmp_path / "b")
     with pytest.raises(qkv.ArgumentError, match="there is no text"):
         qkv.hf.inspect_corpus(model(), [], tmp_path / "c")
     with pytest.raises(qkv.ArgumentError, match="texts is one str of 5 characters"):
         qkv.hf.inspect_corpus(model(), "words", tmp_path / "str")
     assert not (tmp_path / "str").exists()
+    for n, no_list in enumerate((iter([[1, 2]]), {"input_ids": [1, 2]}, {1, 2})):
+        with pytest.raises(qkv.ArgumentError, match=r"texts is a .*, which has no length or no"):
+            qkv.hf.inspect_corpus(model(), no_list, tmp_path / f"no list {n}")
+    for n, flags in enumerate(([True, False], torch.tensor([True]), np.array([False, True]))):
+        with pytest.raises(qkv.ArgumentError, match="of no token ids"):
+            qkv.hf.inspect_corpus(model(), [flags], tmp_path / f"flags {n}")
     for n, empty in enumerate(([], torch.zeros((1, 0), dtype=torch.long))):
         with pytest.raises(qkv.ArgumentError, match="text 1 has no tokens"):
             qkv.hf.inspect_corpus(model(), [[1, 2], empty], tmp_path / f"empty {n}")

@@ -65,6 +65,61 @@ def test_statistics_over_ranks(group: Any, name: str, backend: str) -> None:
         torch.testing.assert_close(of["tile"].double(), weights[..., 20:60, 3:31], **close)
 
 
+def look_at_little(rank: int, ranks: int, what: str, backend: str) -> dict[str, Any]:
+    """A record on ranks of which one has queries that see no key, or has no rows at all."""
+    from qkv.distributed import inspect
+
+    sizes, variants = LITTLE[what]
+    rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    shards = [t.float()[..., rows, :] for t in operands()[:3]]
+    record = inspect(*shards, *variants, backend=backend, timeout=20.0)
+    numbers, best = record.top(2)
+    return {
+        "entropy": record.entropy, "max_weight": record.max_weight, "received": record.received(),
+        "lse": record.lse, "numbers": numbers, "top": best,
+        "tile": record.tile(slice(0, 40), slice(0, 9)),
+    }  # fmt: skip
+
+
+LITTLE: dict[str, Any] = {
+    "no rows": ((30, 0, LENGTH - 30), (qkv.Causal(),)),
+    "no rows, a sink": ((30, 0, LENGTH - 30), (qkv.Causal(), qkv.Sinks(torch.zeros(HEADS)))),
+    "no keys": ((24, 24, 24), (qkv.SlidingWindow(2, 0), qkv.Prefix(4))),
+    "no keys, a sink": (
+        (24, 24, 24),
+        (qkv.SlidingWindow(2, 0), qkv.Prefix(4), qkv.Sinks(torch.zeros(HEADS))),
+    ),
+    "no pair": ((24, 24, 24), (torch.zeros(LENGTH, LENGTH, dtype=torch.bool),)),
+}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "blocked"])
+@pytest.mark.parametrize("what", LITTLE)
+@pytest.mark.one_in(2)
+def test_ranks_without_rows_or_without_keys(group: Any, what: str, backend: str) -> None:
+    found = group(3)(look_at_little, what, backend)
+    query, key, *_ = operands()
+    scores = query @ key.repeat_interleave(HEADS // KV_HEADS, dim=1).mT / query.shape[-1] ** 0.5
+    i, j = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
+    allowed = {"no rows": j <= i, "no keys": (j <= i) & (i - j <= 2) & (j < 4), "no pair": j < 0}
+    scores = scores.masked_fill(~allowed[what.split(",")[0]], -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    if "sink" in what:
+        lse = torch.logaddexp(lse, torch.zeros(()))
+    weights = torch.nan_to_num(torch.exp(scores - lse[..., None]), nan=0.0)
+    right = {
+        "entropy": -torch.xlogy(weights, weights).sum(-1), "max_weight": weights.amax(-1),
+        "received": weights.sum(-2), "lse": lse, "top": weights.topk(2, dim=-1).values,
+    }  # fmt: skip
+    close = {"rtol": 2e-5, "atol": 2e-5}
+    for name, of in right.items():
+        whole = torch.cat([rank[name].double() for rank in found], -2 if name == "top" else -1)
+        torch.testing.assert_close(whole, of, **close)
+    for rank in found:
+        torch.testing.assert_close(rank["tile"].double(), weights[..., :40, :9], **close)
+        assert ((rank["numbers"] < 0) == (rank["top"] == 0)).all()
+
+
 def look_at_own_tiles(rank: int, ranks: int) -> str:
     from qkv.distributed import Order, inspect
 
@@ -122,6 +177,19 @@ def test_a_decoding_step_over_tokens_on_three_ranks(group: Any, storage: str) ->
         torch.testing.assert_close(out.double(), right, rtol=3e-5, atol=3e-5)
         torch.testing.assert_close(its_lse.double(), lse, rtol=3e-5, atol=3e-5)
         assert torch.equal(out, found[0][0])
+
+
+def decode_far_apart(rank: int, ranks: int) -> float:
+    from qkv.distributed import decode
+
+    query, far = torch.tensor([[[1.0, 0.0]]]), (-1000.0, 1000.0, 0.0)[rank]
+    key, value = torch.tensor([[[far, 0.0]]]), torch.tensor([[[1.0 if rank else torch.nan]]])
+    return decode(query, key, value, scale=1.0, timeout=20.0).item()
+
+
+def test_a_value_that_is_not_finite_reaches_every_rank(group: Any) -> None:
+    """As in one process, though its weight, exp(-2000), is 0 in every type."""
+    assert np.isnan(group(3)(decode_far_apart)).all()
 
 
 def look_far_down(rank: int, ranks: int) -> tuple[torch.Tensor, ...]:

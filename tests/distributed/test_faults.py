@@ -122,6 +122,57 @@ def test_an_error_of_one_rank_is_told_to_the_others(group: Any) -> None:
         assert "mask has shape (3, 5)" in other
 
 
+def decoded(rank: int, ranks: int, what: str) -> str:
+    """The error of a step in which rank 1 is given something else, or all have gradients."""
+    from qkv.distributed import decode
+
+    q, k, v = (t.float() for t in operands()[:3])
+    bias: tuple[torch.Tensor, ...] = ()
+    match what:
+        case "key heads" if rank == 1:
+            k, v = k[:, :1], v[:, :1]
+        case "value dim" if rank == 1:
+            v = v[..., :5]
+        case "query" | "key" | "value":
+            {"query": q, "key": k, "value": v}[what].requires_grad_()
+        case "bias":
+            bias = (torch.zeros(LENGTH, ranks * LENGTH, requires_grad=True),)
+        case "one query" if rank == 1:
+            q.requires_grad_()
+        case "no gradients":
+            q.requires_grad_()
+            with torch.no_grad():
+                return error_of(decode, q, k, v, timeout=20.0)
+        case "DTensor":
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.tensor import Shard, distribute_tensor
+
+            mesh = init_device_mesh("cpu", (ranks,))
+            q = distribute_tensor(q, mesh, [Shard(2)])
+    return error_of(decode, q, k, v, *bias, timeout=20.0)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("key heads", "shapes without tokens differs between ranks"),
+        ("value dim", "shapes without tokens differs between ranks"),
+        ("query", "torch differentiates this call, in 1 of its arrays"),
+        ("key", "torch differentiates this call, in 1 of its arrays"),
+        ("value", "torch differentiates this call, in 1 of its arrays"),
+        ("bias", "torch differentiates this call, in 1 of its arrays"),
+        ("one query", "torch differentiates this call, in 1 of its arrays"),
+        ("DTensor", "query is a DTensor, not a plain tensor"),
+        ("no gradients", "no error"),
+    ],
+)
+def test_decoding_that_cannot_be_is_refused_on_every_rank(
+    group: Any, what: str, words: str
+) -> None:
+    for said in group(RANKS)(decoded, what):
+        assert words in said
+
+
 def waiting(rank: int, ranks: int, folder: str, timeout: float) -> tuple[str, float]:
     """The error of a call that rank 1 never makes, and after how many seconds it came."""
     from qkv.distributed import Order, attention

@@ -47,3 +47,15 @@ def test_a_part_without_keys_is_not_read() -> None:
     for part, right in ((unseen, [0, 0, 0]), (seen, [1, 1, 0]), (unseen, [1, 1, 0])):
         merged.add(slice(None), part)
         np.testing.assert_array_equal(merged.out[0, :, 0], right)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("hidden", [np.nan, np.inf])
+def test_what_is_not_finite_stays_where_its_share_underflows(hidden: float, first: bool) -> None:
+    """An allowed value reaches the output, however small its weight is: 0 times NaN is NaN."""
+    merged = Merged.empty((1, 1, 1), np.dtype(np.float64))
+    seen = Partial(np.ones((1, 1, 1)), np.array([[1000.0]]))
+    odd = Partial(np.full((1, 1, 1), hidden), np.array([[-1000.0]]))
+    for part in (odd, seen) if first else (seen, odd):
+        merged.add(slice(None), part)
+    assert np.isnan(merged.out).all()

@@ -19,6 +19,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 7},
     "Gemma2": {"sliding_window": 9, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 8},
     "GptOss": {"sliding_window": 9, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "dynamic": {"max_position_embeddings": 8, "rope_parameters": {
+        "rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
+    "longrope": {"rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "factor": 4.0,
+        "long_factor": [2.0, 3.0, 4.0, 8.0], "original_max_position_embeddings": 30}},
     "GPT2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
              "embd_pdrop": 0.0},
 }  # fmt: skip
@@ -29,6 +34,7 @@ def made(name: str) -> Any:
     import transformers
 
     facts = {**({} if name == "GPT2" else FACTS), **MODELS[name], "vocab_size": 90}
+    name = "Llama" if name in ("dynamic", "longrope") else name
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**facts)
     config._experts_implementation = "eager"  # The others take no float64.
@@ -120,6 +126,43 @@ def test_a_model_over_ranks_is_the_model(
             torch.testing.assert_close(one, parameter.grad, rtol=1e-6, atol=1e-7)
 
 
+def in_turn(rank: int, ranks: int, name: str, packed: bool) -> list[torch.Tensor]:
+    """The rank's logits of a long sequence, a short one, and the long one again."""
+    import qkv.hf
+    from qkv.distributed import Order
+
+    model, found = made(name).eval(), []
+    for length in (LENGTH, 6, LENGTH):
+        order = Order.contiguous(length, ranks)
+        own = {k: order.shard(v, rank, axis=-1) for k, v in whole_of(length, packed).items()}
+        with torch.no_grad(), qkv.hf.sharded(model, order=order, timeout=60):
+            found.append(model(**own, use_cache=False).logits)
+    return found
+
+
+def whole_of(length: int, packed: bool) -> dict[str, torch.Tensor]:
+    given = {"input_ids": inputs("plain")["input_ids"][:, :length]}
+    if packed:
+        given["position_ids"] = (torch.arange(length) % 40)[None].expand(2, -1)
+    return given
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_frequencies_that_depend_on_the_length(group: Any, name: str, packed: bool) -> None:
+    """They are those of the whole sequence, on ranks that hold early rows as well."""
+    from qkv.distributed import Order
+
+    model = made(name).eval()
+    model.set_attn_implementation("eager")
+    found = group(2)(in_turn, name, packed)
+    for n, length in enumerate((LENGTH, 6, LENGTH)):
+        with torch.no_grad():
+            right = model(**whole_of(length, packed), use_cache=False).logits
+        whole = Order.contiguous(length, 2).unshard([of_rank[n] for of_rank in found])
+        torch.testing.assert_close(whole, right)
+
+
 def refused(rank: int, ranks: int, what: str) -> str:
     import transformers
 
@@ -132,6 +175,10 @@ def refused(rank: int, ranks: int, what: str) -> str:
     match what:
         case "rows":
             given["input_ids"] = own[:, : 10 + rank]
+        case "order of one rank":
+            order = Order.contiguous(LENGTH, 1)
+        case "order of three ranks":
+            order = Order.of_sizes([LENGTH // 2, LENGTH // 2, 5])
         case "one rank has padding":
             given |= {"attention_mask": torch.ones_like(own)} if rank else {}
         case "weights":
@@ -170,6 +217,8 @@ def refused(rank: int, ranks: int, what: str) -> str:
     ("what", "words"),
     [
         ("rows", "the order gives it 24 rows; the model is called with 1"),
+        ("order of one rank", "the order is of 1 ranks; the model is spread over 2"),
+        ("order of three ranks", "the order is of 3 ranks; the model is spread over 2"),
         ("one rank has padding", "inputs differs between ranks"),
         ("weights", "output_attentions asks for weights that no rank holds"),
         ("two sequences", "T5Model reads two sequences"),

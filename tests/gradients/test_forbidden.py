@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 import qkv
 from qkv.testing import Case, cases
@@ -113,3 +114,33 @@ def test_rows_without_keys_have_no_gradient(backend: str) -> None:
         assert not found.key[:, 5].any()
         assert not found.value[:, 5].any()
         assert all(np.isfinite(g).all() for g in (found.query, found.key, found.value))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "blocked", "reference"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_sink_that_takes_no_share(backend: str, dtype: type) -> None:
+    """The gradient of a sink of -inf is 0, in the first row as well, which sees no key."""
+    x = np.random.default_rng(0).normal(size=(2, 6, 4)).astype(dtype)
+    sinks = qkv.Sinks(np.array([-np.inf, 0.5], dtype))
+    out, pullback = qkv.vjp(x, x, x, np.tri(6, k=-1, dtype=bool), sinks, backend=backend)
+    gradients = pullback(np.ones_like(out), wrt=[sinks])
+    tensor = torch.from_numpy(x).double()
+    value = torch.tensor([-torch.inf, 0.5], dtype=torch.float64, requires_grad=True)
+    scores = (tensor @ tensor.mT / 2).masked_fill(torch.ones(6, 6).triu(0).bool(), -torch.inf)
+    scores = torch.cat([scores, value[:, None, None].expand(2, 6, 1)], -1)
+    scores = scores[:, 1:]  # The first row has no weights to differentiate.
+    (torch.softmax(scores, -1)[..., :-1] @ tensor).sum().backward()
+    assert gradients.of(sinks)[0] == 0
+    np.testing.assert_allclose(gradients.of(sinks), value.grad.numpy(), rtol=1e-5)
+    assert all(np.isfinite(g).all() for g in (gradients.query, gradients.key, gradients.value))
+
+
+def test_second_derivatives_of_a_sink_that_takes_no_share() -> None:
+    x = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    inputs = x.requires_grad_(), torch.tensor([-torch.inf, 0.5]).double().requires_grad_()
+    mask = torch.ones(6, 6).tril(-1).bool()
+    out = qkv.attention(x, x, x, mask, qkv.Sinks(inputs[1]))
+    first = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+    second = torch.autograd.grad(sum(of.square().sum() for of in first), inputs)
+    assert all(of.isfinite().all() for of in (*first, *second))
+    assert [of[1][0].item() for of in (first, second)] == [0, 0]

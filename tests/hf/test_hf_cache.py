@@ -339,6 +339,12 @@ class TestErrors:
         cache.update(rows, rows, 0)
         with pytest.raises(qkv.ArgumentError, match="truncated to -1"):
             cache.crop(-6)
+        with pytest.raises(qkv.ArgumentError, match=r"To forget 2 tokens, call crop\(-2\)"):
+            cache.crop(2)
+        theirs = transformers.DynamicCache()
+        theirs.update(rows, rows, 0)
+        with pytest.raises(ValueError, match="positive value"):
+            theirs.crop(2)
         with pytest.raises(qkv.ArgumentError, match="no sequence 2"):
             cache.reorder_cache(torch.tensor([0, 2]))
         assert cache.get_seq_length() == 5

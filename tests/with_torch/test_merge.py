@@ -79,3 +79,29 @@ def test_rows_without_keys_have_gradient_0() -> None:
     assert torch.isneginf(lse).all()
     gradients = torch.autograd.grad(out.sum(), inputs)
     assert all((g == 0).all() for g in gradients)
+
+
+@pytest.mark.parametrize("hidden", [torch.nan, torch.inf])
+def test_an_allowed_value_that_is_not_finite_is_kept(hidden: float) -> None:
+    """Its share underflows to 0, and 0 times NaN is NaN, as in attention over both keys."""
+    seen = torch.ones(1, 1), torch.tensor([1000.0])
+    odd = torch.full((1, 1), hidden), torch.tensor([-1000.0])
+    for parts in ((seen, odd), (odd, seen)):
+        tracked = [tuple(of.clone().requires_grad_() for of in part) for part in parts]
+        as_arrays = [tuple(of.numpy() for of in part) for part in parts]
+        compiled = torch.compile(qkv.merge, backend="eager", fullgraph=True)
+        for merged in (qkv.merge(*tracked), qkv.merge(*as_arrays), compiled(*parts)):
+            assert merged[0] != merged[0]
+
+
+def test_a_part_without_keys_leaves_gradients_finite() -> None:
+    given = [
+        torch.ones(1, 1),
+        torch.ones(1),
+        torch.full((1, 1), torch.nan),
+        torch.full((1,), -torch.inf),
+    ]
+    out1, lse1, out2, lse2 = inputs = [of.requires_grad_() for of in given]
+    out, lse = qkv.merge((out1, lse1), (out2, lse2))
+    gradients = torch.autograd.grad(out.sum() + lse.sum(), inputs)
+    assert [of.item() for of in gradients] == [1, 1, 0, 0]

@@ -161,7 +161,7 @@ def machine(name: str) -> Machine:
     4800000000000.0
     """
     if name == "here":
-        return _measured()
+        return _measured(get_num_threads())
     if name not in _described():
         raise ArgumentError(
             f"no machine is called {name!r:.40}.",
@@ -178,11 +178,10 @@ def _described() -> dict[str, Machine]:
 
 
 @cache
-def _measured() -> Machine:
+def _measured(threads: int) -> Machine:
     try:
         from qkv.cost.peaks import product_ceiling, read_ceiling
 
-        threads = get_num_threads()
         peak = {
             kind: product_ceiling(kind, threads).measure()
             for kind in ("float64", "float32", "bfloat16")

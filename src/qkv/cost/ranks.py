@@ -251,7 +251,7 @@ def _planned(
 def _rate(name: str, dtype: str) -> tuple[float, str]:
     """Operations a second of the attention kernel on one rank, and the machine's name."""
     if name == "here":
-        return _measured_rate(dtype), "here"
+        return _measured_rate(dtype, qkv.get_num_threads()), "here"
     machine = machine_of(name)
     if dtype not in machine.peak:
         raise ArgumentError(
@@ -261,13 +261,13 @@ def _rate(name: str, dtype: str) -> tuple[float, str]:
 
 
 @cache
-def _measured_rate(dtype: str) -> float:
+def _measured_rate(dtype: str, threads: int) -> float:
     """That of `qkv.attention` of 2,048 tokens on this machine, with the threads of this process."""
     import ml_dtypes
 
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     rng = np.random.default_rng(0)
-    shape = 1, max(2, qkv.get_num_threads()), 2048, 64
+    shape = 1, max(2, threads), 2048, 64
     q, k, v = (rng.normal(size=shape).astype(kind) for _ in range(3))
     seconds = []
     for _ in range(4):

@@ -61,10 +61,10 @@ def attention(
         Dimension of the mesh. Two names are two dimensions: keys travel along the first, and heads
         are shared out along the second.
     strategy : "auto", "ring", "gather" or "ulysses"
-        "ring": keys travel, and each rank holds those of two ranks at a time. "gather": each rank
-        holds all keys. "ulysses": each rank computes some heads of all rows. "auto" takes what
-        `qkv.distributed.plan` predicts to be the quickest. With two dimensions, "ring" or "gather"
-        for the first.
+        "ring": keys travel, and each rank holds those of three ranks at most: its own, those that
+        are computed and those that arrive. "gather": each rank holds all keys. "ulysses": each rank
+        computes some heads of all rows. "auto" takes what `qkv.distributed.plan` predicts to be the
+        quickest. With two dimensions, "ring" or "gather" for the first.
     order : Order, optional
         Which rows of the whole each rank holds. Neighbouring rows in the order of ranks, unless
         given.
@@ -111,7 +111,7 @@ def attention(
     """
     values = option_values("distributed.attention", options)
     where = Place.of(mesh, dim, strategy, timeout)
-    shards = placed(query, key, value, values.layout, mesh, dim)
+    shards = placed(query, key, value, values.layout, (where.ring, where.heads))
     call, exchanges = agreed_call(where, shards, variants, values, strategy, order, kv_order)
     out, lse = attend_sharded(call, *to_heads(exchanges, shards.tensors))
     if not return_lse:
@@ -174,7 +174,7 @@ def inspect(
             "Pass x.swapaxes(-3, -2) for the layout 'blhd'.",
         )
     where = Place.of(mesh, dim, "ring", timeout)
-    shards = placed(query, key, value, values.layout, mesh, dim)
+    shards = placed(query, key, value, values.layout, (where.ring, where.heads))
     call, _ = agreed_call(where, shards, variants, values, "ring", order, kv_order)
     q, k, v = (tensor.detach() for tensor in shards.tensors)
     operands = ShardOperands(_LIBRARY.view(q, "query"), k, v)

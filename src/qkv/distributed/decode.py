@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Unpack
 
@@ -16,7 +17,7 @@ from qkv.distributed.agreement import compare, fingerprint, in_words, tell
 from qkv.distributed.links import TIMEOUT, Links, group_of, outside_of_graphs
 from qkv.distributed.order import Order
 from qkv.distributed.parts import Merged, Parts, ShardRows
-from qkv.errors import QkvError
+from qkv.errors import QkvError, UnsupportedError
 from qkv.partial import Partial
 from qkv.problem.part import check_parts, placeholder
 
@@ -68,6 +69,8 @@ def decode(
     ------
     DistributedError
         If ranks were called with different things, or one does not answer within the timeout.
+    UnsupportedError
+        If torch differentiates the call: a step has no gradient.
     QkvError
         As `qkv.attention` does.
 
@@ -83,11 +86,17 @@ def decode(
         out = qkv.distributed.decode(q, keys, values, qkv.Causal(), q_offset="end")
     """
     values = option_values("distributed.decode", options)
+    if not isinstance(query, Tensor) or hasattr(query, "placements"):
+        raise UnsupportedError(
+            f"query is a {type(query).__name__}, not a plain tensor.",
+            action="Pass the same tensor of queries on every rank.",
+        )
     links = Links(group_of(mesh, dim), timeout)
     own, error = _checked(query, key, value, values)
     said = {
         "function": "decode",
         "query": f"{query.dtype} {tuple(query.shape)}",
+        "shapes without tokens": "" if own is None else _without_tokens(own),
         "number of variants": len(variants),
         "own tokens": 0 if own is None else own.problem.spec.kv_len,
         "own error": "" if error is None else in_words(error),
@@ -144,9 +153,31 @@ def _checked(
     """This rank's arrays, without variants, which are of the whole."""
     try:
         plain = DEFAULTS._replace(layout=options.layout, backend=options.backend)
-        return check_call(bind(query, key, value, (), plain)), None
+        bound = bind(query, key, value, (), plain)
+        _refuse_gradients(bound.leaves)
+        return check_call(bound), None
     except QkvError as error:
         return None, error
+
+
+def _without_tokens(own: CheckedCall) -> str:
+    """What every rank's keys and values have alike, whatever they are stored as."""
+    spec = own.problem.spec
+    key, value = (
+        (*spec.batch_shape, spec.num_kv_heads, dim) for dim in (spec.head_dim, spec.v_head_dim)
+    )
+    return f"key {key}, value {value}"
+
+
+def _refuse_gradients(leaves: Sequence[Any]) -> None:
+    tracked = [of for of in leaves if isinstance(of, Tensor) and _LIBRARY.is_tracked(of)]
+    if tracked:
+        raise UnsupportedError(
+            f"torch differentiates this call, in {len(tracked)} of its arrays, and decoding over "
+            "ranks has no gradient.",
+            [("array", f"{of.dtype} {tuple(of.shape)}") for of in tracked],
+            "Call it under torch.no_grad(), or qkv.distributed.attention to train.",
+        )
 
 
 def _whole(
@@ -161,7 +192,9 @@ def _whole(
     value = placeholder((*batch, spec.num_kv_heads, tokens, spec.v_head_dim), dtype)
     try:
         heads_first = options._replace(layout="bhld")
-        whole = check_call(bind(query, key, value, variants, heads_first))
+        bound = bind(query, key, value, variants, heads_first)
+        _refuse_gradients(bound.leaves)
+        whole = check_call(bound)
         check_parts(whole.problem.spec)
         return whole, None
     except QkvError as error:

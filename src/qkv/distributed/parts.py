@@ -82,15 +82,16 @@ class Merged:
             total = np.logaddexp(lse, lse_of_part)
             base = np.where(np.isneginf(total), 0.0, total)
             old, new = (np.exp(of - base).astype(out.dtype)[..., None] for of in (lse, lse_of_part))
-            if not old.any() and (new == 1).all():  # These rows have seen no key before.
+            if np.isneginf(lse).all() and (new == 1).all():  # These rows have seen no key before.
                 out[...] = of_part
             else:
                 out *= old
                 added = of_part * new
-                # A row without keys has no share, and nothing of it is read: 0 times NaN is NaN.
-                for share, product in ((old, out), (new, added)):
+                # Nothing is read of a row without keys: 0 times NaN is NaN. That of a row with keys
+                # stays NaN, though its share may underflow to 0.
+                for of, share, product in ((lse, old, out), (lse_of_part, new, added)):
                     if not share.all():
-                        product[(share == 0)[..., 0]] = 0
+                        product[np.isneginf(of)] = 0
                 out += added
         lse[...] = total
 
@@ -101,8 +102,7 @@ class Merged:
 
         is kept as `sum_p exp(lse_p - lse) (entropy_p - lse_p)`, from which lse is taken at the end.
         """
-        if self.entropy is None or self.largest is None:
-            self.entropy, self.largest = np.zeros(self.lse.shape), np.full(self.lse.shape, -np.inf)
+        self.entropy, self.largest = self._statistics()
         entropy, largest, lse = (a[..., rows] for a in (self.entropy, self.largest, self.lse))
         of_lse = _float64_lse(part)
         with np.errstate(all="ignore"):
@@ -113,15 +113,20 @@ class Merged:
             heaviest = np.log(of_part.max_weight.astype(np.float64)) + of_lse
         np.maximum(largest, heaviest, out=largest)
 
+    def _statistics(self) -> tuple[Array, Array]:
+        """Entropy and largest so far; those of rows without keys where nothing was merged."""
+        if self.entropy is None or self.largest is None:
+            return np.zeros(self.lse.shape), np.full(self.lse.shape, -np.inf)
+        return self.entropy, self.largest
+
     def statistics(self, sinks: Array | None) -> tuple[Array, Array]:
         """Entropy and largest weight of each row, sinks included."""
-        assert self.entropy is not None
-        assert self.largest is not None
+        entropy, largest = self._statistics()
         total = self.lse if sinks is None else np.logaddexp(self.lse, sinks[:, None])
         with np.errstate(all="ignore"):
             share = np.where(np.isneginf(self.lse), 0.0, np.exp(self.lse - total))
-            entropy = share * (self.entropy + np.where(share == 0, 0.0, total))
-            weight = np.where(np.isneginf(self.largest), 0.0, np.exp(self.largest - total))
+            entropy = share * (entropy + np.where(share == 0, 0.0, total))
+            weight = np.where(np.isneginf(largest), 0.0, np.exp(largest - total))
         return np.maximum(entropy, 0).astype(self.out.dtype), weight.astype(self.out.dtype)
 
     def finished(self, sinks: Array | None) -> tuple[Array, Array, Array]:

@@ -261,9 +261,21 @@ class CacheLayer(CacheLayerMixin):
         self.cache.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; transformers says how many as a negative number."""
+        """Forget the last tokens; transformers says how many as a negative number.
+
+        Raises
+        ------
+        ArgumentError
+            For a positive number, as in transformers, and for more tokens than there are.
+        """
+        if tokens_to_remove > 0:
+            raise ArgumentError(
+                f"crop({tokens_to_remove}) is given a positive number of tokens.",
+                [("tokens held", str(self.get_seq_length()))],
+                f"To forget {tokens_to_remove} tokens, call crop(-{tokens_to_remove}).",
+            )
         if tokens_to_remove and self.is_initialized:
-            self.cache.truncate(self.cache.lengths - abs(tokens_to_remove))
+            self.cache.truncate(self.cache.lengths + tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make sequence i what sequence `beam_idx[i]` was."""

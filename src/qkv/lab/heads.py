@@ -17,6 +17,7 @@ from qkv.inspection.models.model_record import LayerRecord, ModelRecord
 from qkv.inspection.records.record import Record
 from qkv.inspection.rendering.tokens import printable
 from qkv.inspection.weights.replay import Replay
+from qkv.problem.backward import shares_of_sinks
 from qkv.variants.causal import Causal
 
 __all__ = [
@@ -244,7 +245,7 @@ def heads_of_record(
     def by_query() -> dict[str, Array]:
         by_name = {name: each.reshape(shape)[0] for name, each in record.rows_by_query().items()}
         sinks = replay.problem.operands.sinks
-        learned = 0 if sinks is None else np.exp(sinks[:, None] - replay.lse[0])
+        learned = 0 if sinks is None else shares_of_sinks(sinks[:, None], replay.lse[0])
         return {**by_name, "sink": by_name["first"] + learned}
 
     def counted() -> dict[str, int]:

@@ -72,6 +72,13 @@ class OperandGradients:
     tables: Mapping[str, Array]
 
 
+def shares_of_sinks(sinks: Array, lse: Array) -> Array:
+    """`exp(sink - lse)` in float64, as broadcast; 0 for a sink of -inf, without keys as well."""
+    sinks, lse = sinks.astype(np.float64), lse.astype(np.float64)
+    with np.errstate(all="ignore"):
+        return np.where(np.isneginf(sinks), 0, np.exp(sinks - lse))
+
+
 def reads(spec: Spec, names: frozenset[str]) -> tuple[Load, ...]:
     """The places at which the score reads these tables."""
     return tuple(n for n in walk(spec.score) if isinstance(n, Load) and n.table in names)

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.problem.backward import OperandGradients, add_entries, reads, rotate_back
+from qkv.problem.backward import OperandGradients, add_entries, reads, rotate_back, shares_of_sinks
 from qkv.problem.derivative import derivative, tangent
 from qkv.problem.evaluate import evaluate
 from qkv.problem.expressions import SCORE, Load, Node, Var
@@ -245,7 +245,7 @@ class _Block:
         sinks, sinks_dot = direction.sinks, direction.sinks_dot
         self.sink: Array = np.zeros(self.lse.shape)
         if sinks is not None:
-            self.sink = np.exp(sinks[head] - self.lse.astype(np.float64))
+            self.sink = shares_of_sinks(sinks[head], self.lse)
         self.sink_dot = 0.0 if sinks_dot is None else float(sinks_dot[head])
         self.lse_dot = self.total = np.zeros(self.lse.shape)
 
@@ -293,7 +293,7 @@ class _BackwardRows:
         delta, delta_dot = d_mean - grad_lse, d_mean_dot - block.lse_dot * d_mean
         self.delta, self.delta_dot = delta.astype(dtype), delta_dot.astype(dtype)
         # The sink acts as a key with value 0, for which dP = 0.
-        share = block.sink / block.total
+        share = np.where(block.total == 0, 0, block.sink / block.total)
         share_dot = share * (block.sink_dot - block.lse_dot)
         self.d_sink_dot = -(share_dot * delta + share * delta_dot).sum()
 

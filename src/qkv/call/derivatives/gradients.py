@@ -15,7 +15,7 @@ from qkv.call.checked import CheckedCall
 from qkv.call.derivatives.cotangents import cotangent_of_lse, cotangent_of_out, like_operand
 from qkv.errors import ArgumentError
 from qkv.partial import Partial
-from qkv.problem.backward import BackwardInputs
+from qkv.problem.backward import BackwardInputs, shares_of_sinks
 from qkv.problem.spec import Origin
 
 __all__ = ["Gradients", "backward_inputs", "gradient_of_sinks", "gradients_of"]
@@ -157,7 +157,7 @@ def gradient_of_sinks(sinks: Array, inputs: BackwardInputs) -> Array:
     with np.errstate(all="ignore"):
         along = inputs.out.astype(np.float64) * inputs.grad_out.astype(np.float64)
         delta = along.sum(axis=-1) - inputs.grad_lse
-        shares = np.exp(sinks[:, None] - inputs.lse.astype(np.float64)) * delta
+        shares = shares_of_sinks(sinks[:, None], inputs.lse) * delta
         total = -shares.sum(axis=-1)
     by_head: Array = total.reshape(-1, len(sinks)).sum(axis=0)
     return by_head

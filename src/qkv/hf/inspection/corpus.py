@@ -92,9 +92,9 @@ def inspect_corpus(
     depend on the number of threads: give each rank as many.
 
     Of what is done before, the inputs of each text are compared with those that were computed, and
-    every entry of the model's parameters and buffers (about a second for each GB). One finished
-    text is computed again, which tells hooks, `qkv.hf.intervene` or another configuration, if they
-    change its scores. Memory: that of `qkv.hf.inspect` for one text, and a chunk's sums.
+    every entry of the model's parameters and stored buffers (about a second for each GB). One
+    finished text is computed again, which tells hooks, `qkv.hf.intervene` or another configuration,
+    if they change its scores. Memory: that of `qkv.hf.inspect` for one text, and a chunk's sums.
 
     Examples
     --------
@@ -141,7 +141,7 @@ class _Run:
         inner = inner_model(model)
         config = getattr(inner, "config", None)
         self.name = getattr(config, "_name_or_path", "") or type(inner).__name__
-        self.folder = CorpusFolder(path, len(texts), checked_size("chunk", chunk))
+        self.folder = CorpusFolder(path, _number_of(texts), checked_size("chunk", chunk))
         self.missing: list[int] = []
 
     def agree(self) -> None:
@@ -234,6 +234,12 @@ class _Run:
                 f"{type(self.model).__name__} is in training mode, where dropout changes numbers.",
                 action="Call model.eval().",
             )
+        by_index = hasattr(self.texts, "__len__") and hasattr(self.texts, "__getitem__")
+        if not by_index or isinstance(self.texts, Mapping):
+            return ArgumentError(
+                f"texts is a {type(self.texts).__name__}, which has no length or no text 0.",
+                action="Pass a list of texts.",
+            )
         if isinstance(self.texts, str):
             return ArgumentError(
                 f"texts is one str of {len(self.texts)} characters, each of which would be a text.",
@@ -292,9 +298,24 @@ class _Run:
         """What the model is called with for one text."""
         inputs = self._read(number)
         ids = inputs.get("input_ids")
-        if isinstance(ids, torch.Tensor) and not ids.numel():
+        if not isinstance(ids, torch.Tensor):
+            return inputs
+        if not ids.numel():
             raise ArgumentError(f"text {number} has no tokens.", action="Leave it out.")
-        return inputs
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise self._no_ids(number)
+        # An embedding takes no other integers than those of 32 and 64 bits.
+        return {**inputs, "input_ids": ids.long()}
+
+    def _no_ids(self, number: int) -> ArgumentError:
+        text = self.texts[number]
+        dtype = getattr(text, "dtype", None)
+        of = "" if dtype is None else f" of {dtype}"
+        return ArgumentError(
+            f"text {number} is a {type(text).__name__}{of}, of no token ids.",
+            action="Pass a mapping of inputs, token ids (length,) or (batch, length), or a "
+            "string and a tokenizer.",
+        )
 
     def _read(self, number: int) -> dict[str, Any]:
         text = self.texts[number]
@@ -312,13 +333,14 @@ class _Run:
             ids = torch.as_tensor(text.copy() if isinstance(text, np.ndarray) else text)
         except (TypeError, ValueError, RuntimeError):
             ids = None
-        if ids is None or ids.ndim not in (1, 2) or (ids.is_floating_point() and ids.numel()):
-            raise ArgumentError(
-                f"text {number} is a {type(text).__name__} of no token ids.",
-                action="Pass a mapping of inputs, token ids (length,) or (batch, length), or a "
-                "string and a tokenizer.",
-            )
+        if ids is None or ids.ndim not in (1, 2):
+            raise self._no_ids(number)
         return {"input_ids": ids[None] if ids.ndim == 1 else ids}
+
+
+def _number_of(texts: Any) -> int:
+    """How many there are; 0 for what has no length, which `_unfit` refuses on every rank."""
+    return len(texts) if hasattr(texts, "__len__") else 0
 
 
 def _digest(inputs: Mapping[str, Any]) -> str:
@@ -332,9 +354,14 @@ def _digest(inputs: Mapping[str, Any]) -> str:
 
 
 def _digest_of_parameters(model: torch.nn.Module) -> str:
-    """Of names, shapes and entries of all parameters and buffers."""
+    """Of names, shapes and entries of all parameters and buffers that are stored with a model.
+
+    Others, such as rotary frequencies for the length of the last text, change while it runs.
+    """
     digest = blake2b(digest_size=8)
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    stored = model.state_dict(keep_vars=True)
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
+    for name, tensor in [*model.named_parameters(), *buffers]:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(_bytes(tensor))
     return digest.hexdigest()

@@ -41,6 +41,8 @@ class ShardedInputs:
         (batch, own rows), the label of the row behind each, wherever that row is held.
     label_count : int
         How many rows of all ranks have such a label.
+    last_position : int
+        The largest of all ranks' rows.
     """
 
     links: Links
@@ -50,6 +52,7 @@ class ShardedInputs:
     documents: Tensor | None = None
     next_labels: Tensor | None = None
     label_count: int = 0
+    last_position: int = 0
 
     def read(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keywords with which this rank's rows are rows of the whole sequence.
@@ -66,24 +69,37 @@ class ShardedInputs:
         said: dict[str, Any] = {"own error": _problem(module, accepted, given, tokens)}
         if isinstance(tokens, Tensor):
             said |= {"own rows": tokens.shape[1], "batch": tokens.shape[0]}
-            rows = None if self.wanted is None else self.wanted.rows(self.links.rank)
-            if rows not in (None, tokens.shape[1]):
-                said["own error"] = said["own error"] or (
-                    f"the order gives it {rows} rows; the model is called with {tokens.shape[1]}."
-                )
+            said["own error"] = said["own error"] or self._unlike_order(tokens.shape[1])
         names = ("attention_mask", "position_ids", "labels")
         said["inputs"] = [name for name in names if given.get(name) is not None]
+        positions = given.get("position_ids")
+        if isinstance(positions, Tensor) and positions.numel():
+            said["own last position"] = int(positions.max())
         device = tokens.device if isinstance(tokens, Tensor) else torch.device("cpu")
         everyone = tell(self.links, said, device)
         compare(everyone)
         sizes = [of["own rows"] for of in everyone]
         self.order = Order.of_sizes(sizes) if self.wanted is None else self.wanted
+        last = [of["own last position"] for of in everyone if "own last position" in of]
+        self.last_position = max(last, default=self.order.length - 1)
         given["position_ids"] = self._positions(given, tokens)
         self._read_masks(given)
         self._read_labels(given)
         if "use_cache" in accepted:
             given["use_cache"] = False  # It would hold keys of this rank's rows alone.
         return given
+
+    def _unlike_order(self, rows: int) -> str:
+        """What is wrong with the order for this rank and its rows; empty if nothing is."""
+        order, links = self.wanted, self.links
+        if order is None:
+            return ""
+        if order.ranks != links.ranks:
+            return f"the order is of {order.ranks} ranks; the model is spread over {links.ranks}."
+        if order.rows(links.rank) != rows:
+            given = order.rows(links.rank)
+            return f"the order gives it {given} rows; the model is called with {rows}."
+        return ""
 
     def gathered(self, own: Tensor) -> Tensor:
         """`(batch, whole length)` of every rank's `(batch, own rows)`, as int64."""

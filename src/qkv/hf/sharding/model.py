@@ -22,6 +22,7 @@ from qkv.hf.sharding.layers import (
     find_documents_over_ranks,
     state_shard_mask,
 )
+from qkv.hf.sharding.rotary import rotated_as_whole
 
 __all__ = ["sharded"]
 
@@ -118,6 +119,7 @@ def sharded(
     with ExitStack() as stack:
         stack.enter_context(switched(inner, SPREAD))
         stack.enter_context(_loss_over_ranks(inner, inputs))
+        stack.enter_context(rotated_as_whole(inner, inputs))
         stack.callback(inner.register_forward_pre_hook(before, with_kwargs=True).remove)
         stack.callback(CURRENT.reset, CURRENT.set(Sharding(inputs, options, inner)))
         yield model

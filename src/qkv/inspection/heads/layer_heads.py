@@ -18,6 +18,7 @@ from qkv.inspection.heads.score_rows import SCORES, HeadScores
 from qkv.inspection.records.key_mass import has_key_at
 from qkv.inspection.weights.lazy_weights import LazyWeights
 from qkv.partial import Partial, coarse
+from qkv.problem.backward import shares_of_sinks
 from qkv.variants.causal import Causal
 from qkv.variants.dropout import Dropout
 
@@ -175,7 +176,7 @@ class LayerHeads(ABC):
     def _learned_sink(self) -> Array:
         if self.sinks is None:
             return np.zeros_like(self.lse)
-        share = np.exp(self.sinks.astype(self.lse.dtype)[:, None] - self.lse)
+        share = shares_of_sinks(self.sinks[:, None], self.lse).astype(self.lse.dtype)
         return np.where(self.own(self.real_queries)[:, None], share, 0)
 
     def real_keys(self, given: Any) -> Array:
