@@ -127,8 +127,7 @@ class RWKV4(RecurrentMechanism):
 
     def project(self, x: Any, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """Key and value of every channel, and the gate `sigmoid(receptance)`."""
-        shifted = token_shift(x, state["shift"])
-        state["shift"] = x[..., -1:, :]
+        shifted, state["shift"] = token_shift(x, state["shift"])
         sides = {}
         for side in ("key", "value", "receptance"):
             mix = self.weight(f"time_mix_{side}", x)[0, 0, :]

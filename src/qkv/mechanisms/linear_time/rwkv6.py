@@ -153,7 +153,8 @@ class RWKV6(RecurrentMechanism):
     def project(self, x: Any, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """Receptance, key, value and the logarithm of the decay of every head, and the gate."""
         xp = array_namespace(x)
-        past, state["shift"] = token_shift(x, state["shift"]) - x, x[..., -1:, :]
+        shifted, state["shift"] = token_shift(x, state["shift"])
+        past = shifted - x
         mixed = x + past * self.weight("time_maa_x", x)[0, 0, :]
         low = xp.tanh(mixed @ self.weight("time_maa_w1", x))
         up = self.weight("time_maa_w2", x)
