@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from qkv.declarations import Size
@@ -16,7 +16,12 @@ from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import ProjectedAttention, split_heads
 from qkv.mechanisms.base.rows import Rows
 from qkv.mechanisms.linear_time.activations import elu_plus_one
-from qkv.mechanisms.linear_time.chunks import blocks_of_rows, in_chunks, state_of_no_tokens
+from qkv.mechanisms.linear_time.chunks import (
+    blocks_of_rows,
+    causal_product,
+    in_chunks,
+    state_of_no_tokens,
+)
 from qkv.mechanisms.linear_time.recurrent import repeated_heads
 from qkv.mechanisms.linear_time.stateful import StatefulMechanism
 
@@ -289,7 +294,8 @@ def token_weights(query: Any, key: Any, causal: bool) -> Any:
 
 def naive(query: Any, key: Any, value: Any, causal: bool) -> Any:
     """Linear attention through its n x n weights; O(n^2), the parallel form of the definition."""
-    return token_weights(query, key, causal) @ value
+    weights = token_weights(query, key, causal)
+    return causal_product(weights, value) if causal else weights @ value
 
 
 def recurrent(query: Any, key: Any, value: Any, state: Any = None) -> tuple[Any, Any]:
@@ -308,7 +314,7 @@ def recurrent(query: Any, key: Any, value: Any, state: Any = None) -> tuple[Any,
     state : array
         With the tokens of this call.
     """
-    return _in_chunks(lambda products: products, query, key, value, state, 1)
+    return chunk(query, key, value, state, 1)
 
 
 def chunk(
@@ -322,18 +328,13 @@ def chunk(
     -----
     O(n (chunk_size + features) (features + v_head_dim)) operations.
     """
-    return _in_chunks(array_namespace(query).tril, query, key, value, state, chunk_size)
 
-
-def _in_chunks(
-    masked: Callable[[Any], Any], query: Any, key: Any, value: Any, state: Any, size: int
-) -> tuple[Any, Any]:
     def tokens(state: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        return masked(q @ k.mT) @ v + q @ state, state + k.mT @ v
+        return causal_product(q @ k.mT, v) + q @ state, state + k.mT @ v
 
     value = _with_ones(value)
     state = state_of_no_tokens(key, value) if state is None else state
-    output, state = in_chunks(tokens, (query, key, value), state, size)
+    output, state = in_chunks(tokens, (query, key, value), state, chunk_size)
     return _divided(output), state
 
 

@@ -245,7 +245,9 @@ def token_weights(key: Any, decay: Any, bonus: Any) -> Any:
     """The softmax weights of every channel, (..., channels, n, n); O(n^2 channels)."""
     xp = array_namespace(key)
     n = key.shape[-2]
-    scores = key[..., None, :, :] + distance_bias(decay, bonus, n, n)
+    bias = distance_bias(decay, bonus, n, n)
+    # NaN of a later key would stay NaN in a sum with -inf.
+    scores = xp.where(bias == -math.inf, bias, key[..., None, :, :] + bias)
     weights = xp.exp(scores - xp.max(scores, axis=-2, keepdims=True))
     weights = weights / xp.sum(weights, axis=-2, keepdims=True)
     return xp.moveaxis(weights, -1, -3)
