@@ -79,7 +79,7 @@ def test_later_tokens_change_nothing_before_them(cls: Any) -> None:
 @pytest.mark.parametrize(
     "library", [np.asarray, torch.from_numpy, pytest.param(jnp.asarray, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("cls", [Linear, *RECURRENT])
+@pytest.mark.parametrize("cls", [Linear, Performer, *RECURRENT])
 def test_later_tokens_that_are_not_finite_reach_nothing_before_them(cls: Any, library: Any) -> None:
     """The token itself has to show it, whatever the chunks are."""
     x = np.random.default_rng(0).normal(size=(4, 30, 8)).astype(np.float32)
