@@ -12,7 +12,18 @@ import pytest
 import torch
 
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
-from qkv.mechanisms import RWKV4, RWKV6, GatedDelta, Linear, Linformer, Mamba, Mamba2, Performer
+from qkv.mechanisms import (
+    RWKV4,
+    RWKV6,
+    GatedDelta,
+    KVCacheDecoding,
+    Linear,
+    Linformer,
+    Mamba,
+    Mamba2,
+    MultiHeadLatent,
+    Performer,
+)
 
 OPTIONS: dict[Any, dict[str, Any]] = {
     Linear: {"num_heads": 2, "num_kv_heads": 1, "causal": True},
@@ -103,6 +114,38 @@ def test_a_step_leaves_its_state_as_it_was(cls: Any) -> None:
     first, _ = mechanism.step(x[5:], state)
     second, _ = mechanism.step(x[5:], state)
     assert (first == second).all()
+
+
+STEPPED: dict[str, Any] = {
+    **{cls.name: lambda cls=cls: made(cls) for cls in CLASSES},
+    **{
+        f"{cls.name} without projection": lambda cls=cls: made(cls, out_proj=False)
+        for cls in CLASSES
+    },
+    "no convolution": lambda: Mamba2(8, num_heads=4, state_size=6, conv_kernel=1),
+    KVCacheDecoding.name: lambda: KVCacheDecoding(8, 2),
+    MultiHeadLatent.name: lambda: MultiHeadLatent(
+        8, 2, kv_lora_rank=4, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4
+    ),
+}
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("name", STEPPED)
+def test_buffers_that_are_written_again_change_no_later_token(name: str, library: str) -> None:
+    """Every token is written over the last one, and every output is overwritten once it is read."""
+    mechanism, x = STEPPED[name](), draw(2, N, 8)
+    right = np.asarray(mechanism(x))
+    for length in (1, 2):
+        buffer = np.empty((2, length, 8))
+        given = torch.from_numpy(buffer) if library == "torch" else buffer
+        state = None
+        for start in range(0, N - 1, length):
+            buffer[...] = x[:, start : start + length]
+            out, state = mechanism.step(given, state)
+            buffer[...] = np.nan
+            close(out, right[:, start : start + length], rtol=0, atol=1e-11)
+            out[...] = np.nan
 
 
 @pytest.mark.parametrize("cls", CLASSES)

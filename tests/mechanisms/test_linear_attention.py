@@ -116,6 +116,79 @@ def test_performer_is_its_loop(causal: bool) -> None:
     agree(mechanism, w, lambda w, x: attend(w, x, similarity, causal))
 
 
+def favor_in_logarithms(mechanism: Any, x: np.ndarray) -> np.ndarray:
+    """The same equation with a softmax over all pairs of a key and a feature; no proj. of output.
+
+    Nothing overflows or vanishes in it, however large the rows are.
+    """
+    w, projection = mechanism.weights, np.float64(mechanism.projection)
+    heads = []
+    for head in range(HEADS):
+        own = head // (HEADS // KV_HEADS)
+        rows = {}
+        for side, of in (("q", head), ("k", own), ("v", own)):
+            columns = slice(of * HEAD_DIM, (of + 1) * HEAD_DIM)
+            rows[side] = x @ w[f"{side}_proj.weight"][columns].T + w[f"{side}_proj.bias"][columns]
+        q, k = (rows[side] / HEAD_DIM**0.25 for side in "qk")
+        q, k = (y @ projection.T - (y * y).sum(-1, keepdims=True) / 2 for y in (q, k))
+        out = []
+        for i in range(len(x)):
+            exponents = q[i] + k[: i + 1]
+            weights = np.exp(exponents - exponents.max()).sum(-1)
+            out.append(weights @ rows["v"][: i + 1] / weights.sum())
+        heads.append(np.stack(out))
+    return np.concatenate(heads, axis=-1)
+
+
+def large_performer(**more: Any) -> Any:
+    options = {"num_kv_heads": KV_HEADS, "causal": True, "num_features": 16, "out_proj": False}
+    return Performer(WIDTH, HEADS, seed=3, **options, **more)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 5, 64])
+@pytest.mark.parametrize("factor", [1, 10, 100, 1000])
+def test_performer_reads_rows_of_any_size(factor: int, chunk_size: int) -> None:
+    mechanism = large_performer(chunk_size=chunk_size)
+    x = np.random.default_rng(0).normal(size=(N, WIDTH)) * factor
+    x[1::3] /= factor
+    right, tolerance = favor_in_logarithms(mechanism, x), 1e-11 * factor**2
+    close(mechanism(x), right, rtol=0, atol=tolerance)
+    first, state = mechanism.step(x[:33])
+    second, _ = mechanism.step(x[33:], state)
+    close(np.concatenate([first, second]), right, rtol=0, atol=tolerance)
+    if chunk_size == 5:
+        tensor = torch.from_numpy(x)
+        close(mechanism(tensor), right, rtol=0, atol=tolerance)
+        mixing = mechanism.token_mixing(x)
+        assert (np.triu(mixing, 1) == 0).all()
+        close(mixing.sum(-1), 1, rtol=0, atol=1e-12)
+        explained = mechanism.explain(x, index=4).steps[-1].lines[-1].value
+        close(explained, right[4], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("factor", [1, 10, 30])
+def test_gradients_of_performer_are_finite_for_rows_of_any_size(factor: int) -> None:
+    """Those of float32 beside differences of the formula in float64."""
+    mechanism = large_performer()
+    x = np.random.default_rng(0).normal(size=(N, WIDTH)) * factor
+    x[1::3] /= factor
+    tensor = torch.tensor(x, dtype=torch.float32, requires_grad=True)
+    (found,) = torch.autograd.grad(mechanism(tensor).sum(), tensor)
+    assert found.isfinite().all()
+    wide = torch.tensor(x, requires_grad=True)
+    (right,) = torch.autograd.grad(mechanism(wide).sum(), wide)
+    close(found, right, rtol=0, atol=1e-4 * factor * float(right.abs().max()))
+    step = 1e-6
+    for i, c in ((0, 0), (5, 3), (N - 1, 7)):
+        ends = []
+        for sign in (1, -1):
+            moved = x.copy()
+            moved[i, c] += sign * step
+            ends.append(favor_in_logarithms(mechanism, moved).sum())
+        slope = (ends[0] - ends[1]) / (2 * step)
+        close(float(right[i, c]), slope, rtol=1e-4, atol=1e-4 * factor)
+
+
 def test_linformer_is_its_loop() -> None:
     options = {"num_kv_heads": KV_HEADS, "max_len": 25, "num_mixtures": 5}
     w = random_weights(Linformer(WIDTH, HEADS, **options))

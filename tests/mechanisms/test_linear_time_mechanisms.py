@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from qkv.errors import QkvError
 from qkv.mechanisms import (
@@ -34,6 +36,8 @@ OPTIONS: dict[Any, dict[str, Any]] = {
     Mamba2: {"num_heads": 4, "state_size": 6, "num_groups": 2},
     GatedDelta: {"num_heads": 4, "num_key_heads": 2, "head_dim": 3, "v_head_dim": 5},
 }
+
+POISONS = (np.nan, np.nan, np.inf, -np.inf)
 
 close = np.testing.assert_allclose
 
@@ -70,6 +74,31 @@ def test_later_tokens_change_nothing_before_them(cls: Any) -> None:
     close(mechanism(changed)[:20], mechanism(x)[:20], rtol=0, atol=1e-14)
     mixing = mechanism.token_mixing(x)
     assert (np.triu(mixing, 1) == 0).all()
+
+
+@pytest.mark.parametrize(
+    "library", [np.asarray, torch.from_numpy, pytest.param(jnp.asarray, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("cls", [Linear, Performer, *RECURRENT])
+def test_later_tokens_that_are_not_finite_reach_nothing_before_them(cls: Any, library: Any) -> None:
+    """The token itself has to show it, whatever the chunks are."""
+    x = np.random.default_rng(0).normal(size=(4, 30, 8)).astype(np.float32)
+    changed, places = x.copy(), (20, 29, 20, 29)
+    for row, (first, poison) in enumerate(zip(places, POISONS, strict=True)):
+        changed[row, first] = poison
+    options = OPTIONS[cls] | ({"causal": True} if cls is Performer else {})
+    for size in (7,) if library is jnp.asarray else (1, 7, 64):
+        mechanism = cls(8, **options, seed=1, chunk_size=size)
+        with np.errstate(all="ignore"):
+            right, found = mechanism(library(x)), mechanism(library(changed))
+            mixing = np.asarray(mechanism.token_mixing(library(changed)))
+            explained = mechanism.explain(changed[1], index=3).steps[-1].lines[-1].value
+        right, found = np.asarray(right), np.asarray(found)
+        for row, first in enumerate(places):
+            close(found[row, :first], right[row, :first], rtol=0, atol=1e-5)
+            assert np.isfinite(mixing[row][..., :first, :]).all()
+            assert not np.isfinite(found[row, first]).all()
+        close(explained, right[1, 3], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("cls", CLASSES)

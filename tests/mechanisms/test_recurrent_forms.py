@@ -213,6 +213,28 @@ def test_linear_attention_without_a_mask_gives_what_the_definition_gives() -> No
     close(linear.naive(**inputs, causal=False), right, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("name", CASES)
+def test_no_number_that_is_not_finite_reaches_an_earlier_token(name: str, poison: float) -> None:
+    """In any of the inputs, and the definition says which tokens are not reached."""
+    module, definition, inputs = CASES[name]
+    own = {key: a if key in WITHOUT_TOKENS else a[(0,) * (a.ndim - 2)] for key, a in inputs.items()}
+    for key in inputs.keys() & WITHOUT_FEATURES.get(name, set()):
+        own[key] = inputs[key][0, 0]
+    if name == "rwkv6":
+        own["bonus"] = inputs["bonus"][0]
+    for key in own.keys() - WITHOUT_TOKENS:
+        changed = own | {key: own[key].copy()}
+        changed[key][40] = -poison if key == "log_decay" else poison
+        with np.errstate(all="ignore"):
+            right = definition(**changed)
+            batched = {n: a if n in ("decay", "a") else a[None] for n, a in changed.items()}
+            for size in (1, 16, 64, 128):
+                found = module.chunk(**batched, chunk_size=size)[0][0]
+                close(found[:40], right[:40], rtol=0, atol=1e-12, err_msg=f"{key}, {size}")
+                assert (np.isfinite(found) <= np.isfinite(right)).all(), (key, size)
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("later", ["recurrent", "chunk"])
 def test_a_state_continues_where_an_earlier_call_stopped(name: str, later: str) -> None:

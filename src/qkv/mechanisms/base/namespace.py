@@ -13,6 +13,7 @@ from qkv.extras import install_command
 __all__ = [
     "array_namespace",
     "as_numpy",
+    "certainly_all",
     "host_views",
     "like",
     "recomputed",
@@ -164,6 +165,30 @@ def host_views(*arrays: Any) -> tuple[Any, ...] | None:
         if kind == "torch" and array.device.type != "cpu":
             return None
     return tuple(view(array, "array") for array in arrays)
+
+
+def certainly_all(condition: Any) -> bool:
+    """Whether all of a boolean array is true; False where that is not known while the code runs.
+
+    It is not while a library traces the code, and on a device it would have to be waited for. So it
+    may choose a faster formula with the same result, and nothing else.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> certainly_all(np.array([True, False])), certainly_all(np.array([True, True]))
+    (False, True)
+    """
+    if library_of(condition, "condition").is_tracked(condition):
+        return False
+    if kind_of(condition) == "torch":
+        import torch
+
+        if torch.compiler.is_compiling() or type(condition) is not torch.Tensor:
+            return False
+        if condition.device.type != "cpu":
+            return False
+    return bool(condition.all())
 
 
 def recomputed(function: Any, x: Any) -> Any:

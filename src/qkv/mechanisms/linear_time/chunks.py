@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from qkv.mechanisms.base.namespace import array_namespace
+from qkv.mechanisms.base.namespace import array_namespace, certainly_all
 
-__all__ = ["blocks_of_rows", "in_chunks", "state_of_no_tokens"]
+__all__ = ["blocks_of_rows", "causal_product", "finite_part", "in_chunks", "state_of_no_tokens"]
 
 
 def in_chunks(
@@ -61,6 +62,48 @@ def blocks_of_rows(array: Any, size: int) -> Iterator[Any]:
     """
     for start in range(0, array.shape[-2], size):
         yield array[..., start : start + size, :]
+
+
+def causal_product(weights: Any, value: Any) -> Any:
+    """`tril(weights) @ value`, where no row sees a later one, whatever that holds.
+
+    A plain product would: a weight of zero times NaN or infinity is NaN. Here a number of `value`
+    that is not finite makes NaN of its column from its own row on.
+
+    Parameters
+    ----------
+    weights : array (..., n, n)
+    value : array (..., n, width)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> causal_product(np.ones((3, 3)), np.array([[1.0, 1.0], [2.0, np.nan], [3.0, 3.0]]))
+    array([[ 1.,  1.],
+           [ 3., nan],
+           [ 6., nan]])
+    """
+    xp = array_namespace(value)
+    finite, spoiled = finite_part(value)
+    product = xp.tril(weights) @ finite
+    return product if spoiled is None else product + xp.cumulative_sum(spoiled, axis=-2)
+
+
+def finite_part(array: Any) -> tuple[Any, Any]:
+    """`array` with zeros where it is not finite, and zeros with NaN there; None if it is finite.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> finite_part(np.array([1.0, np.nan, np.inf]))
+    (array([1., 0., 0.]), array([ 0., nan, nan]))
+    """
+    xp = array_namespace(array)
+    finite = xp.isfinite(array)
+    if certainly_all(finite):
+        return array, None
+    zeros = xp.zeros_like(array)
+    return xp.where(finite, array, zeros), xp.where(finite, zeros, zeros + math.nan)
 
 
 def state_of_no_tokens(key: Any, value: Any) -> Any:

@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from qkv.mechanisms.base.namespace import array_namespace
-from qkv.mechanisms.linear_time.chunks import in_chunks, state_of_no_tokens
-from qkv.mechanisms.linear_time.mamba2 import decay_products
+from qkv.mechanisms.linear_time.chunks import (
+    causal_product,
+    finite_part,
+    in_chunks,
+    state_of_no_tokens,
+)
+from qkv.mechanisms.linear_time.mamba2 import decays_between
 
 __all__ = ["chunk", "inverse_of_unit_lower", "recurrent", "token_weights"]
 
@@ -17,10 +22,10 @@ def token_weights(query: Any, key: Any, log_decay: Any, beta: Any) -> Any:
     See `chunk` for the shapes.
     """
     xp = array_namespace(query)
-    products = decay_products(log_decay)
+    products = decays_between(log_decay)
     reads = xp.tril(beta[..., None] * (key @ key.mT) * products, k=-1)
     seen = query @ key.mT * products
-    return seen @ inverse_of_unit_lower(reads) * beta[..., None, :]
+    return xp.tril(causal_product(seen, inverse_of_unit_lower(reads)) * beta[..., None, :])
 
 
 def recurrent(
@@ -82,11 +87,12 @@ def chunk(
     xp = array_namespace(query)
 
     def tokens(state: Any, q: Any, k: Any, v: Any, log: Any, b: Any) -> tuple[Any, Any]:
-        products = decay_products(log[..., 0])
+        products = decays_between(log[..., 0])
         since_start, until_end = xp.exp(xp.cumulative_sum(log, axis=-2)), products[..., -1, :, None]
         reads = xp.tril(b * (k @ k.mT) * products, k=-1)
-        written = inverse_of_unit_lower(reads) @ (b * (v - since_start * (k @ state)))
-        output = since_start * (q @ state) + (q @ k.mT * products) @ written
+        errors = b * (v - since_start * (k @ state))
+        written = causal_product(inverse_of_unit_lower(reads), errors)
+        output = since_start * (q @ state) + causal_product(q @ k.mT * products, written)
         return output, since_start[..., -1:, :] * state + k.mT @ (until_end * written)
 
     rows = (query, key, value, log_decay[..., None], beta[..., None])
@@ -107,6 +113,8 @@ def inverse_of_unit_lower(lower: Any) -> Any:
     Returns
     -------
     array (..., n, n)
+        Rows before the first that is not finite are right; later ones are NaN, on both sides of
+        the diagonal.
 
     Notes
     -----
@@ -121,18 +129,27 @@ def inverse_of_unit_lower(lower: Any) -> Any:
            [-3.,  1.]])
     """
     xp = array_namespace(lower)
+    finite, spoiled = finite_part(lower)
+    inverse = _inverse_of_finite(finite)
+    if spoiled is None:
+        return inverse
+    return inverse + xp.cumulative_sum(xp.sum(spoiled, axis=-1, keepdims=True), axis=-2)
+
+
+def _inverse_of_finite(lower: Any) -> Any:
+    xp = array_namespace(lower)
     n = lower.shape[-1]
     if n == 1:
         return xp.ones_like(lower)
     half = n // 2
     if n % 2:
-        inner = inverse_of_unit_lower(lower[..., :-1, :-1])
+        inner = _inverse_of_finite(lower[..., :-1, :-1])
         edge = lower[..., -1:, :]
         top = xp.concat([inner, xp.zeros_like(inner[..., :1])], axis=-1)
         last = xp.concat([-edge[..., :-1] @ inner, xp.ones_like(edge[..., :1])], axis=-1)
         return xp.concat([top, last], axis=-2)
     upper_left, lower_right = lower[..., :half, :half], lower[..., half:, half:]
-    both = inverse_of_unit_lower(xp.stack([upper_left, lower_right]))
+    both = _inverse_of_finite(xp.stack([upper_left, lower_right]))
     a, c = both[0, ...], both[1, ...]
     b = -c @ lower[..., half:, :half] @ a
     top = xp.concat([a, xp.zeros_like(b)], axis=-1)

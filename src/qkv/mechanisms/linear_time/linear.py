@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
+
+import numpy as np
 
 from qkv.declarations import Size
 from qkv.errors import ShapeError, UnsupportedError
@@ -16,7 +18,12 @@ from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import ProjectedAttention, split_heads
 from qkv.mechanisms.base.rows import Rows
 from qkv.mechanisms.linear_time.activations import elu_plus_one
-from qkv.mechanisms.linear_time.chunks import blocks_of_rows, in_chunks, state_of_no_tokens
+from qkv.mechanisms.linear_time.chunks import (
+    blocks_of_rows,
+    causal_product,
+    in_chunks,
+    state_of_no_tokens,
+)
 from qkv.mechanisms.linear_time.recurrent import repeated_heads
 from qkv.mechanisms.linear_time.stateful import StatefulMechanism
 
@@ -73,13 +80,17 @@ class Linear(StatefulMechanism, ProjectedAttention):
         self.chunk_size = chunk_size
         super().__init__(embed_dim, num_heads, **options)
 
-    def query_features(self, query: Any) -> Any:
-        """Positive features of query rows."""
-        return elu_plus_one(query)
+    def _row_features(self, rows: Any) -> Any:
+        """What is made of query or key rows one by one, before they are cut into chunks."""
+        return elu_plus_one(rows)
+
+    def query_features(self, query: Any, state: dict[str, Any]) -> Any:
+        """Positive features of query rows, for keys in the scale of the state."""
+        return query
 
     def key_features(self, key: Any, state: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Positive features of the next key rows, and the state in the same scale."""
-        return elu_plus_one(key), state
+        return key, state
 
     def feature_cost(self, rows: int, head_dim: int) -> tuple[int, Ledger]:
         """How many features a row has, and what those of `rows` rows take."""
@@ -125,23 +136,24 @@ class Linear(StatefulMechanism, ProjectedAttention):
         return query, key, value
 
     def queries(self, x: Any) -> Any:
-        """Features of the queries of each head."""
-        return self.query_features(widened(self.query_or_key("q_proj", x, self.num_heads)))
+        """What `query_features` reads, for each head."""
+        return self._row_features(widened(self.query_or_key("q_proj", x, self.num_heads)))
 
-    def keys_and_values(
-        self, key: Any, value: Any, state: dict[str, Any]
-    ) -> tuple[Any, Any, dict[str, Any]]:
-        """Features of the keys and values of each query head, and the state in their scale."""
-        times = self.num_heads // self.num_kv_heads
-        rows = widened(self.query_or_key("k_proj", key, self.num_kv_heads))
-        features, state = self.key_features(rows, state)
+    def keys_and_values(self, key: Any, value: Any) -> tuple[Any, Any]:
+        """What `key_features` reads, for each key head, and the values of each query head."""
+        keys = self._row_features(widened(self.query_or_key("k_proj", key, self.num_kv_heads)))
         rows = widened(split_heads(self.linear("v_proj", value), self.num_kv_heads))
-        return repeated_heads(features, times), repeated_heads(rows, times), state
+        return keys, self._for_queries(rows)
+
+    def _for_queries(self, heads: Any) -> Any:
+        """Each key or value head as often as query heads read it."""
+        return repeated_heads(heads, self.num_heads // self.num_kv_heads)
 
     def featured(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
         """Features of all queries and keys, and values, of as many heads as queries have."""
-        features, rows, _ = self.keys_and_values(key, value, self.initial_state(x))
-        return self.queries(x), features, rows
+        keys, rows = self.keys_and_values(key, value)
+        features, state = self.key_features(keys, self.initial_state(x))
+        return self.query_features(self.queries(x), state), self._for_queries(features), rows
 
     def __call__(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """Attend from `x` to `key` and `value`, or to itself; see `AttentionMechanism`."""
@@ -151,13 +163,15 @@ class Linear(StatefulMechanism, ProjectedAttention):
             return in_chunks(self._causal, [x, key, value], state, self.block_size)[0]
         blocks = (blocks_of_rows(array, self.block_size) for array in (key, value))
         for k, v in zip(*blocks, strict=True):
-            features, rows, state = self.keys_and_values(k, v, state)
-            state["sums"] = state["sums"] + features.mT @ _with_ones(rows)
+            keys, rows = self.keys_and_values(k, v)
+            features, state = self.key_features(keys, state)
+            state["sums"] = state["sums"] + self._for_queries(features).mT @ _with_ones(rows)
 
-        def read(sums: Any, x: Any) -> tuple[Any, Any]:
-            return self._joined(_divided(self.queries(x) @ sums), x), sums
+        def read(state: dict[str, Any], x: Any) -> tuple[Any, Any]:
+            query = self.query_features(self.queries(x), state)
+            return self._joined(_divided(query @ state["sums"]), x), state
 
-        return in_chunks(read, [x], state["sums"], self.block_size)[0]
+        return in_chunks(read, [x], state, self.block_size)[0]
 
     def check(self, x: Any) -> None:
         """Refuse what cannot be computed token by token.
@@ -184,30 +198,53 @@ class Linear(StatefulMechanism, ProjectedAttention):
         self, state: dict[str, Any], x: Any, key: Any, value: Any
     ) -> tuple[Any, dict[str, Any]]:
         """The output of the next tokens, and the state after them."""
-        features, rows, state = self.keys_and_values(key, value, state)
-        out, sums = chunk(self.queries(x), features, rows, state["sums"], self.chunk_size)
-        return self._joined(out, x), state | {"sums": sums}
+        keys, rows = self.keys_and_values(key, value)
+        inputs = (self.queries(x), keys, _with_ones(rows))
+        sums, state = in_chunks(self._chunk, inputs, state, self.chunk_size)
+        return self._joined(_divided(sums), x), state
+
+    def _chunk(
+        self, state: dict[str, Any], query: Any, key: Any, value: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """Weighted sums of `value`, whose last column is ones, for the tokens of one chunk."""
+        features, state = self.key_features(key, state)
+        query, features = self.query_features(query, state), self._for_queries(features)
+        out, sums = _tokens(state["sums"], query, features, value)
+        return out, state | {"sums": sums}
 
     def _joined(self, out: Any, x: Any) -> Any:
         return self.join(array_namespace(x).astype(out, x.dtype, copy=False))
 
     def token_mixing(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """The weights `(..., num_heads, q_len, kv_len)`; values only, without a gradient."""
-        given = (values(a, "x") for a in self.sequences(x, key, value))
-        query, key, _ = self.detached().featured(*given)
-        return like(token_weights(query, key, self.causal), x)
+        look = self.detached()
+        given = [values(a, "x") for a in self.sequences(x, key, value)]
+        if not self.causal:
+            query, key, _ = look.featured(*given)
+            return like(token_weights(query, key, causal=False), x)
+        # With a value of its own for each token, the outputs are the weights.
+        query, (key, rows) = look.queries(given[0]), look.keys_and_values(*given[1:])
+        each = np.broadcast_to(
+            np.eye(x.shape[-2], dtype=rows.dtype), (*rows.shape[:-1], x.shape[-2])
+        )
+        state = look.initial_state(given[0])
+        sums = state["sums"][..., :1] * np.zeros(x.shape[-2] + 1, rows.dtype)
+        inputs = (query, key, _with_ones(each))
+        return like(
+            _divided(in_chunks(look._chunk, inputs, state | {"sums": sums}, self.chunk_size)[0]), x
+        )
 
     def steps(self, token: ExplainedToken) -> list[Step]:
         """Projections, features, weights and sum of each head, and the output."""
         given = token.query, token.key, token.value
         steps = self.steps_before(token, *self.heads(*given))
-        query, key, value = self.featured(*given)
         seen = token.kv_tokens[: token.index + 1] if self.causal else token.kv_tokens
+        query, key, value = self.featured(given[0], *(a[: len(seen)] for a in given[1:]))
         for head in range(self.num_heads):
             title = f"Head {head}, " if self.num_heads > 1 else ""
-            rows = (query[head, token.index], key[head, : len(seen)], value[head, : len(seen)])
+            rows = (query[head, token.index], key[head], value[head])
             steps += [Step(f"{title}{s.title}", s.formula, s.lines) for s in _steps(*rows, seen)]
-        out = naive(query, key, value, self.causal)
+        out = naive(query, key, value, causal=False)
         return steps + self.steps_after(out, token.index)
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
@@ -289,7 +326,8 @@ def token_weights(query: Any, key: Any, causal: bool) -> Any:
 
 def naive(query: Any, key: Any, value: Any, causal: bool) -> Any:
     """Linear attention through its n x n weights; O(n^2), the parallel form of the definition."""
-    return token_weights(query, key, causal) @ value
+    weights = token_weights(query, key, causal)
+    return causal_product(weights, value) if causal else weights @ value
 
 
 def recurrent(query: Any, key: Any, value: Any, state: Any = None) -> tuple[Any, Any]:
@@ -308,7 +346,7 @@ def recurrent(query: Any, key: Any, value: Any, state: Any = None) -> tuple[Any,
     state : array
         With the tokens of this call.
     """
-    return _in_chunks(lambda products: products, query, key, value, state, 1)
+    return chunk(query, key, value, state, 1)
 
 
 def chunk(
@@ -322,19 +360,15 @@ def chunk(
     -----
     O(n (chunk_size + features) (features + v_head_dim)) operations.
     """
-    return _in_chunks(array_namespace(query).tril, query, key, value, state, chunk_size)
-
-
-def _in_chunks(
-    masked: Callable[[Any], Any], query: Any, key: Any, value: Any, state: Any, size: int
-) -> tuple[Any, Any]:
-    def tokens(state: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        return masked(q @ k.mT) @ v + q @ state, state + k.mT @ v
-
     value = _with_ones(value)
     state = state_of_no_tokens(key, value) if state is None else state
-    output, state = in_chunks(tokens, (query, key, value), state, size)
+    output, state = in_chunks(_tokens, (query, key, value), state, chunk_size)
     return _divided(output), state
+
+
+def _tokens(state: Any, query: Any, key: Any, value: Any) -> tuple[Any, Any]:
+    """Weighted sums for the tokens of one chunk, and the state after them."""
+    return causal_product(query @ key.mT, value) + query @ state, state + key.mT @ value
 
 
 def _with_ones(value: Any) -> Any:

@@ -288,7 +288,7 @@ def token_weights(step: Any, a: Any, b: Any, c: Any) -> Any:
     between = xp.tril(between)[..., None]
     pairs = c[..., None, :, None, :] * b[..., None, None, :, :]
     weights = xp.sum(xp.exp(between * a[:, None, None, :]) * pairs, axis=-1)
-    return xp.tril(weights) * step.mT[..., None, :]
+    return xp.tril(weights * step.mT[..., None, :])
 
 
 def recurrent(x: Any, step: Any, a: Any, b: Any, c: Any, state: Any = None) -> tuple[Any, Any]:

@@ -21,7 +21,7 @@ from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import join_heads, split_heads
 from qkv.mechanisms.base.rows import Arrays
 from qkv.mechanisms.linear_time.activations import silu, softplus
-from qkv.mechanisms.linear_time.chunks import in_chunks, state_of_no_tokens
+from qkv.mechanisms.linear_time.chunks import causal_product, in_chunks, state_of_no_tokens
 from qkv.mechanisms.linear_time.convolution import causal_convolution
 from qkv.mechanisms.linear_time.recurrent import (
     RecurrentMechanism,
@@ -38,7 +38,7 @@ from qkv.mechanisms.linear_time.state_space import (
     require_silu,
 )
 
-__all__ = ["Mamba2", "chunk", "decay_products", "recurrent"]
+__all__ = ["Mamba2", "chunk", "decay_products", "decays_between", "recurrent"]
 
 
 class Mamba2(RecurrentMechanism):
@@ -202,9 +202,10 @@ class Mamba2(RecurrentMechanism):
         time_step, value = inputs["step"], inputs["value"]
         times = self.num_heads // self.num_groups
         c, b = repeated_heads(inputs["C"], times), repeated_heads(inputs["B"], times)
-        weights = c @ b.mT * decay_products((time_step * self._a(value))[..., 0]) * time_step.mT
-        diagonal = array_namespace(value).eye(value.shape[-2])
-        return weights + self.weight("D", value)[:, None, None] * diagonal
+        weights = c @ b.mT * decays_between((time_step * self._a(value))[..., 0]) * time_step.mT
+        xp = array_namespace(value)
+        diagonal = xp.eye(value.shape[-2])
+        return xp.tril(weights) + self.weight("D", value)[:, None, None] * diagonal
 
     def join(self, out: Any, gate: Any) -> Any:
         """The gated heads, normalised group by group, and projected back."""
@@ -326,12 +327,17 @@ def decay_products(log_decay: Any) -> Any:
            [0.5 , 1.  , 0.  ],
            [0.25, 0.5 , 1.  ]])
     """
+    return array_namespace(log_decay).tril(decays_between(log_decay))
+
+
+def decays_between(log_decay: Any) -> Any:
+    """What `decay_products` gives, with ones above the diagonal."""
     xp = array_namespace(log_decay)
     n = log_decay.shape[-1]
     rows = xp.broadcast_to(log_decay[..., :, None], (*log_decay.shape, n))
     # Each sum is taken on its own: the difference of two long sums would lose digits.
     between = xp.cumulative_sum(xp.tril(rows, k=-1), axis=-2)
-    return xp.tril(xp.exp(between))
+    return xp.exp(between)
 
 
 def recurrent(
@@ -383,9 +389,9 @@ def chunk(
     xp = array_namespace(query)
 
     def tokens(state: Any, q: Any, k: Any, v: Any, log: Any) -> tuple[Any, Any]:
-        products = decay_products(log[..., 0])
+        products = decays_between(log[..., 0])
         since_start, until_end = xp.exp(xp.cumulative_sum(log, axis=-2)), products[..., -1, :, None]
-        output = (q @ k.mT * products) @ v + since_start * (q @ state)
+        output = causal_product(q @ k.mT * products, v) + since_start * (q @ state)
         return output, since_start[..., -1:, :] * state + k.mT @ (until_end * v)
 
     rows = (query, key, value, log_decay[..., None])

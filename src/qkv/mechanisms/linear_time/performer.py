@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from qkv.declarations import Size
 from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, matmul, step
-from qkv.mechanisms.base.namespace import array_namespace, like
+from qkv.mechanisms.base.namespace import array_namespace, certainly_all, like
 from qkv.mechanisms.base.rows import Rows, refuse_many_numbers
 from qkv.mechanisms.linear_time.linear import Linear
-from qkv.mechanisms.linear_time.recurrent import repeated_heads
+from qkv.mechanisms.linear_time.rwkv6 import read_of_earlier
 
 __all__ = ["Performer", "feature_exponents", "independent_projection", "orthogonal_projection"]
 
@@ -51,9 +51,9 @@ class Performer(Linear):
     O(n num_features head_dim) operations for each head. Source: Choromanski et al., "Rethinking
     Attention with Performers", arXiv 2009.14794.
 
-    Features of keys are divided by the largest so far, and sums are corrected when it grows, as in
-    flash attention. Within one block of `block_size` tokens the divisor is one, so that weights
-    vanish whose features differ by more than the exponent range of the type.
+    Each feature of keys is divided by the largest so far, and sums are corrected when that grows,
+    as in flash attention. A chunk of tokens has one divisor where that loses nothing; where keys
+    grow more, every token has its own, and sums fade on their way from token to token.
 
     Examples
     --------
@@ -98,10 +98,10 @@ class Performer(Linear):
 
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """What is kept of the past: the sums of each head, divided by exp(largest)."""
+        """What is kept of the past: the sums of each feature, divided by exp(largest)."""
         return {
             "sums": (self.num_heads, self.num_features, self.head_dim + 1),
-            "largest": (self.num_kv_heads, 1, 1),
+            "largest": (self.num_kv_heads, 1, self.num_features),
         }
 
     def initial_state(self, x: Rows) -> dict[str, Any]:
@@ -109,20 +109,49 @@ class Performer(Linear):
         state = super().initial_state(x)
         return state | {"largest": state["largest"] - math.inf}
 
-    def query_features(self, query: Any) -> Any:
-        """Positive random features of query rows, each row divided by its largest."""
-        exponent = feature_exponents(query, like(self.projection, query, "projection"))
-        xp = array_namespace(exponent)
+    def _row_features(self, rows: Any) -> Any:
+        """Logarithms of features."""
+        return feature_exponents(rows, like(self.projection, rows, "projection"))
+
+    def query_features(self, query: Any, state: dict[str, Any]) -> Any:
+        """Positive random features of query rows for keys divided by their largest.
+
+        Each row is divided by its largest feature times that of keys, so that no sum is zero.
+        """
+        xp = array_namespace(query)
+        exponent = query + self._for_queries(state["largest"])
         return self._exp(exponent - xp.max(exponent, axis=-1, keepdims=True))
 
     def key_features(self, key: Any, state: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Positive random features of key rows, divided by the largest of all keys so far."""
-        exponent = feature_exponents(key, like(self.projection, key, "projection"))
-        xp = array_namespace(exponent)
-        largest = xp.maximum(xp.max(exponent, axis=(-2, -1), keepdims=True), state["largest"])
-        faded = xp.exp(state["largest"] - largest)
-        sums = repeated_heads(faded, self.num_heads // self.num_kv_heads) * state["sums"]
-        return self._exp(exponent - largest), {"sums": sums, "largest": largest}
+        """Positive random features of key rows, each divided by the largest of all keys so far."""
+        xp = array_namespace(key)
+        largest = xp.maximum(xp.max(key, axis=-2, keepdims=True), state["largest"])
+        faded = xp.exp(state["largest"] - largest).mT
+        sums = self._for_queries(faded) * state["sums"]
+        return self._exp(key - largest), {"sums": sums, "largest": largest}
+
+    def _chunk(
+        self, state: dict[str, Any], query: Any, key: Any, value: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """As in `Linear`, if the largest keys grow by little from the first token to the last.
+
+        Else the first tokens would lose theirs, divided by those of later ones.
+        """
+        xp = array_namespace(key)
+        little = -0.25 * math.log(float(xp.finfo(key.dtype).smallest_normal))
+        first = xp.maximum(state["largest"], key[..., :1, :])
+        growth = xp.max(key, axis=-2, keepdims=True) - first
+        if key.shape[-2] == 1 or certainly_all(growth < little):
+            return super()._chunk(state, query, key, value)
+        largest = _running_largest(xp.concat([state["largest"], key], axis=-2))
+        state = state | {"largest": largest[..., -1:, :]}
+        key, largest = self._for_queries(key), self._for_queries(largest)
+        before, largest = largest[..., :-1, :], largest[..., 1:, :]
+        top = xp.max(query + largest, axis=-1, keepdims=True)
+        own = xp.sum(xp.exp(query + key - top), axis=-1, keepdims=True) / self.num_features
+        reads, writes = self._exp(query + before - top), self._exp(key - largest)
+        earlier, sums = read_of_earlier(reads, writes, value, before - largest, state["sums"])
+        return own * value + earlier, state | {"sums": sums}
 
     def _exp(self, exponent: Any) -> Any:
         return array_namespace(exponent).exp(exponent) * self.num_features**-0.5
@@ -144,6 +173,15 @@ class Performer(Linear):
     def example(cls) -> Self:
         """One head of four numbers on the shared five tokens, with 16 features."""
         return cls.for_example(num_features=16)
+
+
+def _running_largest(rows: Any) -> Any:
+    """The largest of each row and all rows before it, in every column."""
+    xp, shift = array_namespace(rows), 1
+    while shift < rows.shape[-2]:
+        later = xp.maximum(rows[..., shift:, :], rows[..., :-shift, :])
+        rows, shift = xp.concat([rows[..., :shift, :], later], axis=-2), 2 * shift
+    return rows
 
 
 def orthogonal_projection(

@@ -190,16 +190,21 @@ def head_dim_of(width: int, num_heads: int, head_dim: int | None) -> int:
     return width // num_heads if head_dim is None else head_dim
 
 
-def token_shift(x: Any, before: Any) -> Any:
+def token_shift(x: Any, before: Any) -> tuple[Any, Any]:
     """Each row of `x` replaced by the row before it, and the first by `before` (..., 1, width).
+
+    The last row comes with them, as `before` of the rows that follow. It is a copy, because a
+    caller who decodes in one buffer writes the next token over it.
 
     Examples
     --------
-    >>> token_shift(np.array([[1.0], [2.0], [3.0]]), np.zeros((1, 1))).T
-    array([[0., 1., 2.]])
+    >>> shifted, before = token_shift(np.array([[1.0], [2.0], [3.0]]), np.zeros((1, 1)))
+    >>> shifted.T, before
+    (array([[0., 1., 2.]]), array([[3.]]))
     """
     xp = array_namespace(x)
-    return xp.concat([xp.astype(before, x.dtype, copy=False), x[..., :-1, :]], axis=-2)
+    shifted = xp.concat([xp.astype(before, x.dtype, copy=False), x[..., :-1, :]], axis=-2)
+    return shifted, xp.astype(x[..., -1:, :], x.dtype, copy=True)
 
 
 def repeated_heads(heads: Any, times: int) -> Any:

@@ -127,8 +127,7 @@ class RWKV4(RecurrentMechanism):
 
     def project(self, x: Any, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """Key and value of every channel, and the gate `sigmoid(receptance)`."""
-        shifted = token_shift(x, state["shift"])
-        state["shift"] = x[..., -1:, :]
+        shifted, state["shift"] = token_shift(x, state["shift"])
         sides = {}
         for side in ("key", "value", "receptance"):
             mix = self.weight(f"time_mix_{side}", x)[0, 0, :]
@@ -246,7 +245,9 @@ def token_weights(key: Any, decay: Any, bonus: Any) -> Any:
     """The softmax weights of every channel, (..., channels, n, n); O(n^2 channels)."""
     xp = array_namespace(key)
     n = key.shape[-2]
-    scores = key[..., None, :, :] + distance_bias(decay, bonus, n, n)
+    bias = distance_bias(decay, bonus, n, n)
+    # NaN of a later key would stay NaN in a sum with -inf.
+    scores = xp.where(bias == -math.inf, bias, key[..., None, :, :] + bias)
     weights = xp.exp(scores - xp.max(scores, axis=-2, keepdims=True))
     weights = weights / xp.sum(weights, axis=-2, keepdims=True)
     return xp.moveaxis(weights, -1, -3)

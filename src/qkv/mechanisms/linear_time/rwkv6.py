@@ -26,7 +26,7 @@ from qkv.mechanisms.linear_time.recurrent import (
     token_shift,
 )
 
-__all__ = ["RWKV6", "chunk", "recurrent", "token_weights"]
+__all__ = ["RWKV6", "chunk", "read_of_earlier", "recurrent", "token_weights"]
 
 MIXED = ("w", "k", "v", "r", "g")
 """The projections of a mixture of this token and the last one."""
@@ -153,7 +153,8 @@ class RWKV6(RecurrentMechanism):
     def project(self, x: Any, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """Receptance, key, value and the logarithm of the decay of every head, and the gate."""
         xp = array_namespace(x)
-        past, state["shift"] = token_shift(x, state["shift"]) - x, x[..., -1:, :]
+        shifted, state["shift"] = token_shift(x, state["shift"])
+        past = shifted - x
         mixed = x + past * self.weight("time_maa_x", x)[0, 0, :]
         low = xp.tanh(mixed @ self.weight("time_maa_w1", x))
         up = self.weight("time_maa_w2", x)
@@ -309,18 +310,27 @@ def chunk(
     xp = array_namespace(receptance)
 
     def tokens(state: Any, r: Any, k: Any, v: Any, log: Any) -> tuple[Any, Any]:
-        n = v.shape[-2]
         own = xp.sum(r * bonus * k, axis=-1, keepdims=True) * v
-        # Rows of zeros make n a power of two; their keys are zero and they do not decay.
-        missing = (1 << (n - 1).bit_length()) - n
-        r, k, v, log = (_padded(a, missing) for a in (r, k, v, log))
-        earlier, before, after, whole = _earlier_tokens(r, k, v, log)
-        output = earlier + (r * xp.exp(before)) @ state
-        state = xp.exp(whole).mT * state + (k * xp.exp(after)).mT @ v
-        return own + output[..., :n, :], state
+        earlier, state = read_of_earlier(r, k, v, log, state)
+        return own + earlier, state
 
     state = state_of_no_tokens(key, value) if state is None else state
     return in_chunks(tokens, (receptance, key, value, log_decay), state, chunk_size)
+
+
+def read_of_earlier(r: Any, k: Any, v: Any, log: Any, state: Any) -> tuple[Any, Any]:
+    """What the tokens of a chunk read of earlier ones and of the state, and the state after them.
+
+    That is `chunk` for one chunk, without a bonus.
+    """
+    xp, n = array_namespace(v), v.shape[-2]
+    # Rows of zeros make n a power of two; their keys are zero and they do not decay.
+    missing = (1 << (n - 1).bit_length()) - n
+    r, k, v, log = (_padded(a, missing) for a in (r, k, v, log))
+    earlier, before, after, whole = _earlier_tokens(r, k, v, log)
+    output = earlier + (r * xp.exp(before)) @ state
+    state = xp.exp(whole).mT * state + (k * xp.exp(after)).mT @ v
+    return output[..., :n, :], state
 
 
 def _earlier_tokens(r: Any, k: Any, v: Any, log: Any) -> tuple[Any, Any, Any, Any]:
