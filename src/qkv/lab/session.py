@@ -211,12 +211,9 @@ class Session:
             "start", "tour", "scaling", "pipeline", "heatmap", "count", "tiles", "mechanisms",
             "inspect", "language", "code", "errata", "exercises",
         ]  # fmt: skip
-        if host == "export" and not self._has_heads():
+        if host == "export" and (self.source is None or self.source.heads is None):
             names.remove("inspect")
         return names
-
-    def _has_heads(self) -> bool:
-        return self.source is not None and self.source.heads is not None
 
     def heads(self) -> Heads:
         """The layers of the model panel; those of a sample where nothing else has any."""

@@ -73,10 +73,10 @@ class OperandGradients:
 
 
 def shares_of_sinks(sinks: Array, lse: Array) -> Array:
-    """`exp(sink - lse)` in float64, as broadcast; 0 for a sink of -inf, without keys as well."""
+    """`exp(sink - lse)` in float64, as broadcast; 0 for a sink of -inf, 1 for one of infinity."""
     sinks, lse = sinks.astype(np.float64), lse.astype(np.float64)
     with np.errstate(all="ignore"):
-        return np.where(np.isneginf(sinks), 0, np.exp(sinks - lse))
+        return np.where(np.isinf(sinks), sinks > 0, np.exp(sinks - lse))
 
 
 def reads(spec: Spec, names: frozenset[str]) -> tuple[Load, ...]:

@@ -12,11 +12,10 @@ from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.arguments import refuse_other_values
 from qkv.mechanisms.base.attention import AttentionMechanism
-from qkv.mechanisms.base.attention_steps import token_lines
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
+from qkv.mechanisms.base.head_rows import head_lines, join_heads, split_heads
 from qkv.mechanisms.base.loading import reads_module, torch_multi_head
-from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.normalization import weighted_rms_norm
 from qkv.mechanisms.base.operations import attention_over_pairs, norm_of_rows, projection
 from qkv.mechanisms.base.rows import Arrays
@@ -373,42 +372,3 @@ class ProjectedAttention(AttentionMechanism):
     def example(cls) -> Self:
         """One head of four numbers on the shared five tokens."""
         return cls.for_example()
-
-
-def split_heads(rows: Any, num_heads: int) -> Any:
-    """`(..., n, num_heads * head_dim)` as `(..., num_heads, n, head_dim)`.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> split_heads(np.zeros((5, 12)), 3).shape
-    (3, 5, 4)
-    """
-    namespace = array_namespace(rows)
-    width = rows.shape[-1] // num_heads
-    apart = namespace.reshape(rows, (*rows.shape[:-1], num_heads, width))
-    return namespace.moveaxis(apart, -2, -3)
-
-
-def join_heads(heads: Any) -> Any:
-    """`(..., num_heads, n, head_dim)` as `(..., n, num_heads * head_dim)`.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> join_heads(np.zeros((3, 5, 4))).shape
-    (5, 12)
-    """
-    namespace = array_namespace(heads)
-    turned = namespace.moveaxis(heads, -3, -2)
-    return namespace.reshape(turned, (*turned.shape[:-2], turned.shape[-2] * turned.shape[-1]))
-
-
-def head_lines(token: ExplainedToken, query: Any, key: Any, value: Any) -> list[Line]:
-    """The query of a token, and all keys and values, of all heads side by side."""
-    q, k, v = map(join_heads, (query, key, value))
-    lines = [Line(f"q of {token.name}", q[token.index].tolist())]
-    for name, rows in (("k", k), ("v", v)):
-        labels = [f"{name} of {kv_token}" for kv_token in token.kv_tokens]
-        lines += token_lines(labels, rows)
-    return lines

@@ -17,6 +17,7 @@ from qkv.mechanisms.base.attention_steps import token_lines
 from qkv.mechanisms.base.comparing import closest, decoder_run
 from qkv.mechanisms.base.example import EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
+from qkv.mechanisms.base.head_rows import head_lines, join_heads, split_heads
 from qkv.mechanisms.base.llama import refuse_window
 from qkv.mechanisms.base.loading import (
     layer_type_of,
@@ -30,7 +31,6 @@ from qkv.mechanisms.base.loading import (
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.normalization import weighted_rms_norm
 from qkv.mechanisms.base.operations import attention_over_pairs, norm_of_rows, projection
-from qkv.mechanisms.base.projected import head_lines, join_heads, split_heads
 from qkv.mechanisms.base.rows import Arrays, Rows
 from qkv.variants import Causal, RoPE
 
@@ -374,8 +374,7 @@ class MultiHeadLatent(AttentionMechanism):
             for layout in ((given.layout,) if rope else _LAYOUTS)
         ]
 
-        run = decoder_run(given, layer_type)
-        return closest(module, candidates, run, embed_dim)
+        return closest(module, candidates, decoder_run(given, layer_type), embed_dim)
 
     @classmethod
     def example(cls) -> Self:

@@ -13,9 +13,10 @@ from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.arguments import refuse_options
 from qkv.mechanisms.base.attention_steps import token_lines
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, dot_product, number, numbers
+from qkv.mechanisms.base.head_rows import split_heads
 from qkv.mechanisms.base.namespace import array_namespace, like, values, widened
 from qkv.mechanisms.base.operations import projection
-from qkv.mechanisms.base.projected import ProjectedAttention, split_heads
+from qkv.mechanisms.base.projected import ProjectedAttention
 from qkv.mechanisms.base.rows import Rows
 from qkv.mechanisms.linear_time.activations import elu_plus_one
 from qkv.mechanisms.linear_time.chunks import (

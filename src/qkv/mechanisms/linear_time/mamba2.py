@@ -14,11 +14,11 @@ from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.comparing import closest
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
+from qkv.mechanisms.base.head_rows import join_heads, split_heads
 from qkv.mechanisms.base.loading import named_weights, reads_module, refuse_other_parameters
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.normalization import rms_norm
 from qkv.mechanisms.base.operations import projection
-from qkv.mechanisms.base.projected import join_heads, split_heads
 from qkv.mechanisms.base.rows import Arrays
 from qkv.mechanisms.linear_time.activations import silu, softplus
 from qkv.mechanisms.linear_time.chunks import causal_product, in_chunks, state_of_no_tokens

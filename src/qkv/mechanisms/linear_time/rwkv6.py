@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from qkv.declarations import NotNegative, Size, Whole
 from qkv.ledger import Count, Ledger, matmul, step, symbols
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
+from qkv.mechanisms.base.head_rows import join_heads, split_heads
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.normalization import layer_norm
 from qkv.mechanisms.base.operations import projection
-from qkv.mechanisms.base.projected import join_heads, split_heads
 from qkv.mechanisms.base.rows import Arrays
 from qkv.mechanisms.linear_time.activations import silu
 from qkv.mechanisms.linear_time.chunks import in_chunks, state_of_no_tokens

@@ -10,8 +10,9 @@ import qkv
 from qkv.declarations import Size
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
+from qkv.mechanisms.base.head_rows import join_heads
 from qkv.mechanisms.base.namespace import array_namespace
-from qkv.mechanisms.base.projected import Options, ProjectedAttention, join_heads
+from qkv.mechanisms.base.projected import Options, ProjectedAttention
 from qkv.mechanisms.base.rows import Rows
 from qkv.variants import Sinks
 
