@@ -74,6 +74,23 @@ def of_closure() -> tuple[Callable[..., Any], Callable[[float], None]]:
 
 
 CLOSURE, set_closure = of_closure()
+PAIR, NAME, REPLACED = (0.0, 1.0), "one", np.cosh
+
+
+def set_pair(number: float) -> None:
+    global PAIR
+    PAIR = (0.0, number)
+
+
+def set_name(number: float) -> None:
+    global NAME
+    NAME = {1.0: "one", 2.0: "two", 3.0: "three", 4.0: "four"}[number]
+
+
+def set_function(number: float) -> None:
+    global REPLACED
+    REPLACED = lambda x: x * 0 + number  # noqa: E731 - what it holds is looked at
+
 
 CASES: dict[str, tuple[Callable[..., Any], Callable[[float], Any]]] = {
     "global": (lambda s, b, h, i, j: s * GLOBAL, set_global),
@@ -105,6 +122,14 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[float], Any]]] = {
         lambda s, b, h, i, j: s * DICT["number"],
         lambda n: DICT.__setitem__("number", n),
     ),
+    "tuple": (lambda s, b, h, i, j: np.where(i >= 0, s, 0.0) * PAIR[1], set_pair),
+    "text": (
+        lambda s, b, h, i, j: (
+            np.where(i >= 0, s, 0.0) * ["one", "two", "three", "four"].index(NAME) + s
+        ),
+        set_name,
+    ),
+    "function": (lambda s, b, h, i, j: np.where(i >= 0, s, 0.0) * REPLACED(s), set_function),
     "number of NumPy": (lambda s, b, h, i, j: s * NUMPY_NUMBER, set_numpy_number),
     "array": (lambda s, b, h, i, j: s * TABLE[j % 9], lambda n: TABLE.__setitem__(slice(None), n)),
     "beside an array": (lambda s, b, h, i, j: s * abs(TABLE[j % 9]) ** 0 * GLOBAL, set_global),

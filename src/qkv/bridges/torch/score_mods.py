@@ -62,22 +62,26 @@ def read_made_before(
         value = fn
         for is_attribute, name in path:
             value = getattr(value, name) if is_attribute else value[name]
-        if as_constant(value) is None:
-            pass  # Dynamo has looked what it is, and will look again.
+        _look_at(as_constant(value))
     return "" + text, ()  # See `read`.
 
 
+@constant_result
+def _look_at(value: Any) -> None:
+    """Dynamo looks again whether what it hands over as a constant is the same."""
+
+
 def _find_paths(thing: Any, outer: tuple[Any, ...] = ()) -> list[tuple[Any, ...]] | None:
-    """Where a function has the constants that it reads, and functions theirs.
+    """Where a function has what it reads, and the functions among it theirs.
 
     None if one is a number of NumPy, which Dynamo makes a tensor of.
     """
     if isinstance(thing, np.generic):
         return None
-    if not isinstance(thing, (FunctionType, partial, tuple)) or thing in outer:
-        is_constant = thing is None or isinstance(thing, (bool, int, float, str))
-        return [()] if is_constant else []
-    paths = []
+    if thing in outer:  # A recursive function refers to itself.
+        return []
+    # Functions are looked up too, as another one may have taken the place of one.
+    paths: list[tuple[Any, ...]] = [] if isinstance(thing, (tuple, partial)) else [()]
     for path, value in _parts_of(thing):
         rest = _find_paths(value, (*outer, thing))
         if rest is None:
@@ -90,7 +94,7 @@ _paths_to_constants = constant_result(_find_paths)
 
 
 def _parts_of(thing: Any) -> Iterator[tuple[tuple[tuple[bool, Any], ...], Any]]:
-    """What a function, a partial one or a tuple holds, and how it is reached."""
+    """What a function, a partial one or a tuple holds, and how it is reached; nothing of others."""
     if isinstance(thing, tuple):
         for n, value in enumerate(thing):
             yield ((False, n),), value
@@ -100,7 +104,7 @@ def _parts_of(thing: Any) -> Iterator[tuple[tuple[tuple[bool, Any], ...], Any]]:
             yield ((True, "args"), (False, n)), value
         for name, value in thing.keywords.items():
             yield ((True, "keywords"), (False, name)), value
-    elif not _is_of_numpy(thing):
+    elif isinstance(thing, FunctionType) and not _is_of_numpy(thing):
         for n, cell in enumerate(thing.__closure__ or ()):
             yield ((True, "__closure__"), (False, n), (True, "cell_contents")), cell.cell_contents
         for n, value in enumerate(thing.__defaults__ or ()):
