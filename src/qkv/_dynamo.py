@@ -83,6 +83,9 @@ def is_reading() -> bool:
 _TRANSLATOR = "InstructionTranslator"
 
 
+_SYMBOLIC_SHAPES = "torch.fx.experimental.symbolic_shapes"
+
+
 def as_constant(number: Any) -> Any:
     """A number as the constant that it is now, which makes another graph for another number.
 
@@ -90,9 +93,8 @@ def as_constant(number: Any) -> Any:
     makes of numbers can be one: text, and checks that decide.
     """
     if (type(number) is int or type(number) is float) and is_reading():
-        from torch.fx.experimental.symbolic_shapes import guard_scalar
-
-        return guard_scalar(number)
+        # Looked up, since variants may not import torch; Dynamo has imported it.
+        return sys.modules[_SYMBOLIC_SHAPES].guard_scalar(number)
     return number
 
 

@@ -1,4 +1,4 @@
-"""Decoding steps of caches in compiled functions: the graph ends there, and they run as they are."""
+"""Decoding steps of caches in compiled functions: the graph ends there, they run as they are."""
 
 from __future__ import annotations
 
