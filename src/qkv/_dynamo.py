@@ -18,7 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-__all__ = ["READABLE", "ends_graph", "is_reading", "made_outside", "unreadable", "watch"]
+__all__ = [
+    "READABLE", "as_constant", "ends_graph", "is_reading", "made_outside", "unreadable", "watch",
+]  # fmt: skip
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -79,6 +81,21 @@ def is_reading() -> bool:
 
 
 _TRANSLATOR = "InstructionTranslator"
+
+
+_SYMBOLIC_SHAPES = "torch.fx.experimental.symbolic_shapes"
+
+
+def as_constant(number: Any) -> Any:
+    """A number as the constant that it is now, which makes another graph for another number.
+
+    Dynamo makes a number that has changed a variable of its graph, and nothing of what this package
+    makes of numbers can be one: text, and checks that decide.
+    """
+    if (type(number) is int or type(number) is float) and is_reading():
+        # Looked up, since variants may not import torch; Dynamo has imported it.
+        return sys.modules[_SYMBOLIC_SHAPES].guard_scalar(number)
+    return number
 
 
 def unreadable(folder: Path, readable: Sequence[str] = READABLE) -> Iterator[Path]:

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from qkv._dynamo import as_constant
 from qkv.declarations import shown
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
@@ -53,7 +54,8 @@ class Softcap(Variant):
 
     def __post_init__(self) -> None:
         try:
-            positive = isfinite(self.cap) and self.cap > 0
+            cap = as_constant(self.cap)
+            positive = isfinite(cap) and cap > 0
         except (TypeError, ValueError, OverflowError, RuntimeError):
             positive = False
         if not positive:

@@ -12,6 +12,7 @@ from qkv.bridges.torch import compiled, eager
 from qkv.bridges.torch.compiled import merge_in_graph
 from qkv.bridges.torch.operands import LIBRARY, PLAIN, is_tracked
 from qkv.bridges.torch.repeated.prepared import run_alike, run_prepared
+from qkv.bridges.torch.score_mods import begins_in_the_bridge
 from qkv.call.binding.bound import bind
 from qkv.call.binding.options import OptionValues
 from qkv.call.repeated.cache import CALLS
@@ -29,6 +30,8 @@ def attention(
     return_lse: bool,
 ) -> Any:
     """See `qkv.attention`."""
+    if torch.compiler.is_dynamo_compiling() and begins_in_the_bridge():
+        return compiled.leave(attention, query, key, value, variants, options, return_lse)
     if isinstance(options.scale, Tensor) and _is_learned(options.scale, query):
         query, options = with_scale(query, options)
     if torch.compiler.is_dynamo_compiling():

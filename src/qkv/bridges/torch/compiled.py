@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from qkv.call.merging import merge_parts
 from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.problem.stored_rows import Paged, Quantized
 
-__all__ = ["attention", "merge_in_graph"]
+__all__ = ["attention", "leave", "merge_in_graph"]
 
 
 def attention(
@@ -52,9 +54,7 @@ def attention(
     refuse_constants(variants, _wants_gradient, ".detach()")
     given = [_with_functions(variant) for variant in variants]
     if any(variant is None for variant in given):
-        from qkv.bridges.torch.outside import call_outside
-
-        return call_outside(outside, query, key, value, variants, options, return_lse)
+        return leave(outside, query, key, value, variants, options, return_lse)
     variants = tuple(given)
     bound = bind(query, key, value, variants, options, _keep)
     query, key, value, *tensors = [as_tensor(leaf) for leaf in bound.leaves]
@@ -68,17 +68,42 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def leave(function: Callable[..., Any], *given: Any) -> Any:
+    """A call where it cannot be part of a graph."""
+    from qkv.bridges.torch.outside import call_outside
+
+    return call_outside(function, *given)
+
+
 def _with_functions(variant: Any) -> Any:
     """A variant as a graph can hold it, None if it cannot.
 
-    It is a constant if it reads no tensors and was made before; else its functions are read.
+    If it was made before, and reads no tensors, it is a constant as long as the numbers that it
+    reads are the same, or read where the graph runs. Else its functions are read.
     """
     whole = _stays_whole(variant)
-    if whole and _kept_number(variant) >= 0:
-        return variant
+    made_before = whole and _kept_number(variant) >= 0
     if not isinstance(variant, np.ndarray) and hasattr(type(variant), "with_functions"):
-        return variant.with_functions(score_mods.read)
-    return None if whole else variant
+        if not made_before:
+            return variant.with_functions(score_mods.read)
+        text = _constant_text(variant)
+        made = None
+        if text is not None:
+            made = variant.with_functions(partial(score_mods.read_made_before, text))
+        return variant if made is None else made
+    return variant if made_before or not whole else None
+
+
+@constant_result
+def _constant_text(variant: Any) -> str | None:
+    """The expression of a function that reads only what is known to stay, as text.
+
+    It is empty if attributes of objects are read, None if arrays are, which graphs do not copy.
+    """
+    static, arrays = variant.tree_flatten()
+    if arrays:
+        return None
+    return "" if getattr(static, "constants", None) is None else json.dumps(static.in_words())
 
 
 @constant_result

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from qkv._dynamo import constant_result
+from qkv._dynamo import as_constant, constant_result
 from qkv.errors import ArgumentError, QkvError
 from qkv.problem import score_functions
 from qkv.problem.expressions import Var, as_node
@@ -27,7 +28,7 @@ from qkv.problem.reading import in_words
 from qkv.problem.replaced_values import global_names
 from qkv.problem.symbols import Expr, Table
 
-__all__ = ["read"]
+__all__ = ["begins_in_the_bridge", "read", "read_made_before"]
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -45,6 +46,97 @@ def read(fn: Any, arguments: tuple[str, ...]) -> tuple[str, tuple[Tensor, ...]] 
     return (text, tuple(reading.tensors)) if text else None
 
 
+def read_made_before(
+    text: str, fn: Any, arguments: tuple[str, ...]
+) -> tuple[str, tuple[Tensor, ...]] | None:
+    """As `read`, of a function that was made before Dynamo began; None if it stays whole.
+
+    `text` is that of a function of constants. These are looked up while Dynamo reads, so that it
+    makes another graph when one of them has changed.
+    """
+    if not text:
+        return None if _calls_numpy(fn) else read(fn, arguments)
+    paths = _paths_to_constants(fn)
+    if paths is None:
+        return None
+    for path in paths:
+        value = fn
+        for is_attribute, name in path:
+            value = getattr(value, name) if is_attribute else value[name]
+        _look_at(as_constant(value))
+    return "" + text, ()  # See `read`.
+
+
+@constant_result
+def _look_at(value: Any) -> None:
+    """Dynamo looks again whether what it hands over as a constant is the same."""
+
+
+def _find_paths(thing: Any, outer: tuple[Any, ...] = ()) -> list[tuple[Any, ...]] | None:
+    """Where a function has what it reads, and the functions among it theirs.
+
+    None if one is a number of NumPy, which Dynamo makes a tensor of.
+    """
+    if isinstance(thing, np.generic):
+        return None
+    if thing in outer:  # A recursive function refers to itself.
+        return []
+    # Functions are looked up too, as another one may have taken the place of one.
+    paths: list[tuple[Any, ...]] = [] if isinstance(thing, (tuple, partial)) else [()]
+    for path, value in _parts_of(thing):
+        rest = _find_paths(value, (*outer, thing))
+        if rest is None:
+            return None
+        paths += [(*path, *steps) for steps in rest]
+    return paths
+
+
+_paths_to_constants = constant_result(_find_paths)
+
+
+def _parts_of(thing: Any) -> Iterator[tuple[tuple[tuple[bool, Any], ...], Any]]:
+    """What a function, a partial one or a tuple holds, and how it is reached; nothing of others."""
+    if isinstance(thing, tuple):
+        for n, value in enumerate(thing):
+            yield ((False, n),), value
+    elif isinstance(thing, partial):
+        yield ((True, "func"),), thing.func
+        for n, value in enumerate(thing.args):
+            yield ((True, "args"), (False, n)), value
+        for name, value in thing.keywords.items():
+            yield ((True, "keywords"), (False, name)), value
+    elif isinstance(thing, FunctionType) and not _is_of_numpy(thing):
+        for n, cell in enumerate(thing.__closure__ or ()):
+            yield ((True, "__closure__"), (False, n), (True, "cell_contents")), cell.cell_contents
+        for n, value in enumerate(thing.__defaults__ or ()):
+            yield ((True, "__defaults__"), (False, n)), value
+        for name, value in (thing.__kwdefaults__ or {}).items():
+            yield ((True, "__kwdefaults__"), (False, name)), value
+        for name in global_names(thing.__code__):
+            if name in thing.__globals__:
+                yield ((True, "__globals__"), (False, name)), thing.__globals__[name]
+
+
+def _is_of_numpy(thing: Any) -> bool:
+    module = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", "")
+    return isinstance(thing, np.ufunc) or (module or "").partition(".")[0] == "numpy"
+
+
+@constant_result
+def _calls_numpy(fn: Any, outer: tuple[Any, ...] = ()) -> bool:
+    """Whether a function reads NumPy or its functions, or calls one that does."""
+    if isinstance(fn, MethodType):
+        fn = fn.__func__
+    elif not isinstance(fn, (FunctionType, partial)):
+        fn = getattr(type(fn), "__call__", None)  # noqa: B004 - it is looked at, not tested
+    if not isinstance(fn, (FunctionType, partial)) or fn in outer:
+        return False
+    return any(
+        _is_of_numpy(value) or (callable(value) and _calls_numpy(value, (*outer, fn)))
+        for _, value in _parts_of(fn)
+    )
+
+
 def _code_of(fn: Any) -> Any:
     """The code of a function, None if it is not written in Python."""
     if isinstance(fn, partial):
@@ -57,16 +149,8 @@ def _code_of(fn: Any) -> Any:
 
 
 def _readable(code: Any) -> bool:
-    """Whether to run a function of this code with symbols: its functions are not NumPy's.
-
-    Where it may end graphs, Dynamo ends one at what it cannot read, and comes back to a call of
-    qkv, which is then left to run as it is.
-    """
-    if code is None or (
-        _may_end_graphs() and _PACKAGE in Path(_outermost().f_code.co_filename).parents
-    ):
-        return False
-    return not {"np", "numpy"} & set(global_names(code))
+    """Whether to run a function of this code with symbols: its functions are not NumPy's."""
+    return code is not None and not {"np", "numpy"} & set(global_names(code))
 
 
 def _outermost() -> Any:
@@ -74,6 +158,17 @@ def _outermost() -> Any:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return InstructionTranslator.current_tx().output.root_tx
+
+
+@constant_result
+def begins_in_the_bridge() -> bool:
+    """Whether the graph that Dynamo writes begins inside of a call.
+
+    It does where Dynamo met something that no graph can have, and comes back to what is inside of
+    the call. A graph of that would be made anew for each variant that is made inside of the
+    compiled function, until Dynamo has made as many as it may.
+    """
+    return _may_end_graphs() and _PACKAGE in Path(_outermost().f_code.co_filename).parents
 
 
 def _may_end_graphs() -> bool:
@@ -134,8 +229,7 @@ class _Reading(TorchFunctionMode):
             return "step", self.load(value, ()).number
         if isinstance(value, (Tensor, _Row)):
             return "array", None
-        # Dynamo takes a size that it knows by name as the number that it is now.
-        return "constant", operator.index(value) if type(value) is int else value
+        return "constant", as_constant(value)
 
 
 def _has_symbol(value: Any) -> bool:

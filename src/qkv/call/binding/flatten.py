@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from qkv._dynamo import as_constant
 from qkv.arrays import is_array
 from qkv.arrays.copies import own_copy
 from qkv.call.binding.numbered import numbered
@@ -96,6 +97,8 @@ def flatten(value: Any, leaves: Leaves, role: Role = "value", whole: Whole | Non
         whole, under the number that it gives.
     """
     kind = type(value)
+    if whole is not None:
+        value = as_constant(value)
     if value is None or kind is int or kind is str:
         return value
     if kind is float:
@@ -112,7 +115,7 @@ def flatten(value: Any, leaves: Leaves, role: Role = "value", whole: Whole | Non
         for name, field_role in named:
             part = getattr(value, name)
             # Most fields stand for themselves, and need no call.
-            if not (part is None or type(part) is str or type(part) is int):
+            if whole is not None or not (part is None or type(part) is str or type(part) is int):
                 part = flatten(part, leaves, field_role, whole)
             parts.append(part)
         if kind in _declared:

@@ -66,7 +66,7 @@ def _encoded(tree: Tree) -> Any:
             {"object": number_of(tree), "of": _PROCESS} if words is None else {"expression": words}
         )
     if type(tree) is tuple and tree[0] is Numbered:
-        return _encoded_whole(tree[1])
+        return {"whole": tree[1], "of": _PROCESS}
     if isinstance(tree, type):
         if tree in _TYPE_NAMES:
             return [_TYPE_NAMES[tree]]
@@ -76,16 +76,6 @@ def _encoded(tree: Tree) -> Any:
     if isinstance(tree, bytes):
         return {"bytes": tree.hex()}
     return [_encoded(part) for part in tree] if type(tree) is tuple else tree
-
-
-def _encoded_whole(number: int) -> Any:
-    """An object that stayed whole: taken apart after all if it is an expression without arrays."""
-    thing = numbered(number).thing
-    if hasattr(type(thing), "tree_flatten"):
-        static, arrays = thing.tree_flatten()
-        if not arrays and static.in_words() is not None:
-            return _encoded((type(thing), static))
-    return {"whole": number, "of": _PROCESS}
 
 
 def is_portable(tree: Tree) -> bool:

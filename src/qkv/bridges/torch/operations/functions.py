@@ -57,6 +57,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Output and lse, differentiable in all tensors."""
     compiling = torch.compiler.is_dynamo_compiling()
+    if not compiling and isinstance(structure, str):
+        # Torch runs what it has begun to compile as Python once there are too many graphs of it.
+        structure = Structure.from_text(structure)
     whole = structure if isinstance(structure, str) else _Whole(structure)
     tensors = (query, key, value, *arrays)
     if not compiling and _nobody_sees(*tensors):
