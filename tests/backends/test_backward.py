@@ -134,7 +134,7 @@ def test_tasks_of_one_launch_never_add_to_the_same_entry(monkeypatch, many_range
     ranges = backward_pass._key_ranges(spec)
     tables = [summed_tables.summed_table(problem_, name, len(ranges)) for name in names]
     assert {table.wide for table in tables} == {copies > 0}
-    plan = backward_pass._ordered(schedule(problem_, 64))
+    plan = schedule(problem_, 64).ordered()
     tasks, launches = backward_pass._task_rows(spec, plan, ranges, tables)
     assert sum(last - first for first, last in launches) == len(tasks) == 2 * 2 * 3
     q_index = np.arange(spec.q_len)[:, None]

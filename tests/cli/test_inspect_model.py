@@ -98,7 +98,9 @@ def test_a_head_of_three_kinds_counts_in_the_row_of_each(
     record = made([["previous", "none"]])
     scores = record[0].scores
     for kind, weight in (("induction", 0.9), ("duplicate", 0.8), ("previous", 0.7), ("own", 0.399)):
-        scores.rows[kind][:, 0] = weight
+        rows = scores.rows[kind].copy()
+        rows[:, 0] = weight
+        scores.rows[kind] = rows
     _, out, _ = run(capsys, record=record)
     assert "layer 0  I ·\n" in out
     found = dict(re.findall(r"^[IDPOS] +(\w+) .* (\d+) +layer 0 head \d +\d", out, re.MULTILINE))

@@ -54,8 +54,9 @@ def recomputed(problem: Problem, out: Array, run: Callable[[Problem], Array]) ->
     exponent = math.ceil(math.log2(growth)) + 1
     if math.frexp(largest)[1] + exponent < np.finfo(spec.compute_dtype).maxexp:
         return out
-    smaller = np.ldexp(wide, -exponent).astype(operands.value.dtype)
+    with np.errstate(invalid="ignore", under="ignore"):  # A signalling NaN among the values.
+        smaller = np.ldexp(wide, -exponent).astype(operands.value.dtype)
     again = run(replace(problem, operands=replace(operands, value=smaller)))
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         again = np.ldexp(again.astype(spec.compute_dtype), exponent).astype(out.dtype)
     return np.where(np.isfinite(out), out, again)
