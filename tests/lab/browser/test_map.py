@@ -182,6 +182,7 @@ def test_a_text_that_was_read_stays_in_its_field(bare: Lab) -> None:
     page.wait_for_selector(f'.lead:has-text("{len(text)} queries")')
     assert page.input_value(".own-text textarea") == text
     page.fill(".own-text textarea", "not yet read")
+    page.wait_for_load_state("networkidle")  # Answers about the text may still come.
     bare.open("start")
     bare.open("inspect")
     assert page.input_value(".own-text textarea") == "not yet read"
