@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -110,10 +109,6 @@ def check(
     `held` are the batch dimensions of the sequences that are there, empty if there are none.
     `batched` asks for exactly four dimensions.
     """
-
-    def seen() -> list[tuple[str, str]]:
-        return [("key", _shown(key)), ("value", _shown(value))]
-
     libraries = library_of(key, "key").name, library_of(value, "value").name
     for name, array, library in zip(("key", "value"), (key, value), libraries, strict=True):
         if library == "torch":
@@ -123,14 +118,14 @@ def check(
     if min(key.ndim, value.ndim) < 2 or key.shape[-2] != value.shape[-2]:
         raise ShapeError(
             "key and value are not rows of as many tokens.",
-            seen(),
+            _seen(key, value),
             "Pass (..., num_kv_heads, new, dim).",
         )
     if batched and (key.ndim != 4 or value.ndim != 4):
         raise ShapeError(
             f"key has {key.ndim} dimensions and value {value.ndim}; pages are for one batch "
             "dimension.",
-            seen(),
+            _seen(key, value),
             "Pass (batch, num_kv_heads, new, dim).",
         )
     if (
@@ -149,7 +144,7 @@ def check(
         if counts.size and (counts.min() < 0 or counts.max() > new):
             raise ShapeError(
                 f"new_lens runs from {counts.min()} to {counts.max()}; {new} rows arrive.",
-                seen(),
+                _seen(key, value),
                 "Give each sequence a number of tokens from 0 to the rows that arrive.",
             )
     return row_format, counts
@@ -163,10 +158,6 @@ def _checked_format(
     held: tuple[int, ...],
 ) -> RowFormat:
     """The format of new rows that are not known to be like the first ones."""
-
-    def seen() -> list[tuple[str, str]]:
-        return [("key", _shown(key)), ("value", _shown(value))]
-
     row_format = RowFormat(
         libraries[0],
         (tuple(key.shape[:-2]), tuple(value.shape[:-2])),
@@ -179,39 +170,41 @@ def _checked_format(
             given, own = (" x ".join(map(str, sizes)) for sizes in (leading[:-1], held))
             raise ShapeError(
                 f"{name} has a batch of {given}, and the cache one of {own}.",
-                seen(),
+                _seen(key, value),
                 "Use a cache of its own for each batch, or reorder this one to the new batch.",
             )
     if first is not None and (row_format != first or libraries[1] != first.library):
-        _compare(row_format, libraries, first, seen)
+        _compare(row_format, libraries, first, _seen(key, value))
     for name, dtype in zip(("key", "value"), row_format.dtype, strict=True):
         if dtype.rpartition(".")[2] not in _FLOATING:
             raise DTypeError(
-                f"{name} has dtype {dtype}.", seen(), f"Pass one of {', '.join(_FLOATING)}."
+                f"{name} has dtype {dtype}.",
+                _seen(key, value),
+                f"Pass one of {', '.join(_FLOATING)}.",
             )
     if row_format.dtype[0] != row_format.dtype[1]:
         raise DTypeError(
             f"key has dtype {row_format.dtype[0]} and value {row_format.dtype[1]}.",
-            seen(),
+            _seen(key, value),
             "Convert them to one type, as for qkv.attention.",
         )
     if row_format.leading[0] != row_format.leading[1]:
         raise ShapeError(
             f"key has leading dimensions and heads {row_format.leading[0]}, "
             f"value {row_format.leading[1]}.",
-            seen(),
+            _seen(key, value),
             "Pass a key and a value for each token and kv head.",
         )
     if libraries[0] != libraries[1]:
         raise DTypeError(
             f"key is an array of {libraries[0]} and value of {libraries[1]}.",
-            seen(),
+            _seen(key, value),
             "Pass both as arrays of one library.",
         )
     if row_format.device[0] != row_format.device[1]:
         raise ArgumentError(
             f"key is on {row_format.device[0]} and value on {row_format.device[1]}.",
-            seen(),
+            _seen(key, value),
             "Move them to one device.",
         )
     return row_format
@@ -242,33 +235,33 @@ def _compare(
     row_format: RowFormat,
     libraries: tuple[str, str],
     first: RowFormat,
-    seen: Callable[[], list[tuple[str, str]]],
+    seen: list[tuple[str, str]],
 ) -> None:
     """Raise an error if new rows differ in format from the first ones."""
     for i, name in enumerate(("key", "value")):
         if libraries[i] != first.library:
             raise DTypeError(
                 f"{name} is an array of {libraries[i]}; the cache has arrays of {first.library}.",
-                seen(),
+                seen,
                 "Convert it to the library of those that came first, or reset the cache.",
             )
         if (row_format.leading[i], row_format.dims[i]) != (first.leading[i], first.dims[i]):
             raise ShapeError(
                 f"{name} has leading dimensions and heads {row_format.leading[i]} and rows of "
                 f"{row_format.dims[i]}; the cache has {first.leading[i]} and {first.dims[i]}.",
-                seen(),
+                seen,
                 "Use one cache for each layer and batch.",
             )
         if row_format.dtype[i] != first.dtype[i]:
             raise DTypeError(
                 f"{name} has dtype {row_format.dtype[i]}; the cache has {first.dtype[i]}.",
-                seen(),
+                seen,
                 "Convert it to the type of those that came first.",
             )
         if row_format.device[i] != first.device[i]:
             raise ArgumentError(
                 f"{name} is on {row_format.device[i]}; the cache is on {first.device[i]}.",
-                seen(),
+                seen,
                 "Move it to the device of those that came first.",
             )
 
@@ -282,6 +275,11 @@ def _name(thing: Any) -> str:
 def _device(array: Any, library: str) -> str:
     """The device of a torch tensor; other arrays are read from main memory."""
     return _name(array.device) if library == "torch" else "cpu"
+
+
+def _seen(key: Any, value: Any) -> list[tuple[str, str]]:
+    """What an error says of new rows."""
+    return [("key", _shown(key)), ("value", _shown(value))]
 
 
 def _shown(array: Any) -> str:
