@@ -21,7 +21,7 @@ from benchmarks.rules import (
 )
 from qkv.errors import ArgumentError
 from qkv.ledger import attention_operations
-from qkv.problem.builder import Shape
+from qkv.problem.building.builder import Shape
 from qkv.testing import DTYPES, Case
 
 __all__ = ["Workload", "choose", "workload_of", "workloads"]

@@ -18,7 +18,7 @@ from benchmarks.latency.front_ends import FrontEnd, front_end
 from benchmarks.latency.rows import BASE, CALL, LAYERS, STEP_STARTS, STEPS, Row, row_of, step
 from benchmarks.worker import answered, serve
 from qkv.errors import QkvError
-from qkv.problem.builder import Shape
+from qkv.problem.building.builder import Shape
 
 __all__ = ["MANY", "answer"]
 

@@ -20,7 +20,7 @@ from qkv.call.merging import merge_parts
 from qkv.declarations import shown
 from qkv.errors import ArgumentError
 from qkv.planning import Plan, make_plan
-from qkv.problem.check import Layout
+from qkv.problem.building.check import Layout
 from qkv.readable_checks import checked_flag
 
 if TYPE_CHECKING:

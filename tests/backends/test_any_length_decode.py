@@ -12,7 +12,7 @@ from qkv.backends.cpu import CpuBackend
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.prepared.any_length import LONGEST
 from qkv.call.repeated.numpy_port import run_on_arrays
-from qkv.problem.check import check
+from qkv.problem.building.check import check
 
 CPU = CpuBackend()
 LENGTHS = (17, 18, 64, 65, 530, 1100, 3)

@@ -25,7 +25,7 @@ from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.plan.kernel_spec import kernel_spec
 from qkv.backends.cpu.split_bf16.choice import split_shape
 from qkv.backends.cpu.split_bf16.forward import emit_split_forward
-from qkv.problem.check import check
+from qkv.problem.building.check import check
 from qkv.problem.spec import Spec
 
 LINUX = "x86_64-unknown-linux-gnu"

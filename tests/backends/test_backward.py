@@ -17,8 +17,8 @@ from qkv.backends.cpu.passes import workers
 from qkv.backends.cpu.plan import table_gradients as summed_tables
 from qkv.backends.cpu.plan.schedule import schedule
 from qkv.problem.backward import reads
-from qkv.problem.check import check
-from qkv.problem.evaluate import evaluate
+from qkv.problem.building.check import check
+from qkv.problem.language.evaluate import evaluate
 
 NARROW = [as_it_runs(isa) for isa in ("avx2", "sse")]
 

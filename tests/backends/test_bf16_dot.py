@@ -19,8 +19,8 @@ from qkv.backends.cpu.machine import host as cpu_host
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.plan.schedule import TILE_KV, schedule
-from qkv.problem.builder import Shape
-from qkv.problem.check import check
+from qkv.problem.building.builder import Shape
+from qkv.problem.building.check import check
 from qkv.problem.tiles import TileGrid, TileKind
 from qkv.testing import bounds, cases, check_case, truth
 from qkv.variants import ALL

@@ -20,7 +20,7 @@ from qkv.backends.cpu.forward.score_blocks import LAST_PARTIAL
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.plan.schedule import schedule
-from qkv.problem.check import check
+from qkv.problem.building.check import check
 from qkv.problem.tiles import TileGrid, TileKind
 from qkv.testing import bounds, truth
 

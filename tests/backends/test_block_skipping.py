@@ -15,8 +15,8 @@ from qkv.backends.cpu.passes.backward import BackwardPass
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.plan import block_skipping as block_skipping
 from qkv.problem.backward import BackwardInputs
-from qkv.problem.builder import Shape
-from qkv.problem.check import check
+from qkv.problem.building.builder import Shape
+from qkv.problem.building.check import check
 from qkv.testing import Case, check_case, truth
 from qkv.testing.tolerances import bounds
 

@@ -13,8 +13,8 @@ import qkv
 from forced import as_it_runs
 from processes import in_a_process
 from qkv.backends.cpu.forward.boundary_blocks import skips_keys_within_blocks
-from qkv.problem.builder import Shape
-from qkv.problem.check import check
+from qkv.problem.building.builder import Shape
+from qkv.problem.building.check import check
 from qkv.testing import Case, check_case
 
 KINDS = ["float32", "float64"]
@@ -168,7 +168,7 @@ def test_tiles_of_keys_that_no_query_may_see_are_not_read(isa: str, dtype: str) 
     from qkv.call.inspected import attend_for_inspection
     from qkv.call.binding.options import OptionValues
     from qkv.inspection.records.record import Record
-    from qkv.problem.check import check
+    from qkv.problem.building.check import check
 
     dtype, product, terms = sys.argv[1:]
     for window, length, q_offset, first, last, keys in (

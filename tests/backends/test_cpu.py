@@ -16,9 +16,9 @@ from qkv.backends.cpu.passes import forward as forward_pass
 from qkv.backends.cpu.plan.kernel_spec import integer_bits
 from qkv.backends.cpu.plan.schedule import TILE_KV, schedule
 from qkv.errors import ArgumentError
-from qkv.problem.builder import Shape
-from qkv.problem.check import check
-from qkv.problem.expressions import OPERATIONS, Op, walk
+from qkv.problem.building.builder import Shape
+from qkv.problem.building.check import check
+from qkv.problem.language.expressions import OPERATIONS, Op, walk
 from qkv.problem.tiles import TileGrid
 from qkv.testing import Case, bounds, cases, check_case, truth
 from qkv.variants import ALL
@@ -369,7 +369,7 @@ def test_without_llvmlite_another_backend_runs() -> None:
         print(plan.backend)
         print(qkv.attention(x, x, x).shape)
         from qkv.backends.cpu import CpuBackend
-        from qkv.problem.check import check
+        from qkv.problem.building.check import check
         print(CpuBackend().refusals(check(x, x, x, ()).spec)[0].fact)
         """
     )

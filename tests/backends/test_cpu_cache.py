@@ -26,8 +26,8 @@ from qkv.backends.cpu.forward import kernel as cpu_forward
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes import forward as forward_pass
 from qkv.errors import KernelBuildError
-from qkv.problem.check import check
-from qkv.problem.expressions import SCORE, Const, Op, operation
+from qkv.problem.building.check import check
+from qkv.problem.language.expressions import SCORE, Const, Op, operation
 from watched import forget_prepared_calls
 
 X = np.random.default_rng(0).normal(size=(2, 80, 8)).astype(np.float32)
@@ -257,7 +257,9 @@ def test_processes_that_compile_at_once(tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("edited", ["backends/cpu/emit/vector_math.py", "problem/bounds.py"])
+@pytest.mark.parametrize(
+    "edited", ["backends/cpu/emit/vector_math.py", "problem/language/bounds.py"]
+)
 def test_an_edited_source_is_another_kernel(tmp_path, edited) -> None:
     package, folder = tmp_path / "qkv", tmp_path / "kernels"
     shutil.copytree(Path(qkv.__file__).parent, package)
@@ -270,7 +272,7 @@ def test_an_edited_source_is_another_kernel(tmp_path, edited) -> None:
             opened.write("# a remark\n")
 
     assert (compilations(), compilations()) == (1, 0)
-    remark("problem/check.py")
+    remark("problem/building/check.py")
     remark("backends/cpu/backend.py")
     assert compilations() == 0, "nothing there emits code"
     remark(edited)

@@ -15,8 +15,8 @@ from qkv.backends import Inspectable, backends
 from qkv.backends.cpu.passes import replay as replay_pass
 from qkv.backends.cpu.passes import workers
 from qkv.backends.cpu.split_bf16 import choice
-from qkv.problem.builder import Shape
-from qkv.problem.check import check
+from qkv.problem.building.builder import Shape
+from qkv.problem.building.check import check
 from qkv.testing import truth
 from qkv.variants import ALL
 

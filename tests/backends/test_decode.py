@@ -22,8 +22,8 @@ from qkv.backends.cpu.passes.arguments import address_of, page_aligned, word_ind
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass
 from qkv.backends.cpu.plan import kernel_choice
 from qkv.backends.cpu.prepared.forward import NO_RESULTS, ArgumentBlock
-from qkv.problem.builder import Shape
-from qkv.problem.check import check
+from qkv.problem.building.builder import Shape
+from qkv.problem.building.check import check
 from qkv.problem.scores import Scores
 from qkv.testing import DTYPES, Case, bounds, cases, check_case, truth
 from qkv.variants import ALL

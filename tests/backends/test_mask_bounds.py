@@ -13,10 +13,10 @@ from qkv.backends.cpu.emit.emitter import DOUBLE, INT64, POINTER
 from qkv.backends.cpu.emit.frame import COMMON_FIELDS, COUNTER_BYTES, WORD, Frame
 from qkv.backends.cpu.emit.mask_bounds import MaskBounds
 from qkv.backends.cpu.machine.host import host
-from qkv.problem.bounds import bound
-from qkv.problem.evaluate import evaluate
-from qkv.problem.expressions import Const, Load, Node, Var, constant, operation, walk
-from qkv.problem.intervals import Interval
+from qkv.problem.language.bounds import bound
+from qkv.problem.language.evaluate import evaluate
+from qkv.problem.language.expressions import Const, Load, Node, Var, constant, operation, walk
+from qkv.problem.language.intervals import Interval
 from qkv.problem.spec import Spec, TableSpec
 
 SIZES = {"batch": 3, "head": 4, "q_index": 5, "kv_index": 200}

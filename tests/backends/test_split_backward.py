@@ -14,7 +14,7 @@ from qkv.backends.cpu.passes import backward as backward_pass
 from qkv.backends.cpu.passes import forward as forward_pass
 from qkv.backends.cpu.split_bf16 import terms
 from qkv.backends.cpu.split_bf16.backward import emit_split_backward
-from qkv.problem.check import check
+from qkv.problem.building.check import check
 from qkv.testing import DTYPES
 from rebuilt import rebuilt_kernels
 

@@ -10,7 +10,7 @@ from forced import as_it_runs
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.split_bf16 import terms
 from qkv.backends.cpu.split_bf16.forward import emit_split_forward
-from qkv.problem.check import check
+from qkv.problem.building.check import check
 from qkv.testing import Case, bounds, cases, check_case, truth
 from qkv.testing.tolerances import ORDERS
 from rebuilt import rebuilt_kernels

@@ -15,7 +15,7 @@ from qkv.backends.cpu.replay.reduction import ReplayKey
 from qkv.backends.cpu.split_bf16.backward import emit_split_backward
 from qkv.backends.cpu.split_bf16.choice import split_shape
 from qkv.backends.cpu.split_bf16.replay import emit_split_replay
-from qkv.problem.check import check
+from qkv.problem.building.check import check
 from qkv.problem.spec import Spec
 from qkv.testing import DTYPES
 

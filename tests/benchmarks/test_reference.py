@@ -15,7 +15,7 @@ from benchmarks.reference import Inputs, Quantised, judge, make_inputs
 from benchmarks.rules import Rule
 from benchmarks.workloads import Workload, choose, workloads
 from qkv.errors import ArgumentError
-from qkv.problem.builder import Shape
+from qkv.problem.building.builder import Shape
 
 SHAPE = Shape((2,), 4, 2, 40, 40, 8, 8)
 

@@ -27,7 +27,7 @@ from benchmarks.workloads import Workload, workloads
 from qkv.backends.cpu.machine.host import host
 from qkv.cost.peaks import PRODUCTS
 from qkv.errors import ArgumentError, UnsupportedError
-from qkv.problem.builder import Shape
+from qkv.problem.building.builder import Shape
 
 ROOT = Path(__file__).parents[2]
 TINY = Workload(

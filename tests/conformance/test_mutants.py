@@ -9,7 +9,7 @@ import pytest
 from qkv.backends import blocked
 from qkv.backends.blocked import BlockedBackend
 from qkv.partial import Partial, finish
-from qkv.problem.expressions import Const, Load, Op, Var, constant, operation, substitute
+from qkv.problem.language.expressions import Const, Load, Op, Var, constant, operation, substitute
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Stage
 from qkv.problem.tiles import TileKind, TileRun

@@ -9,7 +9,7 @@ import qkv
 from qkv.backends import backends, choose
 from qkv.backends.blocked import BlockedBackend
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
-from qkv.problem.check import check
+from qkv.problem.building.check import check
 
 RNG = np.random.default_rng(0)
 Q, K, V, G = (RNG.normal(size=(2, 9, 4)) for _ in range(4))

@@ -15,7 +15,7 @@ import numpy as np
 import qkv
 from forced import OF_X86, as_it_runs
 from qkv.backends.cpu.machine.host import EMULATED
-from qkv.problem.builder import Shape
+from qkv.problem.building.builder import Shape
 from qkv.testing import Case
 
 RECORDED = Path(__file__).with_name("digests.json")

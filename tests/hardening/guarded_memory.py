@@ -22,7 +22,7 @@ from qkv.backends.cpu.split_bf16 import choice
 from qkv.call.binding.bound import bind
 from qkv.call.binding.options import OptionValues
 from qkv.call.derivatives.pull_back import Residuals, pull_back
-from qkv.problem.builder import Shape
+from qkv.problem.building.builder import Shape
 from qkv.testing import Case
 
 PAGE = mmap.PAGESIZE

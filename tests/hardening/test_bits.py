@@ -9,7 +9,7 @@ from fuzz import random_case
 
 import qkv
 from forced import sampled_kernels, takes
-from qkv.problem.builder import Shape
+from qkv.problem.building.builder import Shape
 from qkv.testing import DTYPES, Case
 from sampling import sample
 

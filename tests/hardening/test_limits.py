@@ -12,7 +12,7 @@ import pytest
 
 import qkv
 from qkv.backends.cpu.plan.schedule import schedule
-from qkv.problem.check import check
+from qkv.problem.building.check import check
 from qkv.testing import bounds, truth
 
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)

@@ -14,7 +14,7 @@ import pytest
 import qkv
 from qkv.inspection.models.model_record import ModelRecord, load
 from qkv.inspection.records.variant_data import from_data, to_data
-from qkv.problem.builder import Shape
+from qkv.problem.building.builder import Shape
 from qkv.variants import ALL
 
 RNG = np.random.default_rng(0)

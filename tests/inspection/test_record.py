@@ -12,7 +12,7 @@ import torch
 
 import qkv
 from qkv.inspection.weights import replay
-from qkv.problem.builder import Shape
+from qkv.problem.building.builder import Shape
 from qkv.testing.oracle import Truth, truth
 from qkv.variants import ALL
 

@@ -14,7 +14,7 @@ import torch
 
 import qkv
 from qkv.backends import backends, register, unregister
-from qkv.problem.builder import Shape
+from qkv.problem.building.builder import Shape
 from qkv.variants import ALL
 
 RNG = np.random.default_rng(0)

@@ -11,9 +11,9 @@ import torch
 
 import qkv
 from qkv.inspection.traces import gradient
-from qkv.problem.derivative import RULES, derivative
-from qkv.problem.evaluate import evaluate
-from qkv.problem.expressions import OPERATIONS, SCORE, Load, constant, operation
+from qkv.problem.language.derivative import RULES, derivative
+from qkv.problem.language.evaluate import evaluate
+from qkv.problem.language.expressions import OPERATIONS, SCORE, Load, constant, operation
 from qkv.testing import Case, cases, truth
 
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, DIM, V_DIM = 2, 4, 2, 5, 7, 6, 3

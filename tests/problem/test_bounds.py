@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from qkv.errors import ArgumentError, ShapeError
-from qkv.problem.bounds import bound, check_table_reads
-from qkv.problem.evaluate import evaluate
-from qkv.problem.expressions import Var, as_node
-from qkv.problem.intervals import Interval
-from qkv.problem.symbols import Expr, Table
+from qkv.problem.language.bounds import bound, check_table_reads
+from qkv.problem.language.evaluate import evaluate
+from qkv.problem.language.expressions import Var, as_node
+from qkv.problem.language.intervals import Interval
+from qkv.problem.language.symbols import Expr, Table
 from qkv.problem.tiles import TileGrid, TileKind
 
 Q_LEN, KV_LEN, HEADS, BATCHES = 23, 31, 3, 2

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from qkv.errors import ArgumentError
-from qkv.problem.evaluate import evaluate
-from qkv.problem.expressions import Const, Var, as_node, text, variables
-from qkv.problem.symbols import Expr, Table
+from qkv.problem.language.evaluate import evaluate
+from qkv.problem.language.expressions import Const, Var, as_node, text, variables
+from qkv.problem.language.symbols import Expr, Table
 
 SCORE, Q, K = (Expr(Var(name)) for name in ("score", "q_pos", "kv_pos"))
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.problem import nodes
-from qkv.problem.bounds import bound
-from qkv.problem.derivative import derivative
-from qkv.problem.evaluate import evaluate
-from qkv.problem.expressions import (
+from qkv.problem.language import nodes
+from qkv.problem.language.bounds import bound
+from qkv.problem.language.derivative import derivative
+from qkv.problem.language.evaluate import evaluate
+from qkv.problem.language.expressions import (
     SCORE,
     Const,
     Load,
@@ -27,7 +27,7 @@ from qkv.problem.expressions import (
     upwards,
     walk,
 )
-from qkv.problem.intervals import Interval
+from qkv.problem.language.intervals import Interval
 
 REUSES = 16
 

@@ -11,7 +11,7 @@ from host_backends import HOST_BACKENDS
 from qkv.backends import Refusal, choose, register, unregister
 from qkv.backends.blocked import BlockedBackend
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
-from qkv.problem.check import check
+from qkv.problem.building.check import check
 from qkv.testing import DTYPES, bounds, truth
 
 NAMES = HOST_BACKENDS

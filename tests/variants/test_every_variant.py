@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.problem.builder import Shape
-from qkv.problem.check import check
+from qkv.problem.building.builder import Shape
+from qkv.problem.building.check import check
 from qkv.variants import ALL, MaskVariant, Variant
 
 SHAPE = Shape((2,), 4, 2, 9, 9, 8, 8)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from written_out import OWN, attention
 
 import qkv
-from qkv.problem.builder import Shape
+from qkv.problem.building.builder import Shape
 from qkv.testing import truth
 from qkv.variants import ALL
 from watched import forget_prepared_calls

@@ -123,7 +123,7 @@ def library_of(array: Any, role: str, query: ArrayLibrary | None = None) -> Arra
         return _LIBRARIES[kind]
     if kind is not None:
         return library_named(kind)
-    if type(array).__module__ in ("qkv.problem.symbols", "qkv.problem.reading"):
+    if type(array).__module__ in ("qkv.problem.language.symbols", "qkv.problem.language.reading"):
         raise ArgumentError(
             f"qkv is called inside a score mod, where arrays and positions are symbols; {role} is "
             "one of them.",

@@ -16,7 +16,7 @@ from qkv.backends import Choice, Differentiable, Preparing, choose
 from qkv.call.binding.bound import BoundCall, UnboundCall
 from qkv.errors import ArgumentError, QkvError
 from qkv.partial import Partial, finish
-from qkv.problem.check import Layout, check
+from qkv.problem.building.check import Layout, check
 from qkv.problem.spec import Problem
 from qkv.variants.as_variant import as_variant
 

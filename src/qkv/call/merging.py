@@ -13,7 +13,7 @@ from qkv.arrays import is_array, library_of, namespace
 from qkv.arrays.views import view
 from qkv.errors import ShapeError
 from qkv.partial import Partial, merge
-from qkv.problem.check import Layout
+from qkv.problem.building.check import Layout
 from qkv.readable_checks import array_shape
 
 __all__ = ["merge_parts"]

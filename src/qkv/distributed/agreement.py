@@ -13,7 +13,7 @@ import torch
 from qkv._version import __version__
 from qkv.distributed.links import Links
 from qkv.errors import DistributedError, QkvError
-from qkv.problem import reading
+from qkv.problem.language import reading
 from qkv.problem.spec import Problem
 
 __all__ = ["compare", "fingerprint", "in_words", "tell"]

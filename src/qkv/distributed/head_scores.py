@@ -23,7 +23,7 @@ from qkv.distributed.sharded_call import whole_call
 from qkv.inspection.heads.layer_heads import LayerHeads, needs_float64, without_dropout
 from qkv.inspection.heads.score_rows import SCORES, HeadScores
 from qkv.partial import Partial
-from qkv.problem.builder import Builder, Shape
+from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.algebra import MaskVariant
 from qkv.variants.dense_mask import Mask

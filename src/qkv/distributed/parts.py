@@ -14,9 +14,9 @@ from qkv.inspection.weights.replay import Replay
 from qkv.inspection.weights.statistics import weight_statistics
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.backward import BackwardInputs, OperandGradients
-from qkv.problem.bounds import bound
-from qkv.problem.expressions import variables
-from qkv.problem.intervals import Interval
+from qkv.problem.language.bounds import bound
+from qkv.problem.language.expressions import variables
+from qkv.problem.language.intervals import Interval
 from qkv.problem.part import PartOf
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import Rows

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.distributed.order import Order, assigned, numbers
-from qkv.problem.check import check
-from qkv.problem.evaluate import evaluate
+from qkv.problem.building.check import check
+from qkv.problem.language.evaluate import evaluate
 from qkv.problem.part import placeholder
 from qkv.problem.spec import Problem
 from qkv.problem.tiles import TileGrid, TileKind

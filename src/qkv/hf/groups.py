@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from qkv.problem.builder import Builder, Shape
+from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants import MaskVariant
 from qkv.variants.base import Role

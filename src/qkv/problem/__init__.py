@@ -1,20 +1,11 @@
-"""The problem to compute, independent of backends: specification, expressions, bounds, tiles.
+"""The problem to compute, independent of backends: what it is, and what it means in NumPy.
 
-check           the only validation of a call: arrays and variants in, a `Problem` out
-builder         what variants build it with
+building        how it is made of the arrays and variants of a call, and checked
+language        the expressions of masks and score changes: read, evaluated, differentiated, bounded
 spec            what it is: `Spec`, structure without arrays, and `Operands`, the arrays
 part            some rows and heads of a problem, as a rank of several computes them
 stored_rows     keys and values in pages or as int8: `Paged`, `Quantized`, `StoredRows`
-offsets         the positions of rows
-padding         what to write for a mask of padding
-expressions, nodes, symbols
-                masks and score mods: their language, its graphs, and how Python writes it
-reading, replaced_values, score_functions
-                functions of scores read as expressions, and what they may call
-evaluate, derivative
-                expressions computed on NumPy arrays, and differentiated
-intervals, bounds, tiles
-                what expressions can be over a tile, and which tiles are empty, full or partial
+tiles           which tiles of the scores are empty, full or partial
 scores, backward, second_backward
                 attention, gradients and second derivatives over tiles, in NumPy
 overflow        outputs computed again because a sum overflowed

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.problem.derivative import derivative
-from qkv.problem.evaluate import evaluate
-from qkv.problem.expressions import Load, Node, walk
+from qkv.problem.language.derivative import derivative
+from qkv.problem.language.evaluate import evaluate
+from qkv.problem.language.expressions import Load, Node, walk
 from qkv.problem.scores import Scores, weighted_sum
 from qkv.problem.spec import Problem, Spec
 from qkv.problem.tiles import TileGrid, TileKind

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import UnsupportedError
-from qkv.problem.expressions import Node, Var, substitute
+from qkv.problem.language.expressions import Node, Var, substitute
+from qkv.problem.language.symbols import Expr, Table
 from qkv.problem.spec import Angles, Positions, Problem, Spec, Stage, TableSpec
 from qkv.problem.stored_rows import Rows, storage_of
-from qkv.problem.symbols import Expr, Table
 
 __all__ = ["PartOf", "check_parts", "placeholder"]
 

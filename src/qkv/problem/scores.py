@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.problem.evaluate import evaluate
-from qkv.problem.expressions import SCORE, TRUE, Node
+from qkv.problem.language.evaluate import evaluate
+from qkv.problem.language.expressions import SCORE, TRUE, Node
 from qkv.problem.philox import dropout_factors
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import read_rows

@@ -41,9 +41,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.problem.backward import OperandGradients, add_entries, reads, rotate_back, shares_of_sinks
-from qkv.problem.derivative import derivative, tangent
-from qkv.problem.evaluate import evaluate
-from qkv.problem.expressions import SCORE, Load, Node, Var
+from qkv.problem.language.derivative import derivative, tangent
+from qkv.problem.language.evaluate import evaluate
+from qkv.problem.language.expressions import SCORE, Load, Node, Var
 from qkv.problem.scores import Scores, weighted_sum
 from qkv.problem.tiles import TileGrid, TileKind
 

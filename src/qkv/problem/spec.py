@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.problem.expressions import SCORE, Kind, Node, conjunction, substitute
+from qkv.problem.language.expressions import SCORE, Kind, Node, conjunction, substitute
 from qkv.problem.stored_rows import Rows, Storage, StoredRows, whole_rows
 
 Array = NDArray[Any]

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.problem.bounds import bound
-from qkv.problem.expressions import FALSE, TRUE, Node, variables
-from qkv.problem.intervals import Interval
+from qkv.problem.language.bounds import bound
+from qkv.problem.language.expressions import FALSE, TRUE, Node, variables
+from qkv.problem.language.intervals import Interval
 
 Array = NDArray[Any]
 

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.problem.builder import Shape
+from qkv.problem.building.builder import Shape
 from qkv.testing.oracle import Truth, truth
 from qkv.testing.tolerances import ORDERS, Bounds, bounds
 

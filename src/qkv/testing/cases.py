@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.problem.builder import Shape
+from qkv.problem.building.builder import Shape
 from qkv.testing.case import DTYPES, Case, Memory, Variants
 from qkv.variants import (
     ALL,

@@ -12,7 +12,7 @@ from qkv._api import attention
 from qkv.arrays.views import view
 from qkv.backends import Backend, DeviceBackend, Refusal, backends, refusals
 from qkv.errors import UnsupportedError
-from qkv.problem.check import check
+from qkv.problem.building.check import check
 from qkv.problem.spec import Spec
 from qkv.testing.case import DTYPES, Case, Inputs
 from qkv.variants import Bias, Mask

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
-from qkv.problem.builder import Builder, Shape
+from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.base import ReadFunction, Role, Variant, short_repr
 

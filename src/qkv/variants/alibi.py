@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv.problem.builder import Builder, Shape, real_numbers
+from qkv.problem.building.builder import Builder, Shape, real_numbers
 from qkv.problem.dense import Dense
 from qkv.variants.base import Role, Variant
 

@@ -16,11 +16,11 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import numpy as np
 
 from qkv.errors import ArgumentError
-from qkv.problem.builder import Builder, Shape
+from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.problem.expressions import Load, Node, Op, rebuilt
-from qkv.problem.reading import from_words, in_words
-from qkv.problem.symbols import Expr
+from qkv.problem.language.expressions import Load, Node, Op, rebuilt
+from qkv.problem.language.reading import from_words, in_words
+from qkv.problem.language.symbols import Expr
 
 UNSAID: Any = type("Unsaid", (), {"__repr__": lambda self: "..."})()
 """The default of a field that has to be given, where a plain error would not say what to write."""
@@ -117,7 +117,7 @@ class FunctionText:
     Attributes
     ----------
     text : str
-        JSON of what `qkv.problem.reading.in_words` gives, of tables t0, t1, ...
+        JSON of what `qkv.problem.language.reading.in_words` gives, of tables t0, t1, ...
     arrays : tuple of arrays
     is_mask : bool
     """

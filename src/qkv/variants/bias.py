@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv.errors import DTypeError, MaskLooksBooleanWarning
-from qkv.problem.builder import Builder, Shape, kind_of_array
+from qkv.problem.building.builder import Builder, Shape, kind_of_array
+from qkv.problem.building.padding import padding_index
 from qkv.problem.dense import Dense
-from qkv.problem.padding import padding_index
 from qkv.readable_checks import as_array
 from qkv.variants.base import Role, Variant
 

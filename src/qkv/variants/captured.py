@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from qkv.errors import ArgumentError
-from qkv.problem.expressions import Var, as_node
-from qkv.problem.reading import Reading, explained, in_words, kind_of_table
-from qkv.problem.replaced_values import (
+from qkv.problem.language.expressions import Var, as_node
+from qkv.problem.language.reading import Reading, explained, in_words, kind_of_table
+from qkv.problem.language.replaced_values import (
     closure_values,
     global_names,
     is_of_library,
     with_replaced_values,
 )
-from qkv.problem.symbols import Expr, Table
+from qkv.problem.language.symbols import Expr, Table
 from qkv.readable_checks import array_shape
 from qkv.variants.base import Expression, Opaque
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from qkv.problem.builder import Align, Builder, Shape
+from qkv.problem.building.builder import Align, Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.algebra import MaskVariant
 from qkv.variants.base import Role

@@ -11,9 +11,9 @@ from numpy.typing import ArrayLike
 
 from qkv._dynamo import is_reading
 from qkv.errors import ArgumentError
-from qkv.problem.builder import Builder, Shape
+from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.problem.reading import signature_unless
+from qkv.problem.language.reading import signature_unless
 from qkv.variants.algebra import MaskVariant
 from qkv.variants.base import FunctionText, ReadFunction, Role
 from qkv.variants.captured import Condition

@@ -11,7 +11,7 @@ import numpy as np
 from qkv._dynamo import is_reading
 from qkv.declarations import shown
 from qkv.errors import ArgumentError
-from qkv.problem.builder import Builder, Shape
+from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.base import HOST_VALUES, UNSAID, Role, Variant
 

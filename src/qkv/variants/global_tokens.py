@@ -11,9 +11,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from qkv._dynamo import is_reading
 from qkv.errors import ArgumentError
-from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
+from qkv.problem.building.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.problem.symbols import Expr
+from qkv.problem.language.symbols import Expr
 from qkv.readable_checks import as_array
 from qkv.variants.algebra import MaskVariant
 from qkv.variants.base import HOST_VALUES, Role

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from qkv.errors import DTypeError, ShapeError
-from qkv.problem.builder import Builder, Shape
+from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.readable_checks import as_array
 from qkv.variants.algebra import MaskVariant

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from qkv._dynamo import is_reading
 from qkv.errors import ArgumentError
-from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
+from qkv.problem.building.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.readable_checks import as_array
 from qkv.variants.algebra import MaskVariant

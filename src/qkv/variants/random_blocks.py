@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
-from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
+from qkv.problem.building.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.problem.philox import philox
 from qkv.readable_checks import checked_flag

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from qkv.declarations import shown
 from qkv.errors import ArgumentError, ShapeError
-from qkv.problem.builder import Builder, Shape
+from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.readable_checks import array_shape, as_array
 from qkv.variants.base import Role, Variant

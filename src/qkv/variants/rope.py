@@ -13,7 +13,7 @@ from qkv._dynamo import made_outside
 from qkv.errors import ArgumentError
 from qkv.positions import hf_config, scaling
 from qkv.positions.rotation import array_namespace, rotate
-from qkv.problem.builder import Builder, Shape
+from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.readable_checks import array_shape
 from qkv.variants.base import Role, Variant

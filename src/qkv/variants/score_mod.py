@@ -10,12 +10,12 @@ import numpy as np
 
 from qkv._dynamo import is_reading
 from qkv.errors import ArgumentError
-from qkv.problem.builder import Builder, Shape
+from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.problem.expressions import Var, as_node, text
-from qkv.problem.reading import Reading, explained, signature_unless
-from qkv.problem.replaced_values import with_replaced_values
-from qkv.problem.symbols import Expr
+from qkv.problem.language.expressions import Var, as_node, text
+from qkv.problem.language.reading import Reading, explained, signature_unless
+from qkv.problem.language.replaced_values import with_replaced_values
+from qkv.problem.language.symbols import Expr
 from qkv.variants.base import Expression, FunctionText, Opaque, ReadFunction, Variant
 from qkv.variants.captured import CapturedFunction, captured_values, is_plain, with_arrays
 

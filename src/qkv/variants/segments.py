@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from qkv._dynamo import made_outside
 from qkv.errors import DTypeError, ShapeError
-from qkv.problem.builder import Builder, Restart, Shape
+from qkv.problem.building.builder import Builder, Restart, Shape
 from qkv.problem.dense import Dense
 from qkv.readable_checks import as_array
 from qkv.variants.algebra import MaskVariant

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from qkv.errors import ArgumentError
-from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
+from qkv.problem.building.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.algebra import MaskVariant
 from qkv.variants.base import Role

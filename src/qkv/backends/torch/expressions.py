@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qkv.problem.expressions import Const, Load, Node, Op, Var, children, upwards
+from qkv.problem.language.expressions import Const, Load, Node, Op, Var, children, upwards
 
 __all__ = ["TensorEvaluation"]
 

@@ -24,7 +24,7 @@ from qkv.backends.torch.attention import (
     needs_derivatives,
 )
 from qkv.partial import Partial
-from qkv.problem.expressions import TRUE, Op, Var
+from qkv.problem.language.expressions import TRUE, Op, Var
 from qkv.problem.spec import Problem
 
 __all__ = ["attend_fused", "is_fused"]

@@ -22,11 +22,11 @@ from torch.overrides import TorchFunctionMode
 
 from qkv._dynamo import as_constant, constant_result
 from qkv.errors import ArgumentError, QkvError
-from qkv.problem import score_functions
-from qkv.problem.expressions import Var, as_node
-from qkv.problem.reading import in_words
-from qkv.problem.replaced_values import global_names
-from qkv.problem.symbols import Expr, Table
+from qkv.problem.language import score_functions
+from qkv.problem.language.expressions import Var, as_node
+from qkv.problem.language.reading import in_words
+from qkv.problem.language.replaced_values import global_names
+from qkv.problem.language.symbols import Expr, Table
 
 __all__ = ["begins_in_the_bridge", "read", "read_made_before"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from qkv.call.binding.unknown_keywords import keyword_error
-from qkv.problem.check import Layout
+from qkv.problem.building.check import Layout
 
 __all__ = ["DEFAULTS", "OptionValues", "Options", "option_values", "with_options"]
 

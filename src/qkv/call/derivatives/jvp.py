@@ -34,7 +34,7 @@ from qkv.call.derivatives.gradients import Gradients
 from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.partial import Partial
-from qkv.problem.builder import FLOATS
+from qkv.problem.building.builder import FLOATS
 from qkv.problem.scores import Scores
 from qkv.problem.second_backward import (
     Cotangents,

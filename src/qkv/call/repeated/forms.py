@@ -12,7 +12,7 @@ from qkv.backends import Passes
 from qkv.call.binding.bound import BoundCall
 from qkv.call.binding.flatten import ReadByValue, add_length_keys
 from qkv.call.repeated.cache import Entry, Form
-from qkv.problem.builder import INDEX_LIMIT
+from qkv.problem.building.builder import INDEX_LIMIT
 
 __all__ = ["MAX_DECODE_QUERIES", "MAX_VALUE_BYTES", "Views", "fixed_form", "form_of", "has_form",
            "heads_first", "in_place", "step_form", "values_of"]  # fmt: skip

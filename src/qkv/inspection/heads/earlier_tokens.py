@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.problem.builder import Builder, Shape
+from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.algebra import MaskVariant
 

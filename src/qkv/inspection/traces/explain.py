@@ -34,8 +34,8 @@ from qkv.inspection.traces.trace_fields import (
     TracedProblem,
     TracedRow,
 )
-from qkv.problem.builder import FLOATS
-from qkv.problem.check import Layout
+from qkv.problem.building.builder import FLOATS
+from qkv.problem.building.check import Layout
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem, Spec
 from qkv.problem.stored_rows import read_rows

@@ -23,8 +23,8 @@ from qkv.errors import UnsupportedError
 from qkv.inspection.traces.steps import Steps, steps
 from qkv.ledger import memory
 from qkv.problem.backward import rotate_back
-from qkv.problem.derivative import derivative
-from qkv.problem.evaluate import evaluate
+from qkv.problem.language.derivative import derivative
+from qkv.problem.language.evaluate import evaluate
 from qkv.problem.scores import Scores, weighted_sum
 from qkv.problem.spec import Problem, Spec
 

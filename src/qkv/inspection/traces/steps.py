@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.problem.evaluate import evaluate
+from qkv.problem.language.evaluate import evaluate
 from qkv.problem.scores import Scores
 
 Array = NDArray[Any]

@@ -25,8 +25,8 @@ from qkv.backends.cpu.products.query_lanes import (
     store_vectors,
     vectors_at,
 )
-from qkv.problem.derivative import derivative
-from qkv.problem.expressions import Load, variables
+from qkv.problem.language.derivative import derivative
+from qkv.problem.language.expressions import Load, variables
 
 _CHAIN_OF_KEYS = 16
 """This many keys are added one after the other before the sums are combined."""

@@ -21,8 +21,8 @@ from qkv.backends.cpu.products.bfloat16 import multiply_add_pairs, round_to_chun
 from qkv.backends.cpu.products.query_lanes import (
     MultiplyAdd,
 )
-from qkv.problem.derivative import ONE, derivative
-from qkv.problem.expressions import SCORE, TRUE, Load, walk
+from qkv.problem.language.derivative import ONE, derivative
+from qkv.problem.language.expressions import SCORE, TRUE, Load, walk
 from qkv.problem.spec import Spec
 
 BLOCK_KV = 128

@@ -52,7 +52,7 @@ from qkv.backends.cpu.products.bfloat16 import (
     round_to_bfloat16,
 )
 from qkv.backends.cpu.products.query_lanes import half_ranges
-from qkv.problem.expressions import TRUE
+from qkv.problem.language.expressions import TRUE
 
 PAIRS_OF = {"query": "query_pairs", "grad_out": "grad_pairs"}
 """For each area of packed rows, the area that holds them as pairs of bfloat16."""

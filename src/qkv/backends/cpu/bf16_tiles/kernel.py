@@ -36,7 +36,7 @@ from qkv.backends.cpu.forward.rows import unpack_function
 from qkv.backends.cpu.products import tile_instructions
 from qkv.backends.cpu.products.tile_instructions import TILE_BYTES, TILE_ROWS
 from qkv.backends.cpu.threads.floating_mode import flushing
-from qkv.problem.expressions import TRUE
+from qkv.problem.language.expressions import TRUE
 
 
 def emit_bf16_tiles(key: ForwardKey) -> str:

@@ -30,7 +30,7 @@ from qkv.backends.cpu.products.tile_instructions import (
     TileInstructions,
     tiles_of,
 )
-from qkv.problem.expressions import Op, walk
+from qkv.problem.language.expressions import Op, walk
 
 MOST_GROUPS = 16
 """The most groups of keys of one unit."""

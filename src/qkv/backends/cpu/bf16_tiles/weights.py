@@ -22,7 +22,7 @@ from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import Value
 from qkv.backends.cpu.emit.transpose import transposed_loads, transposed_values
 from qkv.backends.cpu.forward.frame import ForwardFrame
-from qkv.problem.expressions import TRUE
+from qkv.problem.language.expressions import TRUE
 
 MOST_BITS = 16
 """By how many powers of two scores may exceed the shift of their row before it is raised."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import fields, is_dataclass
 
-from qkv.problem.expressions import Node, fields_of
+from qkv.problem.language.expressions import Node, fields_of
 
 
 def canonical(value: object) -> str:

@@ -73,9 +73,10 @@ EMITTERS = (
     "backends/cpu/threads/floating_mode.py", "backends/cpu/threads/gate.py",
     "backends/cpu/threads/openmp_code.py", "backends/cpu/threads/pool_code.py",
     "backends/cpu/compiler/compile.py", "backends/cpu/machine/tiling.py",
-    "problem/bounds.py", "problem/derivative.py", "problem/expressions.py", "problem/intervals.py",
-    "problem/nodes.py", "problem/philox.py", "problem/spec.py", "problem/stored_rows.py",
-    "problem/tiles.py",
+    "problem/language/bounds.py", "problem/language/derivative.py",
+    "problem/language/expressions.py", "problem/language/intervals.py",
+    "problem/language/nodes.py",
+    "problem/philox.py", "problem/spec.py", "problem/stored_rows.py", "problem/tiles.py",
 )  # fmt: skip
 """The folders and files, below the package `qkv`, whose text decides what code is emitted."""
 

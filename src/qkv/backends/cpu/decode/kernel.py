@@ -57,7 +57,7 @@ from qkv.backends.cpu.emit.packing import (
 )
 from qkv.backends.cpu.products.dim_lanes import RowProducts
 from qkv.backends.cpu.products.tile_instructions import configure, release
-from qkv.problem.expressions import TRUE
+from qkv.problem.language.expressions import TRUE
 
 PART_KV = 32
 """Number of keys that all rows are multiplied with before the next keys of the block, if one tile

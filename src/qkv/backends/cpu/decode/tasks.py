@@ -18,7 +18,7 @@ from llvmlite import ir
 from qkv.backends.cpu.emit.emitter import DOUBLE, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD, Frame
 from qkv.backends.cpu.emit.mask_bounds import MaskBounds
-from qkv.problem.expressions import FALSE, TRUE, variables
+from qkv.problem.language.expressions import FALSE, TRUE, variables
 
 CHUNK = 512
 """Number of keys of one task, unless a kv head would then have more than `MOST_CHUNKS` tasks."""

@@ -1,4 +1,4 @@
-"""Expressions as vector code: what `qkv.problem.evaluate` computes, for the lanes of one vector.
+"""Expressions as vector code, which computes what `qkv.problem.language.evaluate` does.
 
 A value is *uniform* (a scalar: the same for all lanes) or lane-varying (a vector), like the
 variables that it is computed from. Uniform integers have 64 bits; integer lanes have 32 if every
@@ -17,7 +17,7 @@ from llvmlite import ir
 from qkv.backends.cpu.emit import storage, vector_math
 from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT64, Emitter, Value, is_vector
 from qkv.backends.cpu.emit.tables import INTEGER_TYPES, TableView, item_bytes, raw_type
-from qkv.problem.expressions import (
+from qkv.problem.language.expressions import (
     Const,
     Load,
     Node,

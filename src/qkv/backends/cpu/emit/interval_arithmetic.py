@@ -1,8 +1,8 @@
 """Interval arithmetic in machine code: bounds of an operation from the bounds of its arguments.
 
-The rules are those of `qkv.problem.intervals`, with the same room for rounding. The bounds of a
-number are two float64 numbers and a bit that says whether it may be NaN; those of a condition are
-two bits, whether it certainly holds and whether it possibly does. Two things are bounded less
+The rules are those of `qkv.problem.language.intervals`, with the same room for rounding. The bounds
+of a number are two float64 numbers and a bit that says whether it may be NaN; those of a condition
+are two bits, whether it certainly holds and whether it possibly does. Two things are bounded less
 tightly than there: exponentials, logarithms and hyperbolic tangents have no bounds at all, and
 neither have integers beyond 2**53.
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BIT, DOUBLE, Emitter, Value
-from qkv.problem.intervals import EXACT, FLOAT32_MAX, ROUNDING, TINY
+from qkv.problem.language.intervals import EXACT, FLOAT32_MAX, ROUNDING, TINY
 
 _INTEGER_LIMIT = 2.0**63
 _FLOOR_LIMIT = 2.0**62

@@ -1,7 +1,7 @@
 """What a mask can be over a block of keys, found out in machine code.
 
-This is `qkv.problem.bounds` for one block at a time, with the same rules and the same room for
-rounding, so that a kernel finds out by itself which blocks it may skip and which need no mask.
+This is `qkv.problem.language.bounds` for one block at a time, with the same rules and the same room
+for rounding, so that a kernel finds out by itself which blocks it may skip and which need no mask.
 
 The elements of a table that a block may read are looked up if they are few; otherwise they may be
 any value of the table's type.
@@ -27,8 +27,8 @@ from qkv.backends.cpu.emit.interval_arithmetic import (
     constant_bounds,
 )
 from qkv.backends.cpu.emit.tables import INTEGER_TYPES, TableView, item_bytes, raw_type
-from qkv.problem.expressions import Const, Load, Node, Op, Var, landings
-from qkv.problem.intervals import ROUNDS, constant_interval
+from qkv.problem.language.expressions import Const, Load, Node, Op, Var, landings
+from qkv.problem.language.intervals import ROUNDS, constant_interval
 
 
 class MaskBounds:
@@ -209,7 +209,7 @@ class MaskBounds:
         low, high = constant(-math.inf), constant(math.inf)
         if is_vector(entries):
             low, high = self.e.splat(low), self.e.splat(high)
-        # `qkv.problem.bounds` has the same rule: one NaN leaves a table without bounds.
+        # `qkv.problem.language.bounds` has the same rule: one NaN leaves a table without bounds.
         return self._joined(seen, [b.select(nan, low, entries), b.select(nan, high, entries), nan])
 
     def _joined(self, first: Sequence[Value], second: Sequence[Value]) -> list[Value]:

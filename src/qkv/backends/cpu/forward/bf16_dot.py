@@ -42,7 +42,7 @@ from qkv.backends.cpu.products.bfloat16 import (
     round_to_chunks,
 )
 from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors
-from qkv.problem.expressions import TRUE
+from qkv.problem.language.expressions import TRUE
 from qkv.problem.spec import Spec
 
 BLOCK_KV = 256

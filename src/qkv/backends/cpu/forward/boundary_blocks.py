@@ -19,7 +19,7 @@ from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.backends.cpu.forward.products import values_function
 from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors
-from qkv.problem.expressions import TRUE, Load, Node, variables, walk
+from qkv.problem.language.expressions import TRUE, Load, Node, variables, walk
 
 STEP = 16
 """Ranges of keys are rounded to multiples of this number, which is how many weights are added in

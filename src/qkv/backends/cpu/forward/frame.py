@@ -13,7 +13,7 @@ from qkv.backends.cpu.emit.expressions import Expressions
 from qkv.backends.cpu.emit.frame import COMMON_FIELDS, Frame, operand_fields
 from qkv.backends.cpu.emit.storage import real_dtype
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.problem.expressions import SCORE
+from qkv.problem.language.expressions import SCORE
 from qkv.problem.spec import Spec
 
 BLOCK_KV = 64

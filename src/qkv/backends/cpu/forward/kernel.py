@@ -61,7 +61,7 @@ from qkv.backends.cpu.forward.products import (
 from qkv.backends.cpu.forward.rows import pack_function, rows_of_block, unpack_function
 from qkv.backends.cpu.forward.softmax import softmax_function
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.problem.expressions import TRUE
+from qkv.problem.language.expressions import TRUE
 from qkv.problem.spec import Spec
 
 

@@ -26,7 +26,7 @@ from qkv.backends.cpu.forward.score_blocks import (
 from qkv.backends.cpu.forward.softmax import finish_scores, scores_to_weights
 from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
 from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
-from qkv.problem.expressions import TRUE
+from qkv.problem.language.expressions import TRUE
 
 
 def emit_pair_kernel(operands: PairOperands) -> str:

@@ -26,7 +26,7 @@ from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.forward.frame import RUN, ForwardFrame, ScoreVector, StatsRow
 from qkv.backends.cpu.forward.softmax import WeightOfKey
 from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
-from qkv.problem.expressions import TRUE
+from qkv.problem.language.expressions import TRUE
 from qkv.problem.tiles import TileKind
 
 QUARTERS = 4

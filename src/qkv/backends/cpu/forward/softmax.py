@@ -13,7 +13,7 @@ from qkv.backends.cpu.emit.emitter import Emitter, Value
 from qkv.backends.cpu.emit.expressions import Expressions
 from qkv.backends.cpu.emit.transpose import transpose_tables, transposed_loads, transposed_values
 from qkv.backends.cpu.forward.frame import ForwardFrame, ScoreVector, StatsRow
-from qkv.problem.expressions import walk
+from qkv.problem.language.expressions import walk
 
 _SUM = 16
 """Number of weights that are added in one chain: rounding errors grow with its length."""

@@ -21,7 +21,7 @@ from qkv.backends.cpu.plan.kernel_choice import shape_of
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.backends.cpu.plan.schedule import Schedule, fine_tile, schedule
 from qkv.backends.cpu.split_bf16 import choice as split_bf16
-from qkv.problem.expressions import Op, walk
+from qkv.problem.language.expressions import Op, walk
 from qkv.problem.spec import Problem, Spec
 
 _SOFTMAX, _DROPOUT, _NODE = 25.0, 75.0, 5.0

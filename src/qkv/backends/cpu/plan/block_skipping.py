@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from qkv.backends.cpu.plan.schedule import TableContents, arrays_of, table_contents
 from qkv.problem.backward import BackwardInputs
-from qkv.problem.bounds import bound
-from qkv.problem.expressions import Node, Op, constant, operation, variables
-from qkv.problem.intervals import Interval
+from qkv.problem.language.bounds import bound
+from qkv.problem.language.expressions import Node, Op, constant, operation, variables
+from qkv.problem.language.intervals import Interval
 from qkv.problem.spec import Problem
 from qkv.problem.tiles import TileKind
 

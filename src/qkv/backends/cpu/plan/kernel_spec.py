@@ -8,9 +8,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from qkv.problem.bounds import bounds
-from qkv.problem.expressions import Load, Node, Op, walk
-from qkv.problem.intervals import Interval
+from qkv.problem.language.bounds import bounds
+from qkv.problem.language.expressions import Load, Node, Op, walk
+from qkv.problem.language.intervals import Interval
 from qkv.problem.spec import Problem, Spec
 
 Array = NDArray[Any]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from qkv.backends.cpu.forward.boundary_blocks import skips_keys_within_blocks
 from qkv.backends.cpu.forward.frame import RUN, TASK
 from qkv.backends.cpu.forward.score_blocks import LAST_PARTIAL, QUARTERS
-from qkv.problem.expressions import Load, Node, Op, conjunction, tables, variables, walk
+from qkv.problem.language.expressions import Load, Node, Op, conjunction, tables, variables, walk
 from qkv.problem.spec import Problem, Spec
 from qkv.problem.tiles import TileGrid, TileKind
 

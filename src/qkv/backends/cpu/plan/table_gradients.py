@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.problem.backward import reads
-from qkv.problem.evaluate import evaluate
-from qkv.problem.expressions import Load, variables
+from qkv.problem.language.evaluate import evaluate
+from qkv.problem.language.expressions import Load, variables
 from qkv.problem.spec import Problem
 
 Array = NDArray[Any]

@@ -19,9 +19,9 @@ from qkv.backends.cpu.plan.kernel_spec import bits_of, index_bounds
 from qkv.backends.cpu.prepared.placeholders import tables_of
 from qkv.backends.cpu.python_calls.filled_block import Axis, Operand
 from qkv.errors import ArgumentError, ShapeError
-from qkv.problem.bounds import check_table_reads
-from qkv.problem.expressions import Const, Load, Node, Op, Var, rebuilt, walk
-from qkv.problem.intervals import Interval
+from qkv.problem.language.bounds import check_table_reads
+from qkv.problem.language.expressions import Const, Load, Node, Op, Var, rebuilt, walk
+from qkv.problem.language.intervals import Interval
 from qkv.problem.spec import Problem
 
 Array = NDArray[Any]

@@ -20,7 +20,7 @@ from qkv.backends.cpu.prepared.kernel import Kernel
 from qkv.backends.cpu.prepared.placeholders import tables_of
 from qkv.partial import RowStatistics
 from qkv.problem.backward import BackwardInputs
-from qkv.problem.expressions import tables
+from qkv.problem.language.expressions import tables
 from qkv.problem.spec import Problem
 
 __all__ = ["prepare"]

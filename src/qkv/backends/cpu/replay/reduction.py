@@ -28,7 +28,7 @@ from qkv.backends.cpu.forward.frame import (
 from qkv.backends.cpu.forward.rows import pack_function, rows_of_block
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors
-from qkv.problem.expressions import TRUE
+from qkv.problem.language.expressions import TRUE
 from qkv.problem.spec import Spec
 
 Question: TypeAlias = Literal["sums", "top", "received", "blocks"]

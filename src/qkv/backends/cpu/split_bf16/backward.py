@@ -48,7 +48,7 @@ from qkv.backends.cpu.split_bf16.backward_block import (
     Stage,
 )
 from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES
-from qkv.problem.expressions import TRUE
+from qkv.problem.language.expressions import TRUE
 from qkv.problem.tiles import TileKind
 
 

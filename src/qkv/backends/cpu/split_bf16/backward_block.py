@@ -29,7 +29,7 @@ from qkv.backends.cpu.products.query_lanes import vectors_at
 from qkv.backends.cpu.products.tile_instructions import TILE_BYTES, TILE_ROWS, TILE_SIZE
 from qkv.backends.cpu.split_bf16 import non_finite
 from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES, TermSplitter
-from qkv.problem.expressions import TRUE
+from qkv.problem.language.expressions import TRUE
 
 BLOCK_AREAS = (
     "query_packed", "query_transposed", "grad_packed", "grad_transposed", "query_sums", "rows",

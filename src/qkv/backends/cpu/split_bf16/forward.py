@@ -34,7 +34,7 @@ from qkv.backends.cpu.split_bf16.unit import (
     UnitFunctions,
 )
 from qkv.backends.cpu.threads.floating_mode import flushing
-from qkv.problem.expressions import Op, walk
+from qkv.problem.language.expressions import Op, walk
 from qkv.problem.spec import Spec
 
 _SPLIT_BYTES = 512 * 1024

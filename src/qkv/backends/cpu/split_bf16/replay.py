@@ -31,7 +31,7 @@ from qkv.backends.cpu.replay.reduction import (
 from qkv.backends.cpu.split_bf16 import non_finite
 from qkv.backends.cpu.split_bf16.scores import SplitScores
 from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES
-from qkv.problem.expressions import TRUE
+from qkv.problem.language.expressions import TRUE
 from qkv.problem.spec import Spec
 from qkv.problem.tiles import TileKind
 

@@ -32,7 +32,7 @@ from qkv.call.binding.bound import BoundCall, Structure
 from qkv.call.derivatives.jvp import Tangents, jvp_of, second_vjp
 from qkv.call.derivatives.pull_back import Residuals, pull_back
 from qkv.errors import ShapeError
-from qkv.problem.check import check
+from qkv.problem.building.check import check
 
 __all__ = [
     "attention",

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError, ShapeError
-from qkv.problem.expressions import Const, Load, Node, Op, Var, text, upwards, walk
-from qkv.problem.intervals import (
+from qkv.problem.language.expressions import Const, Load, Node, Op, Var, text, upwards, walk
+from qkv.problem.language.intervals import (
     ROUNDS,
     RULES,
     UNKNOWN,

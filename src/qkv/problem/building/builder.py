@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv.errors import AmbiguityError, ArgumentError, DTypeError, ShapeError
-from qkv.problem.expressions import Kind, Var, as_node, conjunction, text, variables
-from qkv.problem.padding import padding_index
-from qkv.problem.reading import is_array_at_position
+from qkv.problem.building.padding import padding_index
+from qkv.problem.language.expressions import Kind, Var, as_node, conjunction, text, variables
+from qkv.problem.language.reading import is_array_at_position
+from qkv.problem.language.symbols import Expr, Table
 from qkv.problem.spec import Dropout, Origin, Rotation, Stage, TableSpec
-from qkv.problem.symbols import Expr, Table
 from qkv.readable_checks import as_array
 
 Array = NDArray[Any]

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from qkv.problem.expressions import SCORE, Load, Node, Op, Var, constant, operation, upwards
+from qkv.problem.language.expressions import (
+    SCORE,
+    Load,
+    Node,
+    Op,
+    Var,
+    constant,
+    operation,
+    upwards,
+)
 
 ZERO, ONE = constant(0.0), constant(1.0)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.problem.expressions import OPERATIONS, Const, Load, Node, Op, Var, upwards
+from qkv.problem.language.expressions import OPERATIONS, Const, Load, Node, Op, Var, upwards
 
 Array = NDArray[Any]
 

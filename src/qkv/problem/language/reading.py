@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from qkv.errors import ArgumentError, QkvError
-from qkv.problem.expressions import Const, Load, Node, Op, Var, upwards
-from qkv.problem.replaced_values import is_of_library
-from qkv.problem.score_functions import ARRAY_AT_POSITION
-from qkv.problem.symbols import Expr, Table, whole_array
+from qkv.problem.language.expressions import Const, Load, Node, Op, Var, upwards
+from qkv.problem.language.replaced_values import is_of_library
+from qkv.problem.language.score_functions import ARRAY_AT_POSITION
+from qkv.problem.language.symbols import Expr, Table, whole_array
 
 __all__ = [
     "Reading", "explained", "from_words", "in_words", "is_array_at_position", "kind_of_table",

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import AmbiguityError, ArgumentError
-from qkv.problem.builder import INDEX_LIMIT, Align, Builder
-from qkv.problem.expressions import Node, Var, variables
+from qkv.problem.building.builder import INDEX_LIMIT, Align, Builder
+from qkv.problem.language.expressions import Node, Var, variables
+from qkv.problem.language.symbols import Expr
 from qkv.problem.spec import Positions
-from qkv.problem.symbols import Expr
 from qkv.readable_checks import as_array
 
 __all__ = ["positions_of"]

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError
-from qkv.problem.bounds import check_table_reads
-from qkv.problem.builder import FLOATS, INDEX_LIMIT, MAX_DIMENSIONS, Builder, Shape
-from qkv.problem.expressions import Node, substitute
-from qkv.problem.intervals import Interval
-from qkv.problem.offsets import positions_of
-from qkv.problem.reading import signature_unless
+from qkv.problem.building.builder import FLOATS, INDEX_LIMIT, MAX_DIMENSIONS, Builder, Shape
+from qkv.problem.building.offsets import positions_of
+from qkv.problem.language.bounds import check_table_reads
+from qkv.problem.language.expressions import Node, substitute
+from qkv.problem.language.intervals import Interval
+from qkv.problem.language.reading import signature_unless
 from qkv.problem.spec import Angles, Operands, Positions, Problem, Rotation, Spec, Stage
 from qkv.problem.stored_rows import (
     Paged,

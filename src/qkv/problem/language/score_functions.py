@@ -1,7 +1,7 @@
 """Functions of scores and positions, by the names that NumPy and torch have for them.
 
-Each is written with the operations of `qkv.problem.expressions`, so that every backend has it and
-its derivative.
+Each is written with the operations of `qkv.problem.language.expressions`, so that every backend has
+it and its derivative.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from qkv.errors import ArgumentError
-from qkv.problem.expressions import OPERATIONS, Const, Node, as_node, operation
+from qkv.problem.language.expressions import OPERATIONS, Const, Node, as_node, operation
 
 __all__ = ["ARRAY_AT_POSITION", "NAMES", "call", "power"]
 

@@ -1,7 +1,7 @@
 """The language of score mods and masks as Python sees it.
 
 An `Expr` has Python's operators and answers NumPy's functions, so that a score mod reads like the
-formula in its paper, and builds a node of `qkv.problem.expressions`:
+formula in its paper, and builds a node of `qkv.problem.language.expressions`:
 
     np.where(q_pos >= kv_pos, cap * np.tanh(score / cap), -np.inf)
 """
@@ -15,8 +15,17 @@ from typing import Any
 import numpy as np
 
 from qkv.errors import ArgumentError
-from qkv.problem import score_functions as functions
-from qkv.problem.expressions import Const, Kind, Load, Node, as_node, constant, operation, text
+from qkv.problem.language import score_functions as functions
+from qkv.problem.language.expressions import (
+    Const,
+    Kind,
+    Load,
+    Node,
+    as_node,
+    constant,
+    operation,
+    text,
+)
 
 _UFUNCS: Mapping[Any, str] = {
     np.add: "add",

@@ -3,7 +3,7 @@
 A *node* is a constant, a variable (`q_index`, `kv_index`, `q_pos`, `kv_pos`, `head`, `batch`,
 `score`), a read from a table, or an operation. Nodes are immutable and hold no arrays, so they can
 be cached, compared, compiled and written to files, and equal ones are one object.
-`qkv.problem.symbols` is how they are written in Python.
+`qkv.problem.language.symbols` is how they are written in Python.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from qkv.errors import ArgumentError
-from qkv.problem.nodes import (
+from qkv.problem.language.nodes import (
     VARIABLES,
     Const,
     Kind,
