@@ -87,7 +87,7 @@ def test_an_entry_that_was_not_sampled_counts() -> None:
 
 def test_calls_like_an_earlier_one_do_not_look_again(monkeypatch) -> None:
     """What a prepared call costs must not grow with the mask."""
-    from qkv.variants import bias
+    from qkv.variants.scores import bias
 
     looked = []
     monkeypatch.setattr(bias, "_is_zeros_and_ones", lambda array: looked.append(array.size))

@@ -15,8 +15,8 @@ import torch
 
 import qkv
 from qkv.testing import Truth
-from qkv.variants.alibi import alibi_slopes
-from qkv.variants.relative_bias import relative_buckets
+from qkv.variants.scores.alibi import alibi_slopes
+from qkv.variants.scores.relative_bias import relative_buckets
 
 Tensor = torch.Tensor
 Array = np.ndarray[Any, Any]

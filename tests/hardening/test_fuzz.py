@@ -21,7 +21,7 @@ from fuzz.shrink import keep, kept, read, shrunk
 
 from qkv.testing import truth
 from qkv.variants import ALL
-from qkv.variants.causal import Causal
+from qkv.variants.masks.causal import Causal
 
 EACH = 25
 """Layouts of one structure; its kernels take longer to compile than many of them."""

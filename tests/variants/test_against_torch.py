@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import qkv
-from qkv.variants.alibi import alibi_slopes
-from qkv.variants.relative_bias import relative_buckets
+from qkv.variants.scores.alibi import alibi_slopes
+from qkv.variants.scores.relative_bias import relative_buckets
 
 pytestmark = pytest.mark.usefixtures("masks_unread_and_read")
 BACKENDS = pytest.mark.parametrize("backend", ["auto", "blocked", "reference"])

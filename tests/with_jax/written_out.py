@@ -14,8 +14,8 @@ import numpy as np
 
 import qkv
 from qkv.testing import Truth
-from qkv.variants.alibi import alibi_slopes
-from qkv.variants.relative_bias import relative_buckets
+from qkv.variants.scores.alibi import alibi_slopes
+from qkv.variants.scores.relative_bias import relative_buckets
 
 Array = Any
 

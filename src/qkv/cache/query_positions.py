@@ -11,7 +11,7 @@ from qkv.arrays import kind_of
 from qkv.cache.arguments import Lengths
 from qkv.errors import ShapeError
 from qkv.readable_checks import as_array
-from qkv.variants.algebra import AllOf, AnyOf, Not
+from qkv.variants.masks.algebra import AllOf, AnyOf, Not
 
 __all__ = ["check_row_count", "check_window", "q_len_of", "without_end"]
 

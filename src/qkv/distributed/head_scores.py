@@ -25,8 +25,8 @@ from qkv.inspection.heads.score_rows import SCORES, HeadScores
 from qkv.partial import Partial
 from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.algebra import MaskVariant
-from qkv.variants.dense_mask import Mask
+from qkv.variants.masks.algebra import MaskVariant
+from qkv.variants.masks.dense_mask import Mask
 
 __all__ = ["AtOffset", "ShardHeadScores", "shard_head_scores"]
 

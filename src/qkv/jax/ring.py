@@ -27,7 +27,7 @@ from qkv.variants import (
     Softcap,
     Strided,
 )
-from qkv.variants.algebra import AllOf, AnyOf, Not
+from qkv.variants.masks.algebra import AllOf, AnyOf, Not
 
 __all__ = ["ring_attention"]
 

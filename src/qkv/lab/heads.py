@@ -18,7 +18,7 @@ from qkv.inspection.records.record import Record
 from qkv.inspection.rendering.tokens import printable
 from qkv.inspection.weights.replay import Replay
 from qkv.problem.backward import shares_of_sinks
-from qkv.variants.causal import Causal
+from qkv.variants.masks.causal import Causal
 
 __all__ = [
     "ALL_KINDS", "EXACT_KEYS", "NOTE", "HeadLayer", "Heads", "heads_of_model", "heads_of_record",

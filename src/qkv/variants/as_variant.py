@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from qkv.variants.bias import bias_from_array
-from qkv.variants.dense_mask import Mask
+from qkv.variants.masks.dense_mask import Mask
+from qkv.variants.scores.bias import bias_from_array
 
 __all__ = ["as_variant"]
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.algebra import MaskVariant
+from qkv.variants.masks.algebra import MaskVariant
 
 __all__ = ["NO_TOKEN", "EarlierToken", "Tokens"]
 

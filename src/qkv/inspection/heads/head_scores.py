@@ -29,7 +29,7 @@ from qkv.inspection.heads.score_rows import SCORES, HeadScores
 from qkv.inspection.records.record import Record
 from qkv.inspection.weights.lazy_weights import LazyWeights
 from qkv.partial import Partial
-from qkv.variants.dense_mask import Mask
+from qkv.variants.masks.dense_mask import Mask
 
 __all__ = [
     "KINDS", "LETTERS", "MEANINGS", "SCORES", "THRESHOLD", "HeadScores", "also", "head_scores",

@@ -19,8 +19,8 @@ from qkv.inspection.records.key_mass import has_key_at
 from qkv.inspection.weights.lazy_weights import LazyWeights
 from qkv.partial import Partial, coarse
 from qkv.problem.backward import shares_of_sinks
-from qkv.variants.causal import Causal
 from qkv.variants.dropout import Dropout
+from qkv.variants.masks.causal import Causal
 
 __all__ = ["LayerHeads", "needs_float64", "without_dropout"]
 

@@ -13,7 +13,7 @@ from qkv.mechanisms.base.loading import (
     require_attributes,
 )
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
-from qkv.variants.alibi import alibi_slopes
+from qkv.variants.scores.alibi import alibi_slopes
 
 __all__ = ["ALiBi"]
 

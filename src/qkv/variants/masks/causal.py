@@ -10,8 +10,8 @@ import numpy as np
 
 from qkv.problem.building.builder import Align, Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.algebra import MaskVariant
 from qkv.variants.base import Role
+from qkv.variants.masks.algebra import MaskVariant
 
 
 @dataclass(frozen=True, repr=False)

@@ -11,8 +11,8 @@ import numpy as np
 from qkv.errors import ArgumentError
 from qkv.problem.building.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.algebra import MaskVariant
 from qkv.variants.base import Role
+from qkv.variants.masks.algebra import MaskVariant
 
 
 @dataclass(frozen=True, repr=False)

@@ -14,9 +14,9 @@ from qkv.errors import ArgumentError
 from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.problem.language.reading import signature_unless
-from qkv.variants.algebra import MaskVariant
 from qkv.variants.base import FunctionText, ReadFunction, Role
 from qkv.variants.captured import Condition
+from qkv.variants.masks.algebra import MaskVariant
 
 
 @dataclass(frozen=True, eq=False, repr=False)

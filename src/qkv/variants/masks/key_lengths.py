@@ -13,8 +13,8 @@ from qkv.errors import DTypeError, ShapeError
 from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.readable_checks import as_array
-from qkv.variants.algebra import MaskVariant
 from qkv.variants.base import Role
+from qkv.variants.masks.algebra import MaskVariant
 
 
 @dataclass(frozen=True, eq=False, repr=False)

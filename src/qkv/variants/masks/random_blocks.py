@@ -14,8 +14,8 @@ from qkv.problem.building.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.problem.philox import philox
 from qkv.readable_checks import checked_flag
-from qkv.variants.algebra import MaskVariant
 from qkv.variants.base import Role
+from qkv.variants.masks.algebra import MaskVariant
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,8 +15,8 @@ from qkv.problem.building.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.problem.language.symbols import Expr
 from qkv.readable_checks import as_array
-from qkv.variants.algebra import MaskVariant
 from qkv.variants.base import HOST_VALUES, Role
+from qkv.variants.masks.algebra import MaskVariant
 
 
 @dataclass(frozen=True, eq=False, repr=False)
