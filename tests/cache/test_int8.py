@@ -166,16 +166,16 @@ def test_two_forks_of_an_empty_pool_keep_one_offset(
     """The second is the first to write, while the other has encoded its rows."""
     root = PagedCache(4, dtype="int8")
     one, two = root.fork(), root.fork()
-    encode = qkv.cache.paged.encode
+    encode = qkv.cache.pages.paged.encode
     near, far = of_mean(1.0), of_mean(-40.0, tokens=first)
 
     def while_another_appends(*arguments: Any) -> Any:
-        monkeypatch.setattr(qkv.cache.paged, "encode", encode)
+        monkeypatch.setattr(qkv.cache.pages.paged, "encode", encode)
         encoded = encode(*arguments)
         two.append(far, far)
         return encoded
 
-    monkeypatch.setattr(qkv.cache.paged, "encode", while_another_appends)
+    monkeypatch.setattr(qkv.cache.pages.paged, "encode", while_another_appends)
     one.append(near, near)
     np.testing.assert_allclose(dense_keys(one), near[0, 0], atol=0.25)
     np.testing.assert_allclose(dense_keys(two), far[0, 0], atol=0.25)

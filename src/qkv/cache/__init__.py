@@ -10,9 +10,8 @@ Nothing is evicted from a paged cache: `truncate` drops the last tokens, and `al
 page that was freed last first. To forget old tokens, use `RollingCache`.
 
 protocol        what every cache does
-contiguous, rolling
-                caches in consecutive rows; buffered is their base, buffer their arrays
-paged           a cache in pages; page_pool has the arrays, allocator counts who holds a page
+consecutive     caches in consecutive rows: contiguous and rolling ones
+pages           a cache in pages that sequences share
 new_tokens      what `append` is given, checked and encoded
 encoding        rows stored as they are, or as int8 with scales
 memory          arrays of NumPy or torch, and the arithmetic of int8 and its scales
@@ -21,12 +20,12 @@ query_positions where the queries over a cache stand
 arguments       lengths and indices, checked
 """
 
-from qkv.cache.allocator import PageAllocator
-from qkv.cache.contiguous import ContiguousCache
+from qkv.cache.consecutive.contiguous import ContiguousCache
+from qkv.cache.consecutive.rolling import RollingCache
 from qkv.cache.encoding import quantize
-from qkv.cache.paged import PagedCache
+from qkv.cache.pages.allocator import PageAllocator
+from qkv.cache.pages.paged import PagedCache
 from qkv.cache.protocol import Cache
-from qkv.cache.rolling import RollingCache
 from qkv.cache.stored_rows import Part, Rows
 
 __all__ = [

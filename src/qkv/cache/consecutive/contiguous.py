@@ -8,8 +8,8 @@ import numpy as np
 
 import qkv
 from qkv.cache.arguments import Lengths, checked_integer, longest
-from qkv.cache.buffer import RowBuffer
-from qkv.cache.buffered import BufferedCache, Stored, nonempty
+from qkv.cache.consecutive.buffer import RowBuffer
+from qkv.cache.consecutive.buffered import BufferedCache, Stored, nonempty
 from qkv.cache.new_tokens import NewTokens
 from qkv.cache.stored_rows import Part, Rows, as_offset
 from qkv.errors import ShapeError

@@ -18,7 +18,7 @@ from qkv.cache.arguments import (
 )
 from qkv.cache.encoding import encoding_of
 from qkv.cache.new_tokens import NewTokens, check, encode
-from qkv.cache.page_pool import EMPTY, Held, PagePool, Storage
+from qkv.cache.pages.page_pool import EMPTY, Held, PagePool, Storage
 from qkv.cache.stored_rows import Part, Rows, as_offset
 from qkv.errors import ArgumentError, ShapeError
 

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv._forks import RenewedLock
-from qkv.cache.allocator import PageAllocator
 from qkv.cache.arguments import Lengths, longest
 from qkv.cache.encoding import Encoding
 from qkv.cache.memory import memory_with
 from qkv.cache.new_tokens import NewTokens, RowFormat
+from qkv.cache.pages.allocator import PageAllocator
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.problem.stored_rows import Paged
 
