@@ -9,7 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from qkv.cost import model_cost, read_config
-from qkv.cost.families import defaults
+from qkv.cost.configs.families import defaults
 
 ENCODERS = ("bert", "roberta", "vit")
 DECODERS = [kind for kind in defaults() if kind not in ENCODERS]

@@ -1,10 +1,10 @@
 """The cost of attention and of models: operations, parameters, bytes, cache, roofline time.
 
 model           what a model is made of
-config, cards   where models come from; encoder_decoder, their configs as two
-config_fields   fields of a config under their different names
-families        what a model_type means; unlike_llama: what contradicts a count as Llama
-layers          the ledger of one layer; whole: of a model; mechanism: of one mechanism
+configs         models from the `config.json` of Hugging Face
+cards           models whose sizes are published
+layers, whole, mechanism
+                the ledger of one layer, of a model, of one mechanism
 machines        what machines can do; peaks measures this one
 ranks           attention of a model whose sequence is spread over ranks
 
@@ -12,7 +12,7 @@ Counting itself (`Ledger`, `Count`) is in `qkv.ledger`, which every mechanism us
 """
 
 from qkv.cost.cards import model_card, model_names
-from qkv.cost.config import read_config
+from qkv.cost.configs.config import read_config
 from qkv.cost.machines import DTYPE_BYTES, Machine, Roofline, machine, machine_names
 from qkv.cost.mechanism import MechanismCost, mechanism_cost
 from qkv.cost.model import Attention, FeedForward, Latent, Layer, Model, Norm

@@ -8,7 +8,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from qkv.cost.config import read_config
+from qkv.cost.configs.config import read_config
 from qkv.cost.model import Model
 from qkv.declarations import checked
 from qkv.errors import ArgumentError

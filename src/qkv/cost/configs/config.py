@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qkv.cost.config_fields import Fields
-from qkv.cost.encoder_decoder import encoder_and_decoder
-from qkv.cost.families import (
+from qkv.cost.configs.encoder_decoder import encoder_and_decoder
+from qkv.cost.configs.families import (
     ACTIVATION,
     CHOSEN,
     CONTEXT,
@@ -24,8 +23,9 @@ from qkv.cost.families import (
     families,
     left_out,
 )
+from qkv.cost.configs.fields import Fields
+from qkv.cost.configs.unlike_llama import unlike_llama
 from qkv.cost.model import Attention, FeedForward, Latent, Layer, Model, Norm
-from qkv.cost.unlike_llama import unlike_llama
 from qkv.declarations import checked
 from qkv.errors import ArgumentError, FileError, UnsupportedError
 
