@@ -75,7 +75,7 @@ _USUAL: dict[str, Any] = {
 @cache
 def families() -> dict[str, dict[str, Any]]:
     """Properties of each known `model_type` that its configuration does not state."""
-    text = resources.files(__package__).joinpath("families.json").read_text(encoding="utf-8")
+    text = resources.files("qkv.cost.configs").joinpath("families.json").read_text(encoding="utf-8")
     table = json.loads(text)
     return {
         name: {**_USUAL, **table.get(row.get("like"), {}), **row} for name, row in table.items()
@@ -85,7 +85,7 @@ def families() -> dict[str, dict[str, Any]]:
 @cache
 def defaults() -> dict[str, dict[str, Any]]:
     """What transformers takes for a field that a configuration leaves out, by `model_type`."""
-    text = resources.files(__package__).joinpath("family_defaults.json").read_text(encoding="utf-8")
+    text = resources.files("qkv.cost.configs").joinpath("family_defaults.json").read_text(encoding="utf-8")
     by_model_type: dict[str, dict[str, Any]] = json.loads(text)
     return by_model_type
 
