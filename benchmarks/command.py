@@ -19,9 +19,9 @@ from benchmarks.models.rows import choose as choose_models
 from benchmarks.picture import svg
 from benchmarks.session import LineUp, Settings, bench
 from benchmarks.workloads import choose
-from qkv._threads import get_num_threads
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.inspection.summaries.terminal import Page
+from qkv.process.threads import get_num_threads
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

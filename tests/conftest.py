@@ -16,7 +16,7 @@ import pytest
 import qkv
 from forced import as_it_runs, instruction_sets
 from installed import missing
-from qkv._threads import usable_cores
+from qkv.process.threads import usable_cores
 from sampling import is_turn_of, sample
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from typing import Any as _Any
 
 from qkv._api import attention, inspect, merge, plan
 from qkv._dynamo import watch as _watch
-from qkv._threads import get_num_threads, set_num_threads
 from qkv._version import __version__
 from qkv.call.derivatives.jvp import Tangents, jvp
 from qkv.call.derivatives.vjp import Gradients, Pullback, vjp
@@ -41,6 +40,7 @@ from qkv.planning import Plan
 from qkv.positions import LearnedPositions, SinusoidalPositions
 from qkv.prepared import ArrayForm, CallForm, PreparedAttention, prepare
 from qkv.problem.stored_rows import Paged, Quantized
+from qkv.process.threads import get_num_threads, set_num_threads
 from qkv.variants import (
     ALiBi,
     Bias,

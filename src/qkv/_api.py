@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from qkv._dynamo import ends_graph
-from qkv._forks import importing
 from qkv.arrays import library_of
 from qkv.backends import Progress
 from qkv.bridges import bridge_of
@@ -21,6 +20,7 @@ from qkv.declarations import shown
 from qkv.errors import ArgumentError
 from qkv.planning import Plan, make_plan
 from qkv.problem.building.check import Layout
+from qkv.process.forks import importing
 from qkv.readable_checks import checked_flag
 
 if TYPE_CHECKING:

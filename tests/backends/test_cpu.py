@@ -378,7 +378,7 @@ def test_without_llvmlite_another_backend_runs() -> None:
 
 
 def test_describe_host(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr("qkv._threads._num_threads", None)
+    monkeypatch.setattr("qkv.process.threads._num_threads", None)
     monkeypatch.setenv("QKV_NUM_THREADS", "3")
     monkeypatch.setenv("QKV_CACHE_DIR", str(tmp_path / "none yet"))
     told = describe_host()

@@ -311,7 +311,7 @@ def test_what_is_called_emit_is_digested() -> None:
 
 
 DECIDES_NO_CODE = {
-    "_forks.py", "_threads.py", "errors.py",
+    "errors.py", "process/forks.py", "process/threads.py",
     "backends/cpu/compiler/stack_probe.py", "backends/cpu/compiler/stored_kernels.py",
     "arrays/addresses.py",
     "backends/cpu/machine/executable_memory.py", "backends/cpu/machine/host.py",

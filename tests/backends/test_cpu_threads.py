@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv._threads import quota_of, usable_cores
 from qkv.backends.cpu.passes import forward as forward_pass
 from qkv.backends.cpu.passes import workers
 from qkv.backends.cpu.threads import jobs as cpu_threads
 from qkv.errors import ArgumentError
+from qkv.process.threads import quota_of, usable_cores
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

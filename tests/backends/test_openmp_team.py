@@ -12,11 +12,11 @@ from counted_job import KERNEL, VISITS, Launch
 
 import qkv
 from processes import in_a_process
-from qkv._openmp import caller
 from qkv.backends.cpu.threads import jobs
 from qkv.backends.cpu.threads.openmp import Team
 from qkv.backends.cpu.threads.openmp_code import emit_team
 from qkv.bridges.torch.openmp import on_torch_threads, torch_openmp
+from qkv.process.openmp import caller
 
 if sys.platform != "linux" or not torch.backends.openmp.is_available():
     pytest.skip(

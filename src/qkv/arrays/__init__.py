@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._forks import importing
 from qkv.arrays.numpy_arrays import NumpyArrays
 from qkv.arrays.roles import variable
 from qkv.errors import ArgumentError, DTypeError
+from qkv.process.forks import importing
 
 __all__ = [
     "ArrayLibrary", "has_shape", "is_array", "kind_of", "library_named", "library_of",

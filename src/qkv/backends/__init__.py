@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._forks import importing
 from qkv.backends.conditions import Conditions, backends_changed, conditions
 from qkv.backends.entry_points import backend_entry_points
 from qkv.backends.prepared_calls import Passes, Prepared, ResultForm, array_at, array_reader
@@ -36,6 +35,7 @@ from qkv.errors import ArgumentError, UnsupportedError
 from qkv.partial import Partial, finish
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.spec import Problem, Spec
+from qkv.process.forks import importing
 
 __all__ = [
     "Backend",

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from qkv._forks import importing
 from qkv.arrays import library_of_type
+from qkv.process.forks import importing
 
 __all__ = ["bridge_of"]
 

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._forks import importing
-from qkv._threads import get_num_threads
 from qkv.backends import (
     Passes,
     Progress,
@@ -23,6 +21,8 @@ from qkv.partial import Partial, RowStatistics, finish, identity, without_keys
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.overflow import recomputed
 from qkv.problem.spec import Problem, Spec
+from qkv.process.forks import importing
+from qkv.process.threads import get_num_threads
 
 Array = NDArray[Any]
 

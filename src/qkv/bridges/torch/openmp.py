@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from qkv._forks import is_forked
-from qkv._openmp import OpenMP, caller
+from qkv.process.forks import is_forked
+from qkv.process.openmp import OpenMP, caller
 
 __all__ = ["on_torch_threads", "torch_openmp"]
 

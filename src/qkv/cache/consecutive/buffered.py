@@ -7,13 +7,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from qkv._forks import RenewedLock, on_one_torch_thread
 from qkv.cache.arguments import Lengths, sequence_indices, shorter_lengths
 from qkv.cache.consecutive.buffer import RowBuffer
 from qkv.cache.encoding import encoding_of
 from qkv.cache.new_tokens import NewTokens, RowFormat, check, encode
 from qkv.cache.stored_rows import Rows, as_offset
 from qkv.errors import ArgumentError, UnsupportedError
+from qkv.process.forks import RenewedLock, on_one_torch_thread
 
 __all__ = ["BufferedCache", "Stored", "nonempty"]
 

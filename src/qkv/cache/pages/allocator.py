@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from qkv._forks import RenewedLock
 from qkv.cache.arguments import Lengths, checked_integer
 from qkv.declarations import shown
 from qkv.errors import ArgumentError, ShapeError, UnsupportedError
+from qkv.process.forks import RenewedLock
 
 __all__ = ["PageAllocator"]
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv._forks import RenewedLock
 from qkv.cache.arguments import Lengths, longest
 from qkv.cache.encoding import Encoding
 from qkv.cache.memory import memory_with
@@ -26,6 +25,7 @@ from qkv.cache.new_tokens import NewTokens, RowFormat
 from qkv.cache.pages.allocator import PageAllocator
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.problem.stored_rows import Paged
+from qkv.process.forks import RenewedLock
 
 __all__ = ["EMPTY", "Held", "Holder", "PagePool", "Storage"]
 

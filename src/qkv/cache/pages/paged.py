@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 import qkv
-from qkv._forks import on_one_torch_thread
 from qkv.cache.arguments import (
     Lengths,
     checked_integer,
@@ -21,6 +20,7 @@ from qkv.cache.new_tokens import NewTokens, check, encode
 from qkv.cache.pages.page_pool import EMPTY, Held, PagePool, Storage
 from qkv.cache.stored_rows import Part, Rows, as_offset
 from qkv.errors import ArgumentError, ShapeError
+from qkv.process.forks import on_one_torch_thread
 
 __all__ = ["PagedCache"]
 

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from qkv._forks import RenewedLock
 from qkv.backends import Passes, Prepared, conditions
 from qkv.backends.conditions import Conditions
 from qkv.call.binding.bound import Structure
 from qkv.call.binding.flatten import without_arrays
 from qkv.call.binding.options import OptionValues
+from qkv.process.forks import RenewedLock
 
 __all__ = ["CALLS", "CallCache", "Entry", "Form", "PreparedCall", "StepForm"]
 

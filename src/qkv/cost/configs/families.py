@@ -85,7 +85,11 @@ def families() -> dict[str, dict[str, Any]]:
 @cache
 def defaults() -> dict[str, dict[str, Any]]:
     """What transformers takes for a field that a configuration leaves out, by `model_type`."""
-    text = resources.files("qkv.cost.configs").joinpath("family_defaults.json").read_text(encoding="utf-8")
+    text = (
+        resources.files("qkv.cost.configs")
+        .joinpath("family_defaults.json")
+        .read_text(encoding="utf-8")
+    )
     by_model_type: dict[str, dict[str, Any]] = json.loads(text)
     return by_model_type
 

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Protocol
 
-from qkv._forks import alone_in_llvm
 from qkv.backends.cpu.compiler import stored_kernels
 from qkv.backends.cpu.compiler.stack_probe import register_stack_probe
 from qkv.backends.cpu.machine import executable_memory
 from qkv.backends.cpu.machine.host import Host
 from qkv.errors import KernelBuildError
+from qkv.process.forks import alone_in_llvm
 
 _ROOM = 64 << 20
 """Bytes of address space that must be free before LLVM is called: without memory, LLVM ends the

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from qkv._forks import alone_in_llvm
 from qkv.backends.cpu.machine import threadpool_limits
 from qkv.backends.cpu.machine.arm_features import multiplies_bfloat16
 from qkv.backends.cpu.machine.tile_permission import may_use_tiles, tile_refusal
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.errors import ArgumentError
+from qkv.process.forks import alone_in_llvm
 
 _AVX512 = TileShape(lanes=16, vectors=4, keys=4, halves=True)
 _NEON = TileShape(lanes=4, vectors=4, keys=4, halves=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from qkv._threads import default_num_threads, get_num_threads, set_num_threads
 from qkv._version import __version__
+from qkv.process.threads import default_num_threads, get_num_threads, set_num_threads
 
 
 @lru_cache(maxsize=1)

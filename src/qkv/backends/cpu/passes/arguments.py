@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._forks import importing
 from qkv.arrays.addresses import address_of, page_aligned
 from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD
 from qkv.backends.cpu.forward.frame import FIELDS
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import Rows, whole_rows
+from qkv.process.forks import importing
 
 Array = NDArray[Any]
 

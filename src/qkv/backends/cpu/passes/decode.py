@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._threads import get_num_threads
 from qkv.backends.cpu.compiler.compile import Code, Kernel, build
 from qkv.backends.cpu.decode.kernel import emit_decode
 from qkv.backends.cpu.decode.layout import DecodeKey, panel_of, record_bytes, scratch_bytes
@@ -29,6 +28,7 @@ from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.spec import Problem, Spec
 from qkv.problem.stored_rows import Rows, StoredRows
+from qkv.process.threads import get_num_threads
 
 Array = NDArray[Any]
 

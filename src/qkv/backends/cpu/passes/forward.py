@@ -7,7 +7,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from qkv._forks import importing
 from qkv.backends.cpu.compiler.compile import Kernel, Runnable, build
 from qkv.backends.cpu.forward.boundary_blocks import skips_keys_within_blocks
 from qkv.backends.cpu.forward.frame import ForwardKey
@@ -23,6 +22,7 @@ from qkv.backends.cpu.plan.schedule import Schedule, fine_tile, schedule
 from qkv.backends.cpu.split_bf16 import choice as split_bf16
 from qkv.problem.language.expressions import Op, walk
 from qkv.problem.spec import Problem, Spec
+from qkv.process.forks import importing
 
 _SOFTMAX, _DROPOUT, _NODE = 25.0, 75.0, 5.0
 """Cost of a pair beside its products, as operations: its weight, its dropout, and each operation of

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from qkv._threads import get_num_threads
 from qkv.backends import Progress
 from qkv.backends.cpu.compiler.compile import Kernel, Runnable
 from qkv.backends.cpu.threads import jobs
+from qkv.process.threads import get_num_threads
 
 _SLICE_SECONDS = 0.1
 """Seconds for which compiled code may keep Ctrl-C waiting."""

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from qkv._threads import get_num_threads
 from qkv.backends.cpu.bf16_tiles.tile_shape import tiles_shape
 from qkv.backends.cpu.machine.host import Host
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.split_bf16 import choice as split_bf16
 from qkv.problem.spec import Spec
+from qkv.process.threads import get_num_threads
 
 _MOST_QUERIES = 0.75
 """The decode kernel is used up to this many queries for each lane of a vector. The forward kernel

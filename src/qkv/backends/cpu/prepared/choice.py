@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._forks import importing
 from qkv.backends import Passes, Prepared, ResultForm
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.plan import schedule
@@ -22,6 +21,7 @@ from qkv.partial import RowStatistics
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.language.expressions import tables
 from qkv.problem.spec import Problem
+from qkv.process.forks import importing
 
 __all__ = ["prepare"]
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._threads import get_num_threads
 from qkv.backends.cpu.compiler.compile import Kernel
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
@@ -16,6 +15,7 @@ from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD
 from qkv.backends.cpu.python_calls.filled_block import FilledBlock, Operand
 from qkv.backends.cpu.python_calls.function import has_gil
 from qkv.backends.cpu.threads import jobs
+from qkv.process.threads import get_num_threads
 
 Array = NDArray[np.int64]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from qkv._forks import importing
-from qkv._threads import get_num_threads
 from qkv.backends.cpu.bf16_tiles.tile_shape import tiles_shape
 from qkv.backends.cpu.machine.host import Host
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.problem.spec import Problem, Spec
+from qkv.process.forks import importing
+from qkv.process.threads import get_num_threads
 
 if TYPE_CHECKING:
     from qkv.backends.cpu.forward.kernel import ForwardKernel

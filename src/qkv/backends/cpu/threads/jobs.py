@@ -14,9 +14,9 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
-from qkv._forks import importing
-from qkv._openmp import OpenMP, caller
 from qkv.errors import KernelBuildError
+from qkv.process.forks import importing
+from qkv.process.openmp import OpenMP, caller
 
 if TYPE_CHECKING:
     from qkv.backends.cpu.compiler.compile import Kernel, Runnable

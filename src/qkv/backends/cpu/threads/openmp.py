@@ -11,13 +11,13 @@ import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from qkv._forks import is_forked
-from qkv._openmp import OpenMP
-from qkv._threads import get_num_threads
 from qkv.backends.cpu.compiler.compile import Code, build
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.threads.floating_mode import this_processor
 from qkv.backends.cpu.threads.openmp_code import WORDS, emit_team
+from qkv.process.forks import is_forked
+from qkv.process.openmp import OpenMP
+from qkv.process.threads import get_num_threads
 
 if TYPE_CHECKING:
     from qkv.backends.cpu.compiler.compile import Kernel, Runnable

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from qkv._forks import importing
+from qkv.process.forks import importing
 
 __all__ = ["Guard", "form_guard", "gradient_guard", "guard"]
 
