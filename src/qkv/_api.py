@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from qkv._dynamo import ends_graph
+from qkv.arguments.declarations import shown
+from qkv.arguments.readable_checks import checked_flag
 from qkv.arrays import library_of
 from qkv.backends import Progress
 from qkv.bridges import bridge_of
@@ -16,12 +18,10 @@ from qkv.call.binding.options import DEFAULTS, Options, option_values, with_opti
 from qkv.call.dispatch import checked
 from qkv.call.inspected import attend_for_inspection
 from qkv.call.merging import merge_parts
-from qkv.declarations import shown
 from qkv.errors import ArgumentError
 from qkv.planning import Plan, make_plan
 from qkv.problem.building.check import Layout
 from qkv.process.forks import importing
-from qkv.readable_checks import checked_flag
 
 if TYPE_CHECKING:
     from qkv.inspection.records.record import Record

@@ -28,13 +28,13 @@ _RULES = "torch._dynamo.trace_rules"
 """The module that says which files Dynamo reads."""
 
 READABLE = (
-    "__init__.py", "_api.py", "_dynamo.py", "arrays/__init__.py", "backends/__init__.py",
-    "backends/torch",
+    "__init__.py", "_api.py", "_dynamo.py", "arguments/declarations.py",
+    "arguments/readable_checks.py", "arrays/__init__.py", "backends/__init__.py", "backends/torch",
     "bridges/__init__.py", "bridges/learnable.py", "bridges/torch/__init__.py",
     "bridges/torch/calls.py", "bridges/torch/compiled.py", "bridges/torch/operands.py",
     "bridges/torch/operations", "bridges/torch/score_mods.py",
-    "call/__init__.py", "call/binding", "declarations.py", "errors.py", "hf", "mechanisms",
-    "positions", "readable_checks.py", "torch", "variants",
+    "call/__init__.py", "call/binding", "errors.py", "hf", "mechanisms", "positions", "torch",
+    "variants",
 )  # fmt: skip
 """Files and folders that Dynamo may read: they hand no address to compiled code."""
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import checked_integer, checked_size
 from qkv.arrays.views import view
-from qkv.declarations import checked_integer, checked_size
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.inspection.rendering.tokens import printable
 from qkv.inspection.traces.explain import explain, selected_indices

@@ -7,7 +7,7 @@ from fractions import Fraction
 from operator import index
 from typing import Annotated, Any, TypeAlias
 
-from qkv.declarations import checked, checked_integer, shown
+from qkv.arguments.declarations import checked, checked_integer, shown
 from qkv.errors import ArgumentError
 
 __all__ = ["Amount", "Count", "symbols"]

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from qkv.arguments.declarations import checked, shown
 from qkv.count import Amount, Count, symbols
-from qkv.declarations import checked, shown
 from qkv.errors import ArgumentError
 
 __all__ = [

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv._dynamo import ends_graph
+from qkv.arguments.declarations import shown
+from qkv.arguments.readable_checks import checked_flag
 from qkv.arrays import has_shape, library_named, library_of
 from qkv.backends import Passes, conditions
 from qkv.bridges import bridge_of
@@ -20,10 +22,8 @@ from qkv.call.device_call import is_device_call
 from qkv.call.repeated.cache import PreparedCall
 from qkv.call.repeated.forms import MAX_DECODE_QUERIES, fixed_form, heads_first, step_form
 from qkv.call.repeated.preparing import prepared_by
-from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from qkv.planning import Plan, make_plan
-from qkv.readable_checks import checked_flag
 
 __all__ = ["ArrayForm", "CallForm", "PreparedAttention", "prepare"]
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv._dynamo import ends_graph
-from qkv.declarations import Size, Whole, checked, shown
+from qkv.arguments.declarations import Size, Whole, checked, shown
 from qkv.errors import ArgumentError
 from qkv.inspection.traces.steps import softmax
 

@@ -13,8 +13,8 @@ import qkv
 import qkv.cache
 import qkv.cost
 import qkv.mechanisms as m
+from qkv.arguments.declarations import NotNegative, Places, Size, Whole, checked
 from qkv.cache import ContiguousCache, PageAllocator, PagedCache, RollingCache
-from qkv.declarations import NotNegative, Places, Size, Whole, checked
 from qkv.errors import ArgumentError, DTypeError, QkvError, ShapeError
 from qkv.mechanisms.base.mechanism import Mechanism
 

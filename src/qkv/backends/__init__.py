@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import shown
 from qkv.backends.conditions import Conditions, backends_changed, conditions
 from qkv.backends.entry_points import backend_entry_points
 from qkv.backends.prepared_calls import Passes, Prepared, ResultForm, array_at, array_reader
@@ -30,7 +31,6 @@ from qkv.backends.protocols import (
     Refusal,
     WeightBlocks,
 )
-from qkv.declarations import shown
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.partial import Partial, finish
 from qkv.problem.backward import BackwardInputs

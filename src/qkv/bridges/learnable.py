@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from qkv.arguments.readable_checks import array_shape
 from qkv.call.binding.options import OptionValues
 from qkv.errors import ShapeError, UnsupportedError
-from qkv.readable_checks import array_shape
 
 __all__ = ["refuse_constants", "with_scale"]
 

@@ -7,10 +7,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import shown
+from qkv.arguments.readable_checks import as_array
 from qkv.arrays import kind_of, library_of
-from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError
-from qkv.readable_checks import as_array
 
 __all__ = [
     "Lengths", "checked_integer", "longest", "sequence_indices", "shorter_lengths", "whole_numbers",

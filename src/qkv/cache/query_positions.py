@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 import qkv
+from qkv.arguments.readable_checks import as_array
 from qkv.arrays import kind_of
 from qkv.cache.arguments import Lengths
 from qkv.errors import ShapeError
-from qkv.readable_checks import as_array
 from qkv.variants.masks.algebra import AllOf, AnyOf, Not
 
 __all__ = ["check_row_count", "check_window", "q_len_of", "without_end"]

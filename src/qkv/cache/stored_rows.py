@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 import qkv
+from qkv.arguments.readable_checks import checked_flag
 from qkv.arrays import is_array
 from qkv.arrays.views import view
 from qkv.cache.arguments import Lengths, longest
 from qkv.cache.query_positions import check_row_count, check_window, q_len_of, without_end
 from qkv.errors import UnsupportedError
-from qkv.readable_checks import checked_flag
 
 __all__ = ["Part", "Rows", "as_offset"]
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from qkv._dynamo import ends_graph
+from qkv.arguments.readable_checks import array_shape
 from qkv.arrays import is_array, library_of, namespace
 from qkv.arrays.views import view
 from qkv.errors import ShapeError
 from qkv.partial import Partial, merge
 from qkv.problem.building.check import Layout
-from qkv.readable_checks import array_shape
 
 __all__ = ["merge_parts"]
 

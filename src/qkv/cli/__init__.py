@@ -24,11 +24,11 @@ from importlib import import_module
 from typing import NoReturn
 
 from qkv._version import __version__
+from qkv.arguments.spelling import did_you_mean
 from qkv.cli.meant import command_meant
 from qkv.cli.variants import add_variants, words
 from qkv.errors import ArgumentError, QkvError
 from qkv.inspection.rendering.tokens import printable
-from qkv.spelling import did_you_mean
 
 __all__ = ["Parser", "exit_code", "main"]
 

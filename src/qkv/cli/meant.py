@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qkv.spelling import did_you_mean
+from qkv.arguments.spelling import did_you_mean
 
 __all__ = ["command_meant"]
 

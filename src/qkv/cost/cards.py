@@ -8,11 +8,11 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from qkv.arguments.declarations import checked
+from qkv.arguments.spelling import did_you_mean
 from qkv.cost.configs.config import read_config
 from qkv.cost.model import Model
-from qkv.declarations import checked
 from qkv.errors import ArgumentError
-from qkv.spelling import did_you_mean
 
 __all__ = ["model_card", "model_names"]
 

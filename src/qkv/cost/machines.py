@@ -10,10 +10,10 @@ from importlib import resources
 from typing import NamedTuple
 
 from qkv import get_num_threads
+from qkv.arguments.declarations import checked
+from qkv.arguments.spelling import did_you_mean
 from qkv.count import Amount
-from qkv.declarations import checked
 from qkv.errors import ArgumentError, KernelBuildError, UnsupportedError
-from qkv.spelling import did_you_mean
 
 __all__ = ["DTYPE_BYTES", "Machine", "Roofline", "bytes_of", "machine", "machine_names"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from qkv.arguments.declarations import Size, checked
 from qkv.cost.machines import Machine, Roofline, bytes_of
-from qkv.declarations import Size, checked
 from qkv.ledger import Ledger
 from qkv.mechanisms import Mechanism
 from qkv.mechanisms.registry import mechanism_class

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qkv.declarations import Size, Whole, checked
+from qkv.arguments.declarations import Size, Whole, checked
 
 __all__ = ["Attention", "FeedForward", "Latent", "Layer", "Model", "Norm"]
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 import qkv
+from qkv.arguments.declarations import Positive, Size, checked
 from qkv.cost.cards import model_card
 from qkv.cost.machines import bytes_of
 from qkv.cost.machines import machine as machine_of
 from qkv.cost.model import Attention, Model
-from qkv.declarations import Positive, Size, checked
 from qkv.errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from qkv.arguments.declarations import Size, checked
 from qkv.cost.cards import model_card
 from qkv.cost.layers import PassSizes, embedding_ledger, head_ledger, idle_parameters, layer_ledger
 from qkv.cost.machines import Machine, Roofline, bytes_of
 from qkv.cost.model import Layer, Model
-from qkv.declarations import Size, checked
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger
 

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from importlib import resources
 
-from qkv.declarations import checked
+from qkv.arguments.declarations import checked
 from qkv.errors import ArgumentError
 
 __all__ = ["ERRATA", "Erratum", "erratum", "markdown"]

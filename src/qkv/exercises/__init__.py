@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from qkv.declarations import checked
+from qkv.arguments.declarations import checked
 from qkv.errors import ArgumentError
 from qkv.exercises.answers import NAMES, verdict_on
 from qkv.exercises.verdict import Verdict

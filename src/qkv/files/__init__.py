@@ -11,7 +11,7 @@ import io
 import os
 import stat
 
-from qkv.declarations import checked
+from qkv.arguments.declarations import checked
 from qkv.errors import FileError
 from qkv.files.contents import MAX_INFLATED, Arrays, Source
 from qkv.files.npz_format import read_npz

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import checked
 from qkv.arrays.views import view
-from qkv.declarations import checked
 from qkv.errors import ArgumentError, DTypeError, FileError
 from qkv.files.contents import shown, writable
 

@@ -16,9 +16,9 @@ from transformers.cache_utils import (
 )
 from transformers.cache_utils import Cache as _LayerCaches
 
+from qkv.arguments.declarations import shown
 from qkv.cache import ContiguousCache, PagedCache, RollingCache
 from qkv.cache.arguments import checked_integer
-from qkv.declarations import shown
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.positions import can_be_scaled, positions_of, warn_beyond
 from qkv.hf.stored_tensor import as_tensors

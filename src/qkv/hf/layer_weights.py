@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_any, tree_map_only
 
 import qkv
 from qkv._dynamo import ends_graph
+from qkv.arguments.declarations import checked, shown
 from qkv.call.binding.bound import bind
 from qkv.call.binding.options import OptionValues
 from qkv.call.inspected import attend_for_inspection
-from qkv.declarations import checked, shown
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.layer_call import LayerCall
 from qkv.inspection.records.record import Record

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from qkv.declarations import checked, shown
+from qkv.arguments.declarations import checked, shown
 from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.hf.attention import observe
 from qkv.hf.layer_call import LayerCall

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from qkv._api import attention
+from qkv.arguments.declarations import checked
 from qkv.bridges.jax.rules import is_registered
 from qkv.call.binding.unknown_keywords import drop_in_error, with_signature_of_theirs
-from qkv.declarations import checked
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.jax.ring import ring_attention
 from qkv.variants import Bias, Causal, KeyLengths, Mask, SlidingWindow

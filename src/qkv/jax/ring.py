@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from qkv._api import attention
+from qkv.arguments.declarations import shown
 from qkv.call.binding.flatten import Leaves, flatten, unflatten
-from qkv.declarations import shown
 from qkv.errors import ArgumentError, ShapeError, UnsupportedError
 from qkv.variants import (
     ALiBi,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.declarations import shown
+from qkv.arguments.declarations import shown
 from qkv.errors import ArgumentError
 
 __all__ = ["MissingError", "Parameters", "StaleError", "TooLongError"]

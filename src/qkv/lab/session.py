@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv.declarations import checked
+from qkv.arguments.declarations import checked
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.inspection.rendering.tokens import printable
 from qkv.lab.examples import Example, examples

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 import qkv
+from qkv.arguments.declarations import checked
 from qkv.backends import Progress
-from qkv.declarations import checked
 from qkv.files import Arrays, read_arrays
 from qkv.inspection.models.model_file import is_model_record
 from qkv.inspection.models.model_record import ModelRecord, load

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.declarations import Indent, checked
+from qkv.arguments.declarations import Indent, checked
 from qkv.inspection.rendering.pictures import save_picture
 from qkv.mechanisms.base.example import example_tokens
 from qkv.mechanisms.lookup.scaled_dot_product import ScaledDotProduct

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from qkv.arguments.spelling import did_you_mean
 from qkv.errors import ArgumentError
 from qkv.mechanisms.base.mechanism import Mechanism
 from qkv.mechanisms.heads.causal import Causal
@@ -35,7 +36,6 @@ from qkv.mechanisms.sparse.strided import Strided
 from qkv.mechanisms.streaming.flash import Flash
 from qkv.mechanisms.streaming.kv_cache_decoding import KVCacheDecoding
 from qkv.mechanisms.streaming.ring import Ring
-from qkv.spelling import did_you_mean
 
 __all__ = ["MECHANISMS", "mechanism_class"]
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv.declarations import NotNegative, Size, Whole, checked
+from qkv.arguments.declarations import NotNegative, Size, Whole, checked
+from qkv.arguments.readable_checks import array_shape, as_array
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.positions.rotation import array_namespace, cast, check_positions
 from qkv.positions.scaling import inverse_frequencies, positive
-from qkv.readable_checks import array_shape, as_array
 
 __all__ = ["LearnedPositions", "SinusoidalPositions"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.readable_checks import as_array
 from qkv.errors import ArgumentError, DTypeError, ShapeError
-from qkv.readable_checks import as_array
 
 __all__ = ["array_namespace", "cast", "check_positions", "rotate"]
 

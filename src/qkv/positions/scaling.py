@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv.declarations import checked
+from qkv.arguments.declarations import checked
+from qkv.arguments.readable_checks import as_array
 from qkv.errors import ArgumentError, DTypeError
-from qkv.readable_checks import as_array
 
 Array = NDArray[np.float64]
 

@@ -151,10 +151,6 @@ def _folder_quota(folder: Path, files: tuple[str, ...]) -> float:
     try:
         quota, period = " ".join((folder / name).read_text() for name in files).split()
         limit = int(quota) / int(period)
-    except (
-        OSError,
-        ValueError,
-        ZeroDivisionError,
-    ):  # No such file, or "max" for no limit.
-        return math.inf
+    except (OSError, ValueError, ZeroDivisionError):
+        return math.inf  # There is no such file, or it says "max".
     return limit if limit > 0 else math.inf  # Version 1 writes -1 for no limit.

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv._api import attention
+from qkv.arguments.declarations import TextOrIds, checked, shown
 from qkv.backends import Progress
-from qkv.declarations import TextOrIds, checked, shown
 from qkv.errors import ArgumentError
 from qkv.inspection.models.model_record import Keep, ModelRecord
 from qkv.interventions import HeadChange, HeadInputs, changed_heads

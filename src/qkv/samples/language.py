@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv.declarations import Positive, TextOrIds, checked
+from qkv.arguments.declarations import Positive, TextOrIds, checked
 from qkv.errors import ArgumentError
 from qkv.samples.decoder import Array, Decoder, norm
 from qkv.variants import Causal, RoPE

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv.declarations import Size, Whole, checked
+from qkv.arguments.declarations import Size, Whole, checked
 from qkv.errors import ArgumentError
 from qkv.samples.decoder import Array, Decoder
 from qkv.variants import Causal, RoPE, SlidingWindow

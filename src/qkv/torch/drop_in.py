@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import qkv
+from qkv.arguments.readable_checks import checked_flag
 from qkv.call.binding.unknown_keywords import drop_in_error, with_signature_of_theirs
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
-from qkv.readable_checks import checked_flag
 
 __all__ = ["scaled_dot_product_attention"]
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from qkv.arguments.declarations import shown
 from qkv.arrays.torch_arrays import check_dense
 from qkv.call.binding.unknown_keywords import keyword_error
-from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, KeywordError, ShapeError
 
 __all__ = [

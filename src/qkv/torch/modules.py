@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import qkv
+from qkv.arguments.declarations import Size, checked, checked_size
 from qkv.backends.torch.attention import softmax
 from qkv.cache import ContiguousCache
 from qkv.call.binding.unknown_keywords import keyword_error, with_signature_of_theirs
-from qkv.declarations import Size, checked, checked_size
 from qkv.errors import ArgumentError, ShapeError
 from qkv.torch.layer_arguments import (
     Device,

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from qkv.arguments.readable_checks import array_shape
 from qkv.errors import ArgumentError
 from qkv.problem.language.expressions import Var, as_node
 from qkv.problem.language.reading import Reading, explained, in_words, kind_of_table
@@ -22,7 +23,6 @@ from qkv.problem.language.replaced_values import (
     with_replaced_values,
 )
 from qkv.problem.language.symbols import Expr, Table
-from qkv.readable_checks import array_shape
 from qkv.variants.base import Expression, Opaque
 
 __all__ = ["CapturedFunction", "Condition", "captured_values", "is_plain", "with_arrays"]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from qkv._dynamo import is_reading
-from qkv.declarations import shown
+from qkv.arguments.declarations import shown
 from qkv.errors import ArgumentError
 from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense

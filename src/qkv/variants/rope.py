@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv._dynamo import made_outside
+from qkv.arguments.readable_checks import array_shape
 from qkv.errors import ArgumentError
 from qkv.positions import hf_config, scaling
 from qkv.positions.rotation import array_namespace, rotate
 from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.readable_checks import array_shape
 from qkv.variants.base import Role, Variant
 
 Array = NDArray[Any]

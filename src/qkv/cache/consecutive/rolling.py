@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 import qkv
+from qkv.arguments.declarations import checked
 from qkv.cache.arguments import Lengths, checked_integer, longest
 from qkv.cache.consecutive.buffer import RowBuffer
 from qkv.cache.consecutive.buffered import BufferedCache, Stored, nonempty
 from qkv.cache.new_tokens import NewTokens
 from qkv.cache.stored_rows import Part, Rows, as_offset
-from qkv.declarations import checked
 from qkv.errors import ArgumentError
 
 __all__ = ["RollingCache"]

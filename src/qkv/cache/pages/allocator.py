@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from qkv.arguments.declarations import shown
 from qkv.cache.arguments import Lengths, checked_integer
-from qkv.declarations import shown
 from qkv.errors import ArgumentError, ShapeError, UnsupportedError
 from qkv.process.forks import RenewedLock
 

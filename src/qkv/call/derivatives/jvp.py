@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv._dynamo import ends_graph
+from qkv.arguments.declarations import shown
+from qkv.arguments.readable_checks import checked_flag
 from qkv.arrays.views import view
 from qkv.backends.blocked import BLOCK_KV, BLOCK_Q
 from qkv.call.binding.bound import BoundCall, bind
@@ -31,7 +33,6 @@ from qkv.call.derivatives.cotangents import (
     shapes_of,
 )
 from qkv.call.derivatives.gradients import Gradients
-from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.partial import Partial
 from qkv.problem.building.builder import FLOATS
@@ -45,7 +46,6 @@ from qkv.problem.second_backward import (
 from qkv.problem.spec import Origin
 from qkv.problem.stored_rows import plain
 from qkv.problem.tiles import TileGrid
-from qkv.readable_checks import checked_flag
 
 __all__ = ["SecondGradients", "Tangents", "jvp", "second_vjp"]
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 from qkv._dynamo import ends_graph
+from qkv.arguments.declarations import shown
+from qkv.arguments.readable_checks import checked_flag
 from qkv.arrays.views import view
 from qkv.call.attend import attend
 from qkv.call.binding.bound import BoundCall, bind
@@ -16,10 +18,8 @@ from qkv.call.checked import CheckedCall, check_call
 from qkv.call.derivatives.cotangents import shapes_of
 from qkv.call.derivatives.gradients import Gradients, gradients_of
 from qkv.call.derivatives.pull_back import Residuals, pull_back
-from qkv.declarations import shown
 from qkv.errors import ArgumentError
 from qkv.partial import Partial
-from qkv.readable_checks import checked_flag
 
 __all__ = ["Gradients", "Pullback", "vjp"]
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from qkv.arguments.declarations import checked
 from qkv.cost.configs.encoder_decoder import encoder_and_decoder
 from qkv.cost.configs.families import (
     ACTIVATION,
@@ -26,7 +27,6 @@ from qkv.cost.configs.families import (
 from qkv.cost.configs.fields import Fields
 from qkv.cost.configs.unlike_llama import unlike_llama
 from qkv.cost.model import Attention, FeedForward, Latent, Layer, Model, Norm
-from qkv.declarations import checked
 from qkv.errors import ArgumentError, FileError, UnsupportedError
 
 __all__ = ["read_config"]

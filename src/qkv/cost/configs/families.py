@@ -75,8 +75,7 @@ _USUAL: dict[str, Any] = {
 @cache
 def families() -> dict[str, dict[str, Any]]:
     """Properties of each known `model_type` that its configuration does not state."""
-    text = resources.files("qkv.cost.configs").joinpath("families.json").read_text(encoding="utf-8")
-    table = json.loads(text)
+    table = _table("families.json")
     return {
         name: {**_USUAL, **table.get(row.get("like"), {}), **row} for name, row in table.items()
     }
@@ -85,13 +84,13 @@ def families() -> dict[str, dict[str, Any]]:
 @cache
 def defaults() -> dict[str, dict[str, Any]]:
     """What transformers takes for a field that a configuration leaves out, by `model_type`."""
-    text = (
-        resources.files("qkv.cost.configs")
-        .joinpath("family_defaults.json")
-        .read_text(encoding="utf-8")
-    )
-    by_model_type: dict[str, dict[str, Any]] = json.loads(text)
-    return by_model_type
+    return _table("family_defaults.json")
+
+
+def _table(name: str) -> dict[str, dict[str, Any]]:
+    text = resources.files("qkv.cost.configs").joinpath(name).read_text(encoding="utf-8")
+    table: dict[str, dict[str, Any]] = json.loads(text)
+    return table
 
 
 def left_out(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qkv.declarations import shown
+from qkv.arguments.declarations import shown
 from qkv.errors import ArgumentError
 
 __all__ = ["Fields"]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from qkv.declarations import checked_size, shown
+from qkv.arguments.declarations import checked_size, shown
 from qkv.distributed.agreement import compare, in_words, tell
 from qkv.distributed.links import TIMEOUT, Links, group_of
 from qkv.errors import ArgumentError, DistributedError, FileError, QkvError

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qkv.declarations import shown
+from qkv.arguments.declarations import shown
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.attention import observe
 from qkv.hf.inspection.forward_calls import BackwardAfter, around_forward, in_backward

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from qkv.declarations import shown
+from qkv.arguments.declarations import shown
 from qkv.errors import ArgumentError
 
 __all__ = ["inputs_of_text"]

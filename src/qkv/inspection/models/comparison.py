@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.declarations import checked
+from qkv.arguments.declarations import checked
 from qkv.errors import ShapeError
 from qkv.inspection.heads.head_table import HeadTable, as_frame
 from qkv.inspection.heads.score_rows import SCORES, require_score

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qkv.declarations import shown
+from qkv.arguments.declarations import shown
 from qkv.errors import ArgumentError
 
 __all__ = ["Keep", "require_keep"]

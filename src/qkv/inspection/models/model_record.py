@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import checked
 from qkv.call.binding.flatten import copied
-from qkv.declarations import checked
 from qkv.errors import ArgumentError, KeywordError
 from qkv.inspection.heads.head_scores import HeadScores, head_scores
 from qkv.inspection.heads.head_table import HeadTable, as_frame, frame_or_table

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import LARGEST, checked, checked_size
 from qkv.arrays import library_of
 from qkv.arrays.copies import handed_out
 from qkv.backends import Inspectable, Progress
 from qkv.call.checked import CheckedCall
 from qkv.call.inspected import Inspected
-from qkv.declarations import LARGEST, checked, checked_size
 from qkv.inspection.heads.head_table import Table, as_frame, table_of_means
 from qkv.inspection.records import key_mass, record_file
 from qkv.inspection.records.non_finite import First, NonFinite, non_finite

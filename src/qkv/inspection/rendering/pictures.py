@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.declarations import checked, shown
+from qkv.arguments.declarations import checked, shown
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.extras import install_command
 from qkv.files.writing import replace_file

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv._dynamo import ends_graph
+from qkv.arguments.declarations import shown
 from qkv.arrays.views import view
 from qkv.call.binding.options import Options, option_values, with_options
 from qkv.call.checked import CheckedCall
 from qkv.call.device_call import DeviceCall
 from qkv.call.dispatch import checked
-from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from qkv.inspection.traces.gradient import BackwardSteps, backward_steps, gradients
 from qkv.inspection.traces.steps import Steps, steps

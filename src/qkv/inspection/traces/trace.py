@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qkv.declarations import Indent, Size, Whole, checked
+from qkv.arguments.declarations import Indent, Size, Whole, checked
 from qkv.errors import ArgumentError
 from qkv.inspection.rendering.counts import counted
 from qkv.inspection.rendering.pages import page_of

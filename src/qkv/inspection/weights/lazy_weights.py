@@ -10,9 +10,9 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import checked, shown
 from qkv.backends import Inspectable
 from qkv.backends.reference import DENSE_LIMIT
-from qkv.declarations import checked, shown
 from qkv.errors import ArgumentError, DTypeError, UnsupportedError
 from qkv.inspection.weights.replay import BLOCK_Q, Replay
 from qkv.inspection.weights.weight_reductions import (

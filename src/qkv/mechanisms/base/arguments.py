@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qkv.arguments.declarations import shown
 from qkv.arrays import kind_of
-from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 
 __all__ = [

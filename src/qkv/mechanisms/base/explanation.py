@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv.declarations import Indent, checked
+from qkv.arguments.declarations import Indent, checked
 from qkv.inspection.rendering.tokens import printable
 
 __all__ = ["ExplainedToken", "Explanation", "Line", "Step", "dot_product", "number", "numbers"]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.declarations import Size, Whole, checked
+from qkv.arguments.declarations import Size, Whole, checked
 from qkv.errors import ArgumentError, ShapeError
 from qkv.inspection.traces.explain import selected_indices
 from qkv.ledger import Count, Ledger, symbols
@@ -31,7 +31,7 @@ class Mechanism(ABC):
     A subclass says `name`, `paper` and `formula`, passes the shapes of its weights to `__init__`,
     and defines `__call__`, `token_mixing`, `steps`, `operations`, `widths` and `example`. Arguments
     are declared where they are annotated and checked before a method runs; see
-    `qkv.declarations`. Formulas are written with `array_namespace(x)`, so that
+    `qkv.arguments.declarations`. Formulas are written with `array_namespace(x)`, so that
     NumPy arrays, torch tensors and JAX arrays all work and the output is an array of the same
     library, dtype and device.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qkv.declarations import checked
+from qkv.arguments.declarations import checked
 from qkv.errors import DTypeError
 from qkv.ledger import Count, Ledger, matmul, step
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.declarations import Size, Whole
+from qkv.arguments.declarations import Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.arguments import refuse_other_values

@@ -1,4 +1,4 @@
-"""Arrays that mechanisms are given, declared by annotations; see `qkv.declarations`."""
+"""Arrays that mechanisms are given, declared by annotations; see `qkv.arguments.declarations`."""
 
 from __future__ import annotations
 

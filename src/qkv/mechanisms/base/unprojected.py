@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from qkv.declarations import Size
+from qkv.arguments.declarations import Size
 from qkv.ledger import Count, Ledger, symbols
 from qkv.mechanisms.base.attention import AttentionMechanism
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM

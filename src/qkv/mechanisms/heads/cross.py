@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qkv.declarations import Size
+from qkv.arguments.declarations import Size
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, symbols
 from qkv.mechanisms.base.example import example_input

@@ -7,7 +7,7 @@ from typing import Any, Self, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.declarations import NotNegative, Size
+from qkv.arguments.declarations import NotNegative, Size
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.explanation import Line, Step, number

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self, Unpack
 
-from qkv.declarations import Size
+from qkv.arguments.declarations import Size
 from qkv.mechanisms.base.llama import LlamaAttention
 from qkv.mechanisms.base.projected import OptionsWithoutGroups
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import qkv
-from qkv.declarations import NotNegative, Size, Whole
+from qkv.arguments.declarations import NotNegative, Size, Whole
 from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.attention import AttentionMechanism

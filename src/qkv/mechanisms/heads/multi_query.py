@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self, Unpack
 
-from qkv.declarations import Size
+from qkv.arguments.declarations import Size
 from qkv.errors import ArgumentError
 from qkv.mechanisms.base.comparing import causal_mask, closest
 from qkv.mechanisms.base.loading import (

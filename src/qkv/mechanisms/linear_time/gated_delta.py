@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.declarations import NotNegative, Size, Whole
+from qkv.arguments.declarations import NotNegative, Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.comparing import closest

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.declarations import Size
+from qkv.arguments.declarations import Size
 from qkv.errors import ShapeError, UnsupportedError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.arguments import refuse_options

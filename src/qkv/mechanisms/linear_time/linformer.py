@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 import qkv
-from qkv.declarations import Size
+from qkv.arguments.declarations import Size
 from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, matmul, symbols
 from qkv.mechanisms.base.arguments import refuse_options

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.declarations import Size, Whole
+from qkv.arguments.declarations import Size, Whole
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.comparing import closest
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns

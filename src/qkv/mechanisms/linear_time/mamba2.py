@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.declarations import Interval, NotNegative, Size, Whole
+from qkv.arguments.declarations import Interval, NotNegative, Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.comparing import closest

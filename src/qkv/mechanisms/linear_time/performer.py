@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.declarations import Size
+from qkv.arguments.declarations import Size
 from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, matmul, step
 from qkv.mechanisms.base.namespace import array_namespace, certainly_all, like

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.declarations import Size, Whole
+from qkv.arguments.declarations import Size, Whole
 from qkv.errors import ArgumentError, ShapeError
 from qkv.ledger import Ledger, step
 from qkv.mechanisms.base.attention_steps import token_lines

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.declarations import NotNegative, Size, Whole
+from qkv.arguments.declarations import NotNegative, Size, Whole
 from qkv.ledger import Count, Ledger, matmul, step, symbols
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.head_rows import join_heads, split_heads

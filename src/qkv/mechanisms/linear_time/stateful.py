@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.declarations import shown
+from qkv.arguments.declarations import shown
 from qkv.errors import ArgumentError, ShapeError
 from qkv.mechanisms.base.mechanism import Mechanism
 from qkv.mechanisms.base.namespace import array_namespace, like, widened

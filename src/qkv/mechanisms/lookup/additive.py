@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from qkv.declarations import Size, Whole
+from qkv.arguments.declarations import Size, Whole
 from qkv.errors import ShapeError
 from qkv.inspection.traces.steps import softmax
 from qkv.ledger import Count, Ledger, matmul, step, symbols

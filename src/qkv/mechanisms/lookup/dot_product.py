@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qkv.declarations import Size
+from qkv.arguments.declarations import Size
 from qkv.mechanisms.base.unprojected import UnprojectedAttention
 
 __all__ = ["DotProduct"]

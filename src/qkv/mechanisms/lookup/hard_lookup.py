@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qkv.declarations import Size
+from qkv.arguments.declarations import Size
 from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.namespace import array_namespace, widened

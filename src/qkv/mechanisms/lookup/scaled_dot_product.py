@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from qkv.arguments.declarations import Size
 from qkv.classical import ScaledDotProductAttention
-from qkv.declarations import Size
 from qkv.mechanisms.base.namespace import like, values
 from qkv.mechanisms.base.rows import Rows
 from qkv.mechanisms.base.unprojected import UnprojectedAttention

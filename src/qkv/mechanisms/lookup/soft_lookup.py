@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qkv.declarations import Positive, Size
+from qkv.arguments.declarations import Positive, Size
 from qkv.mechanisms.base.unprojected import UnprojectedAttention
 
 __all__ = ["Soft"]

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self, Unpack
 
 import numpy as np
 
-from qkv.declarations import Size
+from qkv.arguments.declarations import Size
 from qkv.ledger import Ledger, step
 from qkv.mechanisms.base.comparing import causal_mask, closest
 from qkv.mechanisms.base.loading import (

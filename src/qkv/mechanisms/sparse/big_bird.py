@@ -7,7 +7,8 @@ from typing import Any, Self, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.declarations import Size, Whole
+from qkv.arguments.declarations import Size, Whole
+from qkv.arguments.readable_checks import as_array
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.ledger import Count
 from qkv.mechanisms.base.loading import (
@@ -19,7 +20,6 @@ from qkv.mechanisms.base.loading import (
 )
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 from qkv.mechanisms.base.rows import MOST_RANDOM
-from qkv.readable_checks import as_array
 from qkv.variants import BlockSparse, RandomBlocks
 
 __all__ = ["BigBird"]

@@ -9,7 +9,7 @@ from typing import Any, Self, Unpack
 import numpy as np
 
 import qkv
-from qkv.declarations import Places, Size, Whole
+from qkv.arguments.declarations import Places, Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, symbols
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, select_columns

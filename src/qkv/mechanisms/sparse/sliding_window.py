@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self, Unpack
 
-from qkv.declarations import Size, Whole
+from qkv.arguments.declarations import Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import symbols
 from qkv.mechanisms.base.llama import LlamaAttention, window_of

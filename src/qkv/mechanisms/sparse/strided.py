@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self, Unpack
 
-from qkv.declarations import Size
+from qkv.arguments.declarations import Size
 from qkv.ledger import Count
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 from qkv.mechanisms.sparse.sliding_window import window_pairs

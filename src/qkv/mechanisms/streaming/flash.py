@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import qkv
-from qkv.declarations import Size
+from qkv.arguments.declarations import Size
 from qkv.inspection.traces.streaming import stream
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.arguments import one_sequence

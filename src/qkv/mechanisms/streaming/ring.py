@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self, Unpack
 
 import qkv
-from qkv.declarations import Size
+from qkv.arguments.declarations import Size
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
 from qkv.mechanisms.base.head_rows import join_heads

@@ -10,13 +10,13 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from qkv.arguments.readable_checks import as_array
 from qkv.errors import AmbiguityError, ArgumentError, DTypeError, ShapeError
 from qkv.problem.building.padding import padding_index
 from qkv.problem.language.expressions import Kind, Var, as_node, conjunction, text, variables
 from qkv.problem.language.reading import is_array_at_position
 from qkv.problem.language.symbols import Expr, Table
 from qkv.problem.spec import Dropout, Origin, Rotation, Stage, TableSpec
-from qkv.readable_checks import as_array
 
 Array = NDArray[Any]
 Align: TypeAlias = Literal["start", "end"]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.declarations import shown
+from qkv.arguments.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.problem.building.builder import FLOATS, INDEX_LIMIT, MAX_DIMENSIONS, Builder, Shape
 from qkv.problem.building.offsets import positions_of

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.readable_checks import as_array
 from qkv.errors import AmbiguityError, ArgumentError
 from qkv.problem.building.builder import INDEX_LIMIT, Align, Builder
 from qkv.problem.language.expressions import Node, Var, variables
 from qkv.problem.language.symbols import Expr
 from qkv.problem.spec import Positions
-from qkv.readable_checks import as_array
 
 __all__ = ["positions_of"]
 

@@ -9,10 +9,10 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from qkv.arguments.readable_checks import as_array
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.readable_checks import as_array
 from qkv.variants.base import Role
 from qkv.variants.masks.algebra import MaskVariant
 

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv._dynamo import is_reading
+from qkv.arguments.readable_checks import as_array
 from qkv.errors import ArgumentError
 from qkv.problem.building.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.problem.language.symbols import Expr
-from qkv.readable_checks import as_array
 from qkv.variants.base import HOST_VALUES, Role
 from qkv.variants.masks.algebra import MaskVariant
 

@@ -9,11 +9,11 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.readable_checks import checked_flag
 from qkv.errors import ArgumentError
 from qkv.problem.building.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.problem.philox import philox
-from qkv.readable_checks import checked_flag
 from qkv.variants.base import Role
 from qkv.variants.masks.algebra import MaskVariant
 

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv._dynamo import made_outside
+from qkv.arguments.readable_checks import as_array
 from qkv.errors import DTypeError, ShapeError
 from qkv.problem.building.builder import Builder, Restart, Shape
 from qkv.problem.dense import Dense
-from qkv.readable_checks import as_array
 from qkv.variants.base import Role
 from qkv.variants.masks.algebra import MaskVariant
 

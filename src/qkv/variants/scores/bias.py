@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from qkv.arguments.readable_checks import as_array
 from qkv.errors import DTypeError, MaskLooksBooleanWarning
 from qkv.problem.building.builder import Builder, Shape, kind_of_array
 from qkv.problem.building.padding import padding_index
 from qkv.problem.dense import Dense
-from qkv.readable_checks import as_array
 from qkv.variants.base import Role, Variant
 
 

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv.declarations import shown
+from qkv.arguments.declarations import shown
+from qkv.arguments.readable_checks import array_shape, as_array
 from qkv.errors import ArgumentError, ShapeError
 from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.readable_checks import array_shape, as_array
 from qkv.variants.base import Role, Variant
 
 _FARTHEST = 2**24

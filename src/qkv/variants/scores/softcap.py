@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from qkv._dynamo import as_constant
-from qkv.declarations import shown
+from qkv.arguments.declarations import shown
 from qkv.errors import ArgumentError
 from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
