@@ -65,14 +65,14 @@ from qkv.variants import (
 )
 
 if _TYPE_CHECKING:
-    from qkv.classical import ScaledDotProductAttention
     from qkv.inspection.models.model_record import LayerRecord, ModelRecord
     from qkv.inspection.records.record import Record
     from qkv.inspection.traces.explain import explain
     from qkv.inspection.traces.trace import Trace
     from qkv.inspection.traces.trace_fields import Projections
     from qkv.inspection.weights.lazy_weights import LazyWeights
-    from qkv.saturation import ScalingCurve, ScalingPoint, scaling_curve
+    from qkv.teaching.classical import ScaledDotProductAttention
+    from qkv.teaching.saturation import ScalingCurve, ScalingPoint, scaling_curve
 
 __all__ = [
     "ALiBi",
@@ -147,12 +147,12 @@ _INSPECTION = {
     "ModelRecord": "inspection.models.model_record",
     "Projections": "inspection.traces.trace_fields",
     "Record": "inspection.records.record",
-    "ScaledDotProductAttention": "classical",
-    "ScalingCurve": "saturation",
-    "ScalingPoint": "saturation",
+    "ScaledDotProductAttention": "teaching.classical",
+    "ScalingCurve": "teaching.saturation",
+    "ScalingPoint": "teaching.saturation",
     "Trace": "inspection.traces.trace",
     "explain": "inspection.traces.explain",
-    "scaling_curve": "saturation",
+    "scaling_curve": "teaching.saturation",
 }
 """What looks into attention, and the module of each. It is imported when it is first used, because
 a third of the time of `import qkv` would be spent on it."""

@@ -47,7 +47,7 @@ def test_import_qkv_imports_no_framework() -> None:
     [
         (
             "",
-            ("inspection.records.record", "inspection.traces.trace", "classical",
+            ("inspection.records.record", "inspection.traces.trace", "teaching.classical",
              "backends.cpu.backend"),
         ),
         (

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.classical import ScaledDotProductAttention
 from qkv.exercises.verdict import NotNumbersError, Numbers, Verdict, numbers_in
 from qkv.exercises.written import UnreadableError, readings
 from qkv.inspection.traces.steps import softmax
 from qkv.ledger import attention_operations, ledger
 from qkv.samples import shared_example
+from qkv.teaching.classical import ScaledDotProductAttention
 
 __all__ = ["NAMES", "numbers_of", "verdict_on"]
 

@@ -28,7 +28,7 @@ from qkv.mechanisms.comparison import compare
 from qkv.mechanisms.lookup.scaled_dot_product import ScaledDotProduct
 from qkv.mechanisms.registry import mechanism_class
 from qkv.samples.language import language_model_bytes
-from qkv.saturation import scaling_curve
+from qkv.teaching.saturation import scaling_curve
 
 __all__ = ["SmallMethods"]
 
