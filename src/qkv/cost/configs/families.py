@@ -77,7 +77,7 @@ def families() -> dict[str, dict[str, Any]]:
     """Properties of each known `model_type` that its configuration does not state."""
     table = _table("families.json")
     return {
-        name: {**_USUAL, **table.get(row.get("like"), {}), **row} for name, row in table.items()
+        name: {**_USUAL, **table.get(row.get("like", ""), {}), **row} for name, row in table.items()
     }
 
 
