@@ -11,17 +11,18 @@ import pytest
 import qkv
 from forced import as_it_runs
 from processes import in_a_process
+from qkv.arrays.addresses import address_of, page_aligned
 from qkv.backends.cpu.decode import layout
 from qkv.backends.cpu.decode.layout import STRETCH_KV, panel_of, record_bytes
 from qkv.backends.cpu.decode.rows import FIELDS
 from qkv.backends.cpu.decode.tasks import BLOCK_KV, CHUNK, GROUP, TASK, chunk_of, shared_bytes
+from qkv.backends.cpu.emit.argument_block import ArgumentBlock, word_index
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes import decode as streaming
 from qkv.backends.cpu.passes import workers
-from qkv.backends.cpu.passes.arguments import address_of, page_aligned, word_index
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass
 from qkv.backends.cpu.plan import kernel_choice
-from qkv.backends.cpu.prepared.forward import NO_RESULTS, ArgumentBlock
+from qkv.backends.cpu.prepared.forward import NO_RESULTS
 from qkv.problem.building.builder import Shape
 from qkv.problem.building.check import check
 from qkv.problem.scores import Scores

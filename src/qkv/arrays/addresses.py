@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-__all__ = ["address_of", "page_aligned", "quick_address_of"]
+__all__ = ["address_of", "batch_offsets", "page_aligned", "quick_address_of"]
 
 _PAGE = 4096
 """Bytes of one page of memory."""
@@ -48,3 +48,12 @@ def page_aligned(size: int) -> Array:
     raw = np.empty(size + _PAGE, np.uint8)
     start = -address_of(raw) % _PAGE
     return raw[start : start + size]
+
+
+def batch_offsets(batch_shape: Sequence[int], strides: Sequence[int]) -> Array:
+    """Where each batch entry begins, in bytes from the first, one after another in C order."""
+    offsets = np.zeros(batch_shape, np.int64)
+    for axis, stride in enumerate(strides):
+        steps = np.arange(batch_shape[axis], dtype=np.int64) * stride
+        offsets += steps.reshape(-1, *[1] * (len(strides) - axis - 1))
+    return offsets.reshape(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -10,10 +11,15 @@ from numpy.typing import NDArray
 from qkv.arrays.addresses import quick_address_of
 from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD
 
-__all__ = ["ArgumentBlock"]
+__all__ = ["LIMIT", "ArgumentBlock", "word_index"]
 
-_LIMIT = COUNTER_BYTES // WORD
-"""The word of `limit`, the same in every kernel because common fields come first."""
+LIMIT = COUNTER_BYTES // WORD
+"""The word of `limit`: the first after the counter, in the block of every kernel."""
+
+
+def word_index(name: str, fields: Sequence[str]) -> int:
+    """Which word of an argument block with these fields one of them is."""
+    return LIMIT + fields.index(name)
 
 
 class ArgumentBlock:
@@ -28,4 +34,4 @@ class ArgumentBlock:
     def allow_tasks(self, start: int, stop: int) -> None:
         """Let the next run take the tasks from `start` to `stop`."""
         self.words[0] = start
-        self.words[_LIMIT] = stop
+        self.words[LIMIT] = stop

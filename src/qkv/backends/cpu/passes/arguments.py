@@ -9,25 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arrays.addresses import address_of, page_aligned
-from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD
-from qkv.backends.cpu.forward.frame import FIELDS
+from qkv.arrays.addresses import address_of, batch_offsets, page_aligned
+from qkv.backends.cpu.emit.argument_block import LIMIT
+from qkv.backends.cpu.emit.frame import WORD
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import Rows, whole_rows
 from qkv.process.forks import importing
 
 Array = NDArray[Any]
-
-_FIRST = COUNTER_BYTES // WORD
-
-
-def word_index(name: str, fields: tuple[str, ...] = FIELDS) -> int:
-    """Which word of the block a field is, of the forward pass unless other fields are given."""
-    return _FIRST + fields.index(name)
-
-
-_LIMIT = word_index("limit")
-"""The word of `limit`, the same in every kernel because common fields come first."""
 
 
 class Arguments:
@@ -42,7 +31,7 @@ class Arguments:
     def allow_tasks(self, start: int, stop: int) -> None:
         """Let the next run take the tasks from `start` to `stop`."""
         self._words[0] = start
-        self._words[_LIMIT] = stop
+        self._words[LIMIT] = stop
 
     def copy(self) -> Array:
         """A copy of the words, for a call of its own."""
@@ -52,7 +41,7 @@ class Arguments:
 
     def word_of_table(self, name: str) -> int:
         """Which word of the block is the address of a table."""
-        word = _FIRST + len(self._names)
+        word = LIMIT + len(self._names)
         for table in self._problem.spec.tables:
             if table.name == name:
                 return word
@@ -61,7 +50,7 @@ class Arguments:
 
     def _write(self, fields: Mapping[str, int], more: Sequence[int] = ()) -> None:
         """Lay out the block: counter, fields, tables of the expressions, and what follows them."""
-        words = [0] * _FIRST + [fields[name] for name in self._names]
+        words = [0] * LIMIT + [fields[name] for name in self._names]
         for table in self._problem.spec.tables:
             array = self._problem.operands.tables[table.name]
             words.append(self._address(array))
@@ -117,15 +106,6 @@ class Arguments:
             f"{name}_row": row,
             f"{name}_element": element,
         }
-
-
-def batch_offsets(batch_shape: Sequence[int], strides: Sequence[int]) -> Array:
-    """Where each batch row begins, in bytes."""
-    offsets = np.zeros(batch_shape, np.int64)
-    for axis, stride in enumerate(strides):
-        steps = np.arange(batch_shape[axis], dtype=np.int64) * stride
-        offsets += steps.reshape(-1, *[1] * (len(strides) - axis - 1))
-    return offsets
 
 
 def batch_stride(sizes: Sequence[int], strides: Sequence[int]) -> int | None:

@@ -14,10 +14,10 @@ from qkv.backends.cpu.decode.kernel import emit_decode
 from qkv.backends.cpu.decode.layout import DecodeKey, panel_of, record_bytes, scratch_bytes
 from qkv.backends.cpu.decode.rows import FIELDS, page_fields
 from qkv.backends.cpu.decode.tasks import shared_bytes
-from qkv.backends.cpu.emit.argument_block import ArgumentBlock
+from qkv.backends.cpu.emit.argument_block import LIMIT, ArgumentBlock, word_index
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.passes.arguments import Arguments, batch_stride, rotated_operands, word_index
+from qkv.backends.cpu.passes.arguments import Arguments, batch_stride, rotated_operands
 from qkv.backends.cpu.passes.scratch import (
     BriefJob,
     return_scratch,
@@ -40,8 +40,8 @@ half of the time that `_ROWS_OF_A_READ` stands for."""
 _BETWEEN_PRODUCTS = 4
 """How many times as much work one thread does alone while threads of another library spin on the
 other cores, waiting for their next product: our threads would have to share these cores."""
-_LIMIT, _SCRATCH, _SHARED, _NOT_FINITE, _WORKERS = (
-    word_index(name, FIELDS) for name in ("limit", "scratch", "shared", "not_finite", "workers")
+_SCRATCH, _SHARED, _NOT_FINITE, _WORKERS = (
+    word_index(name, FIELDS) for name in ("scratch", "shared", "not_finite", "workers")
 )
 
 
@@ -162,7 +162,7 @@ class DecodePass:
             keys = self.kernel.step(block.pointer, share.alone)
             if keys > share.alone:
                 block.keep_alive = scratch, keep_alive
-                planned = self._workload(keys, words[_LIMIT])
+                planned = self._workload(keys, words[LIMIT])
                 words[_WORKERS] = min(share.workers, planned.workers())
                 planned.run(self.kernel, block, words[_WORKERS])
                 block.keep_alive = ()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 
+from qkv.backends.cpu.emit.argument_block import word_index
 from qkv.backends.cpu.forward.frame import FIELDS
-from qkv.backends.cpu.passes.arguments import Arguments, rotated_operands, word_index
+from qkv.backends.cpu.passes.arguments import Arguments, rotated_operands
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import plain
 
-_NOT_FINITE = word_index("not_finite")
+_NOT_FINITE = word_index("not_finite", FIELDS)
 
 
 class ForwardArguments(Arguments):

@@ -8,8 +8,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from qkv.backends import Passes
-from qkv.backends.cpu.emit.argument_block import ArgumentBlock
-from qkv.backends.cpu.passes.arguments import word_index
+from qkv.backends.cpu.emit.argument_block import LIMIT, ArgumentBlock, word_index
+from qkv.backends.cpu.forward.frame import FIELDS
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.passes.forward_arguments import ForwardArguments
 from qkv.backends.cpu.passes.scratch import (
@@ -27,11 +27,16 @@ Array = NDArray[Any]
 
 __all__ = ["forward_kernel"]
 
-_LIMIT, _SCRATCH, _NOT_FINITE = map(word_index, ("limit", "scratch", "not_finite"))
-_OPERANDS = tuple(map(word_index, ("query", "key", "value")))
-_RESULTS = tuple(map(word_index, ("out", "lse")))
-_LSE_REST, _UNROUNDED = map(word_index, ("lse_rest", "unrounded"))
-_STATISTICS = tuple(map(word_index, ("entropy", "max_score", "max_weight")))
+
+def _words(*names: str) -> tuple[int, ...]:
+    return tuple([word_index(name, FIELDS) for name in names])
+
+
+_SCRATCH, _NOT_FINITE = _words("scratch", "not_finite")
+_OPERANDS = _words("query", "key", "value")
+_RESULTS = _words("out", "lse")
+_LSE_REST, _UNROUNDED = _words("lse_rest", "unrounded")
+_STATISTICS = _words("entropy", "max_score", "max_weight")
 """Words for the statistics, in the order of the fields of `RowStatistics`."""
 _CALLER = ctypes.c_int64(0)
 """The worker number of the thread that calls."""
@@ -55,7 +60,7 @@ def forward_kernel(problem: Problem, passes: Passes, arrays: tuple[Array, ...]) 
 
     def new_block() -> ArgumentBlock:
         block = ArgumentBlock(template.copy())
-        block.words[_LIMIT] = count
+        block.words[LIMIT] = count
         return block
 
     def run(block: ArgumentBlock, _: int, keep_alive: Any, between_products: bool) -> bool:

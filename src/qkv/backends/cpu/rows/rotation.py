@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arrays.addresses import quick_address_of
+from qkv.arrays.addresses import batch_offsets, quick_address_of
 from qkv.backends.cpu.compiler.compile import Kernel, build
+from qkv.backends.cpu.emit.argument_block import word_index
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.rows.rotation_kernel import FIELDS, RotationKey, emit_rotation
-from qkv.backends.cpu.rows.row_pass import RowPass, argument_words, word_indices
+from qkv.backends.cpu.rows.row_pass import RowPass, argument_words
 from qkv.problem.spec import Angles, Problem
 
 Array = NDArray[Any]
@@ -106,22 +107,13 @@ class RowLayout:
         self.heads = heads
         self.count = math.prod(lead) * heads
         self.entries = self.count * length * dim
-        self.batches = _NO_OFFSETS if math.prod(lead) == 1 else _batch_offsets(lead, steps)
+        self.batches = _NO_OFFSETS if math.prod(lead) == 1 else batch_offsets(lead, steps)
         self.numbers = quick_address_of(self.batches), head, row, element, length
 
     @classmethod
     def of(cls, array: Array) -> RowLayout:
         """Of the rows of this array."""
         return cls(array.shape, array.strides)
-
-
-def _batch_offsets(batch_shape: Sequence[int], strides: Sequence[int]) -> Array:
-    """Bytes to each batch entry."""
-    offsets = np.zeros(batch_shape, np.int64)
-    for axis, stride in enumerate(strides):
-        along = np.arange(batch_shape[axis], dtype=np.int64) * stride
-        offsets += along.reshape(-1, *[1] * (len(batch_shape) - axis - 1))
-    return np.ascontiguousarray(offsets.reshape(-1))
 
 
 class Rotation:
@@ -196,12 +188,13 @@ class Rotation:
 
 
 _WORDS = [
-    word_indices(
-        FIELDS, *[f"{name}_{n}" for name in (
+    [
+        word_index(f"{name}_{n}", FIELDS)
+        for name in (
             "rows", "out", "batches", "head_stride", "row_stride", "element_stride", "length",
             "cosines", "sines", "table_bytes",
-        )]
-    )
+        )
+    ]
     for n in (0, 1)
 ]  # fmt: skip
 """What each run writes of an array: its address and layout, and where its angles and output lie."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends.cpu.compiler.compile import Kernel
-from qkv.backends.cpu.emit.argument_block import ArgumentBlock
+from qkv.backends.cpu.emit.argument_block import LIMIT, ArgumentBlock
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD
 from qkv.backends.cpu.python_calls.filled_block import FilledBlock, Operand
@@ -19,10 +19,8 @@ from qkv.process.threads import get_num_threads
 
 Array = NDArray[np.int64]
 
-__all__ = ["RowPass", "argument_words", "emit_head_job", "word_indices"]
+__all__ = ["RowPass", "argument_words", "emit_head_job"]
 
-_LIMIT = COUNTER_BYTES // WORD
-"""The word of the first field, `limit`."""
 _BRIEF = 2**16
 """Number of entries of rows for which Python may stay locked."""
 
@@ -50,12 +48,7 @@ def emit_head_job(
 
 def argument_words(fields: Sequence[str], values: Mapping[str, int]) -> Array:
     """An argument block: the counter, then the fields in their order, 0 if they have no value."""
-    return np.array([*[0] * _LIMIT, *[values.get(name, 0) for name in fields]], np.int64)
-
-
-def word_indices(fields: Sequence[str], *names: str) -> tuple[int, ...]:
-    """Which words of an argument block some fields are."""
-    return tuple([_LIMIT + fields.index(name) for name in names])
+    return np.array([*[0] * LIMIT, *[values.get(name, 0) for name in fields]], np.int64)
 
 
 class RowPass:

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from qkv.arrays.addresses import address_of
 from qkv.backends.cpu.compiler.compile import Kernel, build
+from qkv.backends.cpu.emit.argument_block import word_index
 from qkv.backends.cpu.machine.host import Host, host
-from qkv.backends.cpu.rows.row_pass import RowPass, argument_words, word_indices
+from qkv.backends.cpu.rows.row_pass import RowPass, argument_words
 from qkv.backends.cpu.rows.sinks_kernel import FIELDS, SinksKey, emit_sinks
 
 Array = NDArray[Any]
@@ -79,4 +80,4 @@ class Sinks:
         self._pass.run(numbers, self._entries, (keep_alive, self._sinks))
 
 
-_WORDS = word_indices(FIELDS, "keys_out", "keys_lse", "rest", "out", "lse")
+_WORDS = [word_index(name, FIELDS) for name in ("keys_out", "keys_lse", "rest", "out", "lse")]
