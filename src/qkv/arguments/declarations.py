@@ -44,8 +44,8 @@ Rule: TypeAlias = Callable[[str, Any], Any]
 """A function of the name and value of an argument, which returns the value, or raises."""
 
 
-def checked_size(name: str, given: Any, least: int = 1) -> int:
-    """A whole number from `least` to `LARGEST` as an int.
+def checked_size(name: str, given: Any, least: int = 1, most: int = LARGEST) -> int:
+    """A whole number from `least` to `most` as an int.
 
     Raises
     ------
@@ -58,15 +58,16 @@ def checked_size(name: str, given: Any, least: int = 1) -> int:
     3
     """
     whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
-    if whole and least <= given <= LARGEST:
+    if whole and least <= given <= most:
         return given if isinstance(given, int) else int(given)
-    if whole and given > LARGEST:
-        what = f"at most {LARGEST}"
+    if whole and given > most:
+        what, advice = f"at most {most}", f"{name} <= {most}"
     elif least == 1:
-        what = "a positive integer"
+        what, advice = "a positive integer", f"{name} >= 1"
+    elif least >= 0:
+        what, advice = f"a whole number of {least} or more", f"{name} >= {least}"
     else:
-        what = f"a whole number of {least} or more" if least >= 0 else "a whole number"
-    advice = f"{name} >= {least}" if least >= 0 else f"{name} as an integer"
+        what, advice = "a whole number", f"{name} as an integer"
     raise ArgumentError(f"{name}={shown(given)} is not {what}.", action=f"Pass {advice}.")
 
 
@@ -78,8 +79,8 @@ def shown(given: Any) -> str:
         return f"({type(given).__qualname__})"
 
 
-def _size(least: int) -> Rule:
-    return lambda name, given: checked_size(name, given, least)
+def _size(least: int, most: int = LARGEST) -> Rule:
+    return lambda name, given: checked_size(name, given, least, most)
 
 
 def checked_integer(name: str, given: Any) -> int:
@@ -152,18 +153,11 @@ def _text_or_ids(name: str, given: Any) -> Any:
     return given if isinstance(given, str) else _entries(checked_integer)(name, given)
 
 
-def _indent(name: str, given: Any) -> int:
-    size = checked_size(name, given, 0)
-    if size > 100:
-        raise ArgumentError(f"{name}={size} is more than 100.", action="Pass a few spaces.")
-    return size
-
-
 Size: TypeAlias = Annotated[int, _size(1)]
 """A positive integer."""
 Whole: TypeAlias = Annotated[int, _size(0)]
 """A whole number of 0 or more."""
-Indent: TypeAlias = Annotated[int, _indent]
+Indent: TypeAlias = Annotated[int, _size(0, 100)]
 """Spaces for each level of JSON."""
 Positive: TypeAlias = Annotated[float, _number(0.0, above=True)]
 """A finite number above 0."""

@@ -7,16 +7,18 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arguments.declarations import shown
 from qkv.arguments.readable_checks import as_array
 from qkv.arrays import kind_of, library_of
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 
 __all__ = [
-    "Lengths", "checked_integer", "longest", "sequence_indices", "shorter_lengths", "whole_numbers",
+    "MOST_ROWS", "Lengths", "longest", "sequence_indices", "shorter_lengths", "whole_numbers",
 ]  # fmt: skip
 
 Lengths: TypeAlias = NDArray[np.int64]
+
+MOST_ROWS = 2**40
+"""The most rows of one sequence, so that products with other sizes remain within int64."""
 
 
 def longest(lengths: Lengths) -> int:
@@ -24,21 +26,6 @@ def longest(lengths: Lengths) -> int:
     if lengths.size == 1:
         return int(lengths.flat[0])
     return int(lengths.max(initial=0))
-
-
-def checked_integer(least: int, name: str, given: Any, most: int = 2**40) -> int:
-    """An integer from `least` to `most`."""
-    whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
-    if not whole or given < least:
-        raise ArgumentError(
-            f"{name}={shown(given)} is not a whole number of {least} or more.",
-            action=f"Pass an integer of {least} or more.",
-        )
-    if given > most:
-        raise ArgumentError(
-            f"{name}={shown(given)} is more than {most}.", action="Pass a smaller number."
-        )
-    return int(given)
 
 
 def viewed(name: str, given: Any) -> NDArray[Any]:

@@ -16,9 +16,8 @@ from transformers.cache_utils import (
 )
 from transformers.cache_utils import Cache as _LayerCaches
 
-from qkv.arguments.declarations import shown
+from qkv.arguments.declarations import checked_size, shown
 from qkv.cache import ContiguousCache, PagedCache, RollingCache
-from qkv.cache.arguments import checked_integer
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.positions import can_be_scaled, positions_of, warn_beyond
 from qkv.hf.stored_tensor import as_tensors
@@ -132,7 +131,7 @@ class Cache(DynamicCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """`(kv_len, kv_offset)` of what the next `update` of a layer will give."""
         # transformers makes layers at their first `update`, but asks for their mask sizes before.
-        checked_integer(0, "layer_idx", layer_idx, 2**20)
+        checked_size("layer_idx", layer_idx, 0, 2**20)
         while self.layer_class_to_replicate is not None and len(self.layers) <= layer_idx:
             self.layers.append(self.layer_class_to_replicate())
         if self._positions is not None:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 import qkv
-from qkv.cache.arguments import Lengths, checked_integer, longest
+from qkv.arguments.declarations import checked_size
+from qkv.cache.arguments import MOST_ROWS, Lengths, longest
 from qkv.cache.consecutive.buffer import RowBuffer
 from qkv.cache.consecutive.buffered import BufferedCache, Stored, nonempty
 from qkv.cache.new_tokens import NewTokens
@@ -54,12 +55,14 @@ class ContiguousCache(BufferedCache):
     """
 
     def __init__(self, capacity: int | None = None, *, dtype: str | None = None) -> None:
-        self.capacity = None if capacity is None else checked_integer(0, "capacity", capacity)
+        self.capacity = (
+            None if capacity is None else checked_size("capacity", capacity, 0, MOST_ROWS)
+        )
         super().__init__(dtype)
 
     def kv_extent(self, new: int) -> tuple[int, int]:
         """`(kv_len, kv_offset)` of the rows that `append` of `new` tokens would hand out."""
-        new = checked_integer(0, "new", new)
+        new = checked_size("new", new, 0, MOST_ROWS)
         return longest(self._stored.lengths) + new, 0
 
     def _check_room(self, before: Lengths, counts: Lengths) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 import qkv
-from qkv.arguments.declarations import checked
-from qkv.cache.arguments import Lengths, checked_integer, longest
+from qkv.arguments.declarations import checked, checked_size
+from qkv.cache.arguments import MOST_ROWS, Lengths, longest
 from qkv.cache.consecutive.buffer import RowBuffer
 from qkv.cache.consecutive.buffered import BufferedCache, Stored, nonempty
 from qkv.cache.new_tokens import NewTokens
@@ -68,8 +68,8 @@ class RollingCache(BufferedCache):
 
     def __init__(self, window: int, sinks: int = 0, *, dtype: str | None = None) -> None:
         self.window, self.sinks = (
-            checked_integer(1, "window", window),
-            checked_integer(0, "sinks", sinks),
+            checked_size("window", window, 1, MOST_ROWS),
+            checked_size("sinks", sinks, 0, MOST_ROWS),
         )
         super().__init__(dtype)
 
@@ -78,7 +78,7 @@ class RollingCache(BufferedCache):
 
         Without sinks, which are a part of their own.
         """
-        new = checked_integer(0, "new", new)
+        new = checked_size("new", new, 0, MOST_ROWS)
         length = longest(self._stored.lengths)
         before = min(length, self.window - 1)
         return before + new, length - before

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from qkv.arguments.declarations import shown
-from qkv.cache.arguments import Lengths, checked_integer
+from qkv.arguments.declarations import checked_size, shown
+from qkv.cache.arguments import Lengths
 from qkv.errors import ArgumentError, ShapeError, UnsupportedError
 from qkv.process.forks import RenewedLock
 
@@ -52,7 +52,7 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int) -> None:
-        count = checked_integer(0, "num_pages", num_pages, MOST_PAGES)
+        count = checked_size("num_pages", num_pages, 0, MOST_PAGES)
         self._num_pages = count
         # How often pages are held is what is true, and changes in one step of the interpreter. The
         # free list follows from it; it is None while both change, and is made anew if an exception
@@ -106,7 +106,7 @@ class PageAllocator:
         ShapeError
             If there are not as many.
         """
-        count = checked_integer(0, "count", count)
+        count = checked_size("count", count, 0)
         self._refuse_inside_another_call()
         with self._exclusive.lock:
             free = self._begin()
@@ -188,7 +188,7 @@ class PageAllocator:
         self._refuse_inside_another_call()
         with self._exclusive.lock:
             free, first = self._begin(), self.num_pages
-            num_pages = checked_integer(first, "num_pages", num_pages, MOST_PAGES)
+            num_pages = checked_size("num_pages", num_pages, first, MOST_PAGES)
             self._free = None
             self._num_pages = num_pages
             free[:0] = range(num_pages - 1, first - 1, -1)

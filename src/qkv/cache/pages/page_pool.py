@@ -123,7 +123,7 @@ class PagePool:
         self.fixed = num_pages is not None
         self.encoding = encoding
         self.storage = Storage()
-        self._without_holders(num_pages or 0)
+        self._without_holders(0 if num_pages is None else num_pages)
 
     def _without_holders(self, num_pages: int) -> None:
         self.allocator = PageAllocator(num_pages)

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 import qkv
+from qkv.arguments.declarations import checked_size
 from qkv.cache.arguments import (
+    MOST_ROWS,
     Lengths,
-    checked_integer,
     sequence_indices,
     shorter_lengths,
     viewed,
@@ -80,9 +81,7 @@ class PagedCache:
     def __init__(
         self, page_size: int = 16, num_pages: int | None = None, *, dtype: str | None = None
     ) -> None:
-        page_size = checked_integer(1, "page_size", page_size)
-        if num_pages is not None:
-            num_pages = checked_integer(0, "num_pages", num_pages)
+        page_size = checked_size("page_size", page_size, 1, MOST_ROWS)
         self.dtype = dtype
         self._begin(PagePool(page_size, num_pages, encoding_of(dtype)))
 
@@ -263,7 +262,7 @@ class PagedCache:
 
     def kv_extent(self, new: int) -> tuple[int, int]:
         """`(kv_len, kv_offset)` of the rows that `append` of `new` tokens would hand out."""
-        new = checked_integer(0, "new", new)
+        new = checked_size("new", new, 0, MOST_ROWS)
         longest = int(self._holder.held.lengths.max(initial=0)) + new
         return -(-longest // self.page_size) * self.page_size, 0
 
