@@ -8,10 +8,10 @@ import pytest
 from qkv.backends import Prepared, ResultForm, array_at, backends
 from qkv.backends.blocked import BlockedBackend
 from qkv.backends.cpu import CpuBackend
-from qkv.hf.groups import SameGroup
 from qkv.inspection.heads.earlier_tokens import EarlierToken
 from qkv.partial import Partial, finish
 from qkv.testing import CHECKS, Case, cases, cases_of, check_case
+from qkv.variants.masks.same_group import SameGroup
 
 # They are said of batches.
 ELSEWHERE = [case for case in cases_of(SameGroup, EarlierToken) if case.shape.batch_shape]

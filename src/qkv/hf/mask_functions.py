@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
-from qkv.hf.groups import SameGroup
 from qkv.variants import Causal, MaskVariant, Segments, SlidingWindow
+from qkv.variants.masks.same_group import SameGroup
 
 __all__ = ["PositionRanges", "read"]
 

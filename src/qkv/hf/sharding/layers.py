@@ -17,13 +17,13 @@ import qkv
 from qkv.distributed import attention
 from qkv.errors import UnsupportedError
 from qkv.hf.attention import Observer, changes_outputs
-from qkv.hf.groups import SameGroup
 from qkv.hf.ignored_keywords import refuse_unread
 from qkv.hf.layer_call import LayerCall
 from qkv.hf.mask_functions import PositionRanges, read
 from qkv.hf.masks import MaskPattern, StatedMask, padding_masks
 from qkv.hf.sharding.inputs import ShardedInputs
 from qkv.variants import MaskVariant, Segments
+from qkv.variants.masks.same_group import SameGroup
 
 __all__ = [
     "CURRENT", "Sharding", "attend_shard", "find_documents_over_ranks", "sharding_of",

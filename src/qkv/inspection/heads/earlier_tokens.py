@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.masks.algebra import MaskVariant
+from qkv.variants.masks.same_group import SameGroup
 
 __all__ = ["NO_TOKEN", "EarlierToken", "Tokens"]
 
@@ -24,7 +24,7 @@ _NO_QUERY = -2
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class EarlierToken(MaskVariant):
+class EarlierToken(SameGroup):
     """Allowed where `q_ids[i] == kv_ids[j]` and the key is `at_least` positions behind.
 
     Parameters
@@ -40,20 +40,17 @@ class EarlierToken(MaskVariant):
     at_least: int
 
     def lower(self, builder: Builder) -> None:
-        q_tokens = builder.broadcast(self.q_ids[:, None, :, None], "q_ids")
-        kv_tokens = builder.broadcast(self.kv_ids[:, None, None, :], "kv_ids")
-        builder.mask(q_tokens == kv_tokens)
+        super().lower(builder)
         builder.mask(builder.kv_pos <= builder.q_pos - builder.scalar(self.at_least, "at_least"))
 
     def naive(self, dense: Dense) -> None:
-        q_ids, kv_ids = (dense.batch_entry(ids, trailing=1) for ids in (self.q_ids, self.kv_ids))
-        dense.allowed &= q_ids[:, None] == kv_ids
+        super().naive(dense)
         dense.allowed &= dense.kv_pos <= dense.q_pos[:, None] - self.at_least
 
     @classmethod
     def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[EarlierToken]:
-        batch = int(np.prod(shape.batch_shape))
-        q_ids, kv_ids = (rng.integers(0, 3, (batch, n)) for n in (shape.q_len, shape.kv_len))
+        (same,) = SameGroup.examples(shape, rng)
+        q_ids, kv_ids = np.asarray(same.q_ids), np.asarray(same.kv_ids)
         return (cls(q_ids, kv_ids, 1), cls(q_ids, kv_ids, 0))
 
 

@@ -97,7 +97,7 @@ def _best_along(weights: Tiled, axis: int) -> tuple[Array, Array]:
             local = local + first[inner]
         else:
             value, local = tile, leading[axis]
-        place = _place(weights, leading, first, tile, {axis})
+        place = _place(leading, first, tile, {axis})
         better = (value > best[place]) | (np.isnan(value) & ~np.isnan(best[place]))
         best[place] = np.where(better, value, best[place])
         index[place] = np.where(better, local, index[place])
@@ -116,7 +116,7 @@ def _folded(weights: Tiled, axes: set[int], fold: np.ufunc, out: Array) -> Array
     within = tuple([n for n in (0, 1) if n + weights.ndim - 2 in axes])
     reduce: Callable[..., Array] = fold.reduce
     for leading, first, tile in _tiles(weights):
-        place = _place(weights, leading, first, tile, axes)
+        place = _place(leading, first, tile, axes)
         part = reduce(tile, axis=within, dtype=out.dtype) if within else tile
         out[place] = fold(out[place], part)
     return out
@@ -137,7 +137,6 @@ def _tiles(weights: Tiled) -> Iterator[tuple[tuple[int, ...], tuple[int, int], A
 
 
 def _place(
-    weights: Tiled,
     leading: tuple[int, ...],
     first: tuple[int, int],
     tile: Array,

@@ -7,5 +7,6 @@ key_lengths, segments
                 padded keys, and several sequences in one row
 block_sparse, random_blocks
                 masks of whole blocks
+same_group      keys that share a number with the query; models and scores of heads use it
 dense_mask      any other: `Mask`, a boolean array or a function
 """

@@ -119,8 +119,8 @@ class PassesOfCall:
         own: _Memory,
         addresses: Sequence[int],
         keep_alive: Any,
-        layouts: Sequence[Any] = (),
-        q_shift: int = 0,
+        layouts: Sequence[Any],
+        q_shift: int,
         in_elements: bool = False,
         between_products: bool = False,
     ) -> bool:

@@ -1,4 +1,4 @@
-"""Keys that share a number with the query: chunks of Llama 4, pictures inside text."""
+"""Keys that share a number with the query, as chunks of Llama 4, pictures in text, or a token."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike
 
 from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants import MaskVariant
 from qkv.variants.base import Role
+from qkv.variants.masks.algebra import MaskVariant
 
 
 @dataclass(frozen=True, eq=False, repr=False)
