@@ -69,9 +69,10 @@ def constant_result(function: Function) -> Function:
 
 @constant_result
 def is_reading() -> bool:
-    """Whether Dynamo reads the function that asks: it runs this at that time, and keeps the result.
+    """Whether Dynamo is reading the function that asks.
 
-    What it cannot read, as the signatures of functions, is left out there.
+    Dynamo runs this while it reads, and keeps the result as a constant. A function leaves out then
+    what Dynamo cannot read, such as the signatures of functions.
     """
     translator = getattr(sys.modules.get("torch._dynamo.symbolic_convert"), _TRANSLATOR, None)
     try:
@@ -89,8 +90,8 @@ _SYMBOLIC_SHAPES = "torch.fx.experimental.symbolic_shapes"
 def as_constant(number: Any) -> Any:
     """A number as the constant that it is now, which makes another graph for another number.
 
-    Dynamo makes a number that has changed a variable of its graph, and nothing of what this package
-    makes of numbers can be one: text, and checks that decide.
+    Dynamo replaces a number that has changed by a variable of its graph. This package makes text of
+    numbers and branches on them, neither of which can be done with a variable.
     """
     if (type(number) is int or type(number) is float) and is_reading():
         # Looked up, since variants may not import torch; Dynamo has imported it.
@@ -99,7 +100,7 @@ def as_constant(number: Any) -> Any:
 
 
 def unreadable(folder: Path, readable: Sequence[str] = READABLE) -> Iterator[Path]:
-    """Files and folders of the package, as few as say it, that Dynamo is not to read."""
+    """The files and folders that Dynamo is not to read; a folder stands for all that is in it."""
     root = Path(__file__).parent
     for path in sorted(folder.iterdir()):
         name = path.relative_to(root).as_posix()

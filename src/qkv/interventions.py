@@ -1,9 +1,9 @@
 """What a head writes if its weights were others: none, equal ones, or those of another prompt.
 
-Where a head reads is not why a model says what it says (Jain and Wallace, 2019). To see what a head
-does, its output is replaced and the model runs on. Sources: Vig et al., "Investigating Gender Bias
-in Language Models Using Causal Mediation Analysis" (2020); Olsson et al., "In-context Learning and
-Induction Heads" (2022), whose ablations these are.
+Attention weights alone do not explain the output of a model (Jain and Wallace, 2019). To see what a
+head does, its output is replaced and the model runs on. Sources: Vig et al., "Investigating Gender
+Bias in Language Models Using Causal Mediation Analysis" (2020); Olsson et al., "In-context Learning
+and Induction Heads" (2022), whose ablations these are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["HeadChange", "HeadInputs", "changed_heads"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadInputs:
-    """Query and key of all heads of a layer, and what was said between.
+    """Query and key of all heads of a layer, with the variants and options of their call.
 
     Attributes
     ----------
@@ -121,7 +121,7 @@ def _other_output(change: HeadChange, inputs: HeadInputs, value: Any) -> Any:
         return attention(change.query, change.key, value, *change.variants, **change.options)
     if change != "uniform":
         raise ArgumentError(
-            f"{change!r:.60} is nothing that a head can become.",
+            f"{change!r:.60} is no change of a head.",
             action='Use "off", "uniform", or the inputs of another prompt.',
         )
     # Scores that are all 0 have equal weights. Biases and sinks would change them.

@@ -77,7 +77,8 @@ def merge(parts: Sequence[Partial], xp: Any = np) -> Partial:
     """
     peak = reduce(xp.maximum, [part.lse for part in parts])
     empty = peak == -math.inf
-    # A share that underflows is one of keys, and 0 times NaN of theirs is NaN.
+    # A part without keys adds nothing, even if its output holds NaN. One whose share only
+    # underflows has keys, and a NaN of theirs has to remain.
     unseen = [part.lse == -math.inf for part in parts]
     with np.errstate(all="ignore"):
         shift = xp.where(empty, 0, peak)

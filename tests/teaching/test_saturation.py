@@ -107,8 +107,8 @@ def test_pictures_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"d_k": [4.5]}, r"d_k\[0\]=4.5 is not a positive integer"),
         ({"d_k": [True]}, r"d_k\[0\]=True is not a positive integer"),
         ({"draws": 0}, "draws=0 is not a positive integer"),
-        ({"draws": 10**9}, "draws=1000000000 is more than 10000000"),
-        ({"d_k": [1, 10**6]}, "d_k=1000000 is more than 10000"),
+        ({"draws": 10**9}, "draws=1000000000 is not at most 10000000"),
+        ({"d_k": [1, 10**6]}, "d_k=1000000 is not at most 10000"),
         ({"seed": -1}, "seed=-1 is not a whole number of 0 or more"),
     ],
 )

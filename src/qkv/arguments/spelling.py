@@ -9,6 +9,6 @@ __all__ = ["did_you_mean"]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question with a space behind it; nothing where no known word is like this one."""
+    """A question with the most similar known word, ending in a space; empty if there is none."""
     like = get_close_matches(word, list(known), 1, cutoff=0.7)
     return f"Did you mean {like[0]}? " if like else ""

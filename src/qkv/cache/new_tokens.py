@@ -268,7 +268,7 @@ def _compare(
 
 @lru_cache(maxsize=64)
 def _name(thing: Any) -> str:
-    """The name of a type or a device, which takes long to write anew each time."""
+    """The name of a type or a device; it is kept because torch takes long to write it."""
     return str(thing)
 
 

@@ -17,14 +17,14 @@ __all__ = ["check_row_count", "check_window", "q_len_of", "without_end"]
 
 
 def q_len_of(query: Any) -> int | None:
-    """Rows of a query; None of what is no query."""
+    """The number of rows of a query, None if it is no dense array of two or more dimensions."""
     if kind_of(query) is None or getattr(query, "is_nested", False) or query.ndim < 2:
         return None
     return int(query.shape[-2])
 
 
 def without_end(variant: Any) -> Any:
-    """The same mask where `Causal("end")` says nothing about positions; itself without one."""
+    """The same mask with `Causal()` in the place of each `Causal("end")`; itself if it has none."""
     if isinstance(variant, qkv.Causal):
         return qkv.Causal() if variant.align == "end" else variant
     if isinstance(variant, Not):
@@ -38,7 +38,7 @@ def without_end(variant: Any) -> Any:
 
 
 def check_row_count(q_len: int, new: int) -> None:
-    """An error if queries that stand at the appended tokens are not as many."""
+    """Raise an error if there are not as many queries as appended tokens, at which they stand."""
     if q_len == new:
         return
     were = "was" if new == 1 else "were"
@@ -51,7 +51,7 @@ def check_row_count(q_len: int, new: int) -> None:
 
 
 def check_window(q_offset: Any, window: int, kv_offset: Lengths) -> None:
-    """An error if keys in the window of a query have been dropped."""
+    """Raise an error if keys in the window of a query have been dropped."""
     first = as_array("q_offset", 0 if isinstance(q_offset, str) else q_offset)
     if first.dtype.kind not in "iu":
         return  # `attention` says what is wrong with it.

@@ -29,14 +29,14 @@ _TILE_CHAINS = 6
 _TILE_STEPS = 1_000
 _TASKS = 64
 _BURSTS = 3
-"""Of some 10 ms each, of which the best counts: a ceiling is what the machine can do."""
+"""Runs of some 10 ms each, of which the fastest counts."""
 _CHUNK = 2**20
 """Bytes of one task of reading."""
 _TRIES = 5
 _BEYOND_CACHES = 2**30
-"""Bytes that no cache of one machine's share holds for long."""
+"""Bytes of a buffer that no cache holds, even one that several machines share."""
 _HELD = 2.0
-"""Times as fast as main memory is what a cache holds."""
+"""A buffer that is read so many times as fast as main memory is held by a cache."""
 _WORD = 8
 _COUNT, _BUFFER, _FACTORS, _UNUSED = 8, 9, 16, 32
 """Words of the block; the counter is word 0 and has a cache line of its own."""

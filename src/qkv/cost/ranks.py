@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["KERNEL_SHARE", "RanksCost", "SpreadCost", "ranks_cost"]
 
 KERNEL_SHARE = 0.6
-"""Of a described machine's peak, what a fused attention kernel is taken to reach."""
+"""The share of a machine's peak that a fused attention kernel is assumed to reach."""
 
 _MOST_RANKS = 4096
-"""The work of each pair of ranks is held."""
+"""The most ranks: the work of each pair of ranks is kept."""
 
 _DTYPES = {2: "float16", 4: "float32", 8: "float64"}
 

@@ -303,7 +303,7 @@ def _layer_costs(model: Model, run: PassSizes) -> tuple[LayerCost, ...]:
 
 
 def _idle(layer: LayerCost) -> LayerCost:
-    """A layer that is there and not run."""
+    """A layer that is not run: only its parameters count."""
     nothing = Count(0)
     held = Ledger(parameters=layer.ledger.parameters)
     return replace(layer, ledger=held, score_entries=nothing, score_bytes=nothing)

@@ -23,7 +23,7 @@ Array = NDArray[Any]
 __all__ = ["recomputed"]
 
 LARGEST_WEIGHT = 2.0**16
-"""Of kernels that shift scores by less than their maximum, as those for matrix tiles do."""
+"""The largest `exp(s - m)` of kernels whose m is not the maximum, such as those on matrix tiles."""
 
 
 def recomputed(problem: Problem, out: Array, run: Callable[[Problem], Array]) -> Array:

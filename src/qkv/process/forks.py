@@ -1,10 +1,12 @@
-"""What has to be known of forks: locks that nobody else holds then, and whether there was one.
+"""Locks that survive a fork, and whether this process is a forked one.
 
-A child that was forked while another thread held a lock, of LLVM or of an import, would wait for
-it for ever, and LLVM does not survive that the process ends around it. So a fork, and the end
-of the process, wait until no other thread compiles or imports. `is_forked` tells whether a process
-has lost threads in this way; torch would wait for its own, unless it is `on_one_torch_thread`. A
+A child that is forked while another thread holds a lock, of LLVM or of an import, would wait for
+that lock for ever. LLVM also crashes if the process ends while it compiles. So a fork, and the end
+of the process, wait until no other thread compiles or imports: these hold a `ForkLock`. A
 `RenewedLock` guards one object, such as a cache, and is new in the child.
+
+A child has only the thread that forked. `is_forked` tells whether a process may have lost threads
+in this way, and `on_one_torch_thread` keeps torch from waiting for those that it had started.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ _FIRST_PROCESS = os.getpid()
 def is_forked() -> bool:
     """Whether this process is a fork of one that may have started threads.
 
-    Libraries believe that they still have these, and would wait for them for ever. A process of
+    Libraries do not notice that these are gone, and would wait for them for ever. A process of
     multiprocessing may import qkv only after the fork.
     """
     if os.getpid() != _FIRST_PROCESS:

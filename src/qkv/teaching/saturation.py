@@ -12,14 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv._dynamo import ends_graph
-from qkv.arguments.declarations import Size, Whole, checked, shown
-from qkv.errors import ArgumentError
+from qkv.arguments.declarations import Size, Whole, checked, checked_size
 from qkv.inspection.traces.steps import softmax
 
 __all__ = ["ScalingCurve", "ScalingPoint", "scaling_curve"]
 
 _KEYS = 5
-"""Scores in each row: the number of keys of the shared example."""
+"""Scores in each row; the example of five tokens that mechanisms share has as many keys."""
 
 _LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -131,9 +130,9 @@ class ScalingCurve:
 
 
 _MOST_DRAWS = 10**7
-"""Each takes 40 bytes for each d_k while it is computed."""
+"""Draws take 40 bytes each while one d_k is computed."""
 _LONGEST_ROW = 10**4
-"""Of d_k; as many rows as `_PAIRS` of it take 1.6 GB."""
+"""The largest d_k: `_PAIRS` rows of it for queries and as many for keys take 1.6 GB."""
 
 
 @ends_graph
@@ -182,17 +181,11 @@ def scaling_curve(
     >>> round(plain.max_weight, 1), round(scaled.max_weight, 1)
     (0.9, 0.5)
     """
-    if draws > _MOST_DRAWS:
-        raise ArgumentError(
-            f"draws={shown(draws)} is more than {_MOST_DRAWS}.", action="Pass fewer draws."
-        )
+    checked_size("draws", draws, 1, _MOST_DRAWS)
     normal = np.random.default_rng(seed).normal(size=(draws, _KEYS))
     points = []
     for length in d_k:
-        if length > _LONGEST_ROW:
-            raise ArgumentError(
-                f"d_k={shown(length)} is more than {_LONGEST_ROW}.", action="Pass shorter rows."
-            )
+        checked_size("d_k", length, 1, _LONGEST_ROW)
         variance = float(_dot_products(length, min(draws, _PAIRS), seed).var())
         scores = normal * _query_lengths(length, draws, seed)[:, None]
         points += [

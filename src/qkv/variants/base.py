@@ -112,7 +112,7 @@ class Expression(Opaque):
 
 @dataclass(frozen=True, eq=False)
 class FunctionText:
-    """A function of scores or a mask that is one, as text and arrays that another compiler holds.
+    """A score mod or the function of a mask, as text and arrays that another compiler can hold.
 
     Attributes
     ----------

@@ -50,7 +50,7 @@ class Condition:
             return fn, list(self.arrays)
         arrays: list[Any] = []
         constants = captured_values(fn, arrays)
-        # Methods of tensors are those of the very tensors, not of views of them.
+        # A NumPy view in place of a tensor would not have the methods of tensors.
         is_of_others = any(type(array) is not np.ndarray for array in arrays)
         is_read = constants is None or (is_of_others and _loads_attributes(fn))
         if is_read and is_plain(fn):
@@ -205,7 +205,7 @@ def _values_of(fn: types.FunctionType) -> list[Any]:
 _TYPES_THAT_STAY = frozenset(
     value for module in (builtins, np) for value in vars(module).values() if isinstance(value, type)
 )
-"""Classes whose attributes nobody sets."""
+"""Classes of Python and NumPy, whose attributes do not change."""
 _NUMBERS_AND_WORDS = frozenset({type(None), bool, int, float, str})
 """Classes whose objects have no attributes that can be set, as those of subclasses may have."""
 

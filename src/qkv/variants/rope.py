@@ -141,10 +141,10 @@ class RoPE(Variant):
         rotary_dim, factor, base, layout
             As for `RoPE.linear`.
         max_position_embeddings : int
-            Length of training, in tokens.
+            Context length of training, in tokens.
         seq_len : int
-            Length of now, in tokens: the largest position plus 1. Another length is another RoPE;
-            keys that a cache holds as they were rotated keep the frequencies of their time.
+            Current length, in tokens: the largest position plus 1. Another length is another RoPE;
+            keys that were rotated before they were cached keep the frequencies of that time.
 
         Notes
         -----
@@ -176,7 +176,7 @@ class RoPE(Variant):
         rotary_dim, factor, base, layout
             As for `RoPE.linear`.
         original_max_position_embeddings : int
-            Length of training, in tokens.
+            Context length of training, in tokens.
         beta_fast, beta_slow : float
             Pairs that turn more than `beta_fast` times within that length stay as they are, those
             of less than `beta_slow` turns are divided by `factor`, with a ramp between.
@@ -220,7 +220,7 @@ class RoPE(Variant):
             Pairs that turn less than `low_freq_factor` times within the length of training are
             divided by `factor`, those of more than `high_freq_factor` turns stay as they are.
         original_max_position_embeddings : int
-            Length of training, in tokens.
+            Context length of training, in tokens.
 
         Notes
         -----
@@ -254,9 +254,9 @@ class RoPE(Variant):
         short_factor, long_factor : array (rotary_dim / 2,)
             What frequencies are divided by.
         original_max_position_embeddings : int
-            Length of training, in tokens, m.
+            Context length of training, in tokens, m.
         seq_len : int
-            Length of now, in tokens; beyond m, `long_factor` holds.
+            Current length, in tokens; beyond m, `long_factor` holds.
         factor : float
             How many times as long the context may be as in training.
         attention_factor : float, optional
@@ -290,7 +290,7 @@ class RoPE(Variant):
         layer_type : str, optional
             Which layers, where they differ, as in Gemma 3: "full_attention", "sliding_attention".
         seq_len : int, optional
-            Length of now, for the types "dynamic" and "longrope"; by default one within the
+            Current length, for the types "dynamic" and "longrope"; by default one within the
             length of training.
         layout : "half_split" or "interleaved", optional
             By default what `rope_interleave` says; else what transformers does for this

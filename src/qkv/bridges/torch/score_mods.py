@@ -269,7 +269,7 @@ class _Row:
 class _Symbol:
     """A score, a position, or what was made of them."""
 
-    __hash__ = None  # type: ignore[assignment]  # Python's own way to say so
+    __hash__ = None  # type: ignore[assignment]  # Python's way to forbid hashing
 
     device = None
     """FlexAttention's noop_mask hands it to `new_ones`."""

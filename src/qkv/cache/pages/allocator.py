@@ -54,9 +54,8 @@ class PageAllocator:
     def __init__(self, num_pages: int) -> None:
         count = checked_size("num_pages", num_pages, 0, MOST_PAGES)
         self._num_pages = count
-        # How often pages are held is what is true, and changes in one step of the interpreter. The
-        # free list follows from it; it is None while both change, and is made anew if an exception
-        # comes in between.
+        # The counts decide: they change in one step of the interpreter, and the free list follows
+        # from them. It is None while both change, and is made anew if an exception interrupts that.
         self._held: dict[int, int] = {}
         self._free: list[int] | None = list(range(count))[::-1]
         self._late: deque[list[Any]] = deque()

@@ -34,7 +34,7 @@ __all__ = ["read_config"]
 _LARGEST = 2**24
 """Bytes of the largest file that is read; real ones have a few thousand."""
 _MOST_LAYERS = 10_000
-"""Each is described by itself, in some 100 microseconds."""
+"""The most layers: each takes some 100 microseconds."""
 
 
 @checked

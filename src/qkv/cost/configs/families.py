@@ -69,7 +69,10 @@ _USUAL: dict[str, Any] = {
     "tokens": True,
     "unread": (),
 }
-"""What families.json leaves out: a Llama. A word where a boolean is meant names a field."""
+"""The properties of a Llama, which hold for a family unless families.json says otherwise.
+
+Where a boolean is meant, a text names the field of the configuration that has it.
+"""
 
 
 @cache

@@ -25,7 +25,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 INDEX_LIMIT = 2**31 - 1
 """Positions, offsets and lengths stay below this, so that their differences never overflow."""
 MAX_DIMENSIONS = 32
-"""Of an array, whose leading dimensions NumPy broadcasts with those of others."""
+"""The most dimensions of an array: older versions of NumPy broadcast no more."""
 
 
 @dataclass(frozen=True, slots=True)

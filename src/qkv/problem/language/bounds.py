@@ -1,4 +1,4 @@
-"""Interval arithmetic on expressions: what a mask can be over a whole tile, or an index at all.
+"""Interval arithmetic on expressions: bounds of a mask over a whole tile, and of table indices.
 
 All tiles of a grid are bounded at once. The bounds of a variable are arrays that broadcast with
 one another: query rows as a column, key rows as a row, batch and head as scalars. Bounds are

@@ -30,8 +30,8 @@ def evaluate(
 class _Evaluation:
     """Values of nodes, each computed once.
 
-    An object, not a function that calls itself: that would be a cycle, and keep a tile's arrays
-    until Python next looks for cycles.
+    A recursive closure would be a reference cycle, which would keep the arrays of a tile until the
+    next garbage collection; an object is none.
     """
 
     def __init__(

@@ -26,8 +26,8 @@ from qkv.problem.language.nodes import (
     Op,
     Var,
     children,
+    computed_first,
     fields_of,
-    landings,
     rebuilt,
     tables,
     text,
@@ -37,9 +37,32 @@ from qkv.problem.language.nodes import (
 )
 
 __all__ = [
-    "FALSE", "OPERATIONS", "SCORE", "TRUE", "VARIABLES", "Const", "Kind", "Load", "Node", "Number",
-    "Op", "Operation", "Var", "as_node", "children", "conjunction", "constant", "fields_of",
-    "landings", "operation", "rebuilt", "substitute", "tables", "text", "upwards", "variables",
+    "FALSE",
+    "OPERATIONS",
+    "SCORE",
+    "TRUE",
+    "VARIABLES",
+    "Const",
+    "Kind",
+    "Load",
+    "Node",
+    "Number",
+    "Op",
+    "Operation",
+    "Var",
+    "as_node",
+    "children",
+    "computed_first",
+    "conjunction",
+    "constant",
+    "fields_of",
+    "operation",
+    "rebuilt",
+    "substitute",
+    "tables",
+    "text",
+    "upwards",
+    "variables",
     "walk",
 ]  # fmt: skip
 
@@ -81,7 +104,7 @@ def _to_int(*_: Kind) -> Kind:
 
 
 def _floor(value: Any) -> Any:
-    """NaN gives 0 and what is too large saturates, so that an index stays provable."""
+    """NaN gives 0 and what is too large saturates, so that an index has bounds."""
     limit = float(2**62)
     whole = np.clip(np.nan_to_num(np.floor(value), nan=0.0), -limit, limit)
     return whole.astype(np.int64)
@@ -112,7 +135,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "tanh": Operation(1, _NUMBERS, _to_float, np.tanh),
     "floor": Operation(1, _NUMBERS, _to_int, _floor),
 }
-"""All operations. `floor` gives an integer; comparisons with > and >= are `lt` and `le` turned."""
+"""All operations. `floor` gives an integer; `a > b` and `a >= b` are `b < a` and `b <= a`."""
 
 
 def constant(value: Number) -> Const:

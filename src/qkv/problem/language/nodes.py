@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 __all__ = [
     "VARIABLES", "Const", "Kind", "Load", "Node", "Number", "Op", "Var", "children", "fields_of",
-    "landings", "rebuilt", "tables", "text", "upwards", "variables", "walk",
+    "rebuilt", "tables", "text", "upwards", "variables", "walk",
 ]  # fmt: skip
 
 Kind: TypeAlias = Literal["bool", "int", "float"]
@@ -37,7 +37,7 @@ class _Node:
     Attributes
     ----------
     height : int
-        Number of nodes on the longest way down.
+        Number of nodes on the longest path down from it.
     variables, tables : frozenset of str
         What the node or anything below it reads.
     """
@@ -209,7 +209,7 @@ def upwards(node: Node, known: Container[Node] = ()) -> Iterator[Node]:
             waiting.extend((child, False) for child in reversed(children(n)))
 
 
-_STOREYS = 64
+_DEEPEST = 64
 
 
 _Listed: TypeAlias = tuple[type[_Node], tuple[Any, ...], tuple[int, ...]]
@@ -238,14 +238,14 @@ def _from_list(listed: list[_Listed]) -> Node:
     return node
 
 
-def landings(node: Node, known: Container[Node]) -> list[Node]:
-    """Parts that are to be emitted first, so that recursion is never deeper than `_STOREYS` nodes.
+def computed_first(node: Node, known: Container[Node]) -> list[Node]:
+    """Parts to compute before `node`, in order, so that no recursion is deeper than `_DEEPEST`.
 
-    None of expressions that are less high than that, as almost all are.
+    There are none in expressions that are no deeper than that, as almost all are.
     """
-    if node.height <= _STOREYS:
+    if node.height <= _DEEPEST:
         return []
-    return [n for n in upwards(node, known) if n.height % _STOREYS == 0 and n is not node]
+    return [n for n in upwards(node, known) if n.height % _DEEPEST == 0 and n is not node]
 
 
 def variables(node: Node) -> frozenset[str]:

@@ -106,7 +106,7 @@ def kind_of_table(array: Any) -> Any:
 class CapturedArray:
     """An array of any library, which becomes a table where it is indexed with a position."""
 
-    __hash__ = None  # type: ignore[assignment]  # Python's own way to say so
+    __hash__ = None  # type: ignore[assignment]  # Python's way to forbid hashing
 
     def __init__(self, array: Any, reading: Reading) -> None:
         self._array, self._reading = array, reading
@@ -344,9 +344,9 @@ def explained(fn: Any) -> Iterator[None]:
 
 
 def is_array_at_position(error: Exception) -> bool:
-    """Whether an array that is no table was indexed with an expression, by what its library says.
+    """Whether the error of a library says that an array was indexed with an expression.
 
-    NumPy tells nobody which index it was; expressions are the only ones that are no indices here.
+    NumPy does not say which index it was; here only expressions are no valid ones.
     """
     text = str(error)
     return isinstance(error, IndexError) and (

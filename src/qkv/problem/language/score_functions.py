@@ -19,7 +19,7 @@ from qkv.problem.language.expressions import OPERATIONS, Const, Node, as_node, o
 __all__ = ["ARRAY_AT_POSITION", "NAMES", "call", "power"]
 
 ARRAY_AT_POSITION = "an array is indexed with an expression"
-"""What torch's arrays say who are no table; NumPy's say so in words of their own."""
+"""The error of a tensor that is indexed with an expression; NumPy has its own for arrays."""
 _LN2 = math.log(2.0)
 _MAX_POWER = 64
 """The largest exponent that is written as products."""
@@ -293,7 +293,7 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
     direct, other = _DIRECT.get(plain), _OTHERS.get(plain)
     if plain in NAMES and name == f"{plain}_":
         raise _in_place(name)
-    if name.startswith("__r") and direct is not None:  # An operator whose left side gave it up.
+    if name.startswith("__r") and direct is not None:  # Its left operand returned NotImplemented.
         return build(direct, *reversed(args))
     if direct is not None:
         if kwargs:

@@ -59,7 +59,7 @@ _UFUNCS: Mapping[Any, str] = {
 class Expr:
     """A node with Python's operators; what score mods and `lower` compute with."""
 
-    __hash__ = None  # type: ignore[assignment]  # Python's own way to say so
+    __hash__ = None  # type: ignore[assignment]  # Python's way to forbid hashing
     __slots__ = ("node",)
 
     def __init__(self, node: Node) -> None:
@@ -279,7 +279,7 @@ class _Whole:
 class Table(_Whole):
     """An array inside the language: indexed by expressions, one integer for each dimension."""
 
-    __hash__ = None  # type: ignore[assignment]  # Python's own way to say so
+    __hash__ = None  # type: ignore[assignment]  # Python's way to forbid hashing
     __slots__ = ("kind", "name", "shape")
 
     shape: tuple[int, ...]
@@ -328,7 +328,7 @@ class Table(_Whole):
 class _Row(_Whole):
     """Part of a table: what is left when fewer indices were given than it has dimensions."""
 
-    __hash__ = None  # type: ignore[assignment]  # Python's own way to say so
+    __hash__ = None  # type: ignore[assignment]  # Python's way to forbid hashing
     __slots__ = ("_indices", "_table")
 
     def __init__(self, table: Table, indices: tuple[Any, ...]) -> None:

@@ -144,7 +144,7 @@ class Segments(MaskVariant):
 def _ids_from_cu_seqlens(cu_seqlens: ArrayLike, name: str) -> NDArray[np.int64]:
     edges = as_array(name, cu_seqlens)
     are_edges = edges.ndim == 1 and edges.dtype.kind in "iu" and len(edges) > 0
-    # Without a sign, a fall would be a long segment.
+    # Differences of unsigned integers would wrap around where the lengths decrease.
     ends = edges.astype(np.int64) if are_edges else np.array([0, -1])
     lengths = ends[1:] - ends[:-1]
     if (lengths < 0).any() or edges[0] != 0:
@@ -174,7 +174,7 @@ def _rows(ids: ArrayLike, name: str, length: int, length_name: str) -> NDArray[A
 
 def _ranks(ids: NDArray[Any]) -> NDArray[np.int64]:
     """Number of earlier rows with the same id."""
-    ranks = np.empty(ids.shape, np.int64)  # Ids of 8 bits may be those of more rows than 127.
+    ranks = np.empty(ids.shape, np.int64)  # The type of the ids may be too small for ranks.
     for row, out in zip(ids, ranks, strict=True):
         order = np.argsort(row, kind="stable")
         ordered = row[order]

@@ -15,7 +15,7 @@ from qkv.variants.base import UNSAID, Role
 from qkv.variants.masks.algebra import MaskVariant
 
 _BEYOND = 3 * INDEX_LIMIT
-"""No two positions are so far apart: an offset and a length on one side, an offset on the other."""
+"""More than any two positions differ: each is an offset plus a row, all within INDEX_LIMIT."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -90,13 +90,13 @@ SAMPLED_PER_AXIS, SAMPLED = 32, 4096
 
 
 def bias_from_array(array: NDArray[Any]) -> Bias:
-    """An array that was given without a word is a bias; warn if it looks like a boolean mask."""
+    """The bias that a bare array means; warn if it looks like a boolean mask."""
     warn_of_zeros_and_ones(array)
     return Bias(array)
 
 
 def warn_of_zeros_and_ones(array: NDArray[Any]) -> None:
-    """Warn if a floating array that was given without a word looks like a boolean mask.
+    """Warn if a bare floating array looks like a boolean mask.
 
     A mask of zeros and ones added to the scores favours what it allows by a factor of e and forbids
     nothing. Evenly spaced entries are looked at, and all of them only if those hold zeros and ones

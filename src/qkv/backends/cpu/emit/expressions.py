@@ -24,7 +24,7 @@ from qkv.problem.language.expressions import (
     Op,
     Var,
     children,
-    landings,
+    computed_first,
     variables,
     walk,
 )
@@ -101,8 +101,8 @@ class Expressions:
 
     def value(self, node: Node) -> Value:
         if node not in self.known:
-            for landing in landings(node, self.known):
-                self.known[landing] = self._emit(landing)
+            for part in computed_first(node, self.known):
+                self.known[part] = self._emit(part)
             self.known[node] = self._emit(node)
         return self.known[node]
 

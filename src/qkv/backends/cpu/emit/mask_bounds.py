@@ -27,7 +27,7 @@ from qkv.backends.cpu.emit.interval_arithmetic import (
     constant_bounds,
 )
 from qkv.backends.cpu.emit.tables import INTEGER_TYPES, TableView, item_bytes, raw_type
-from qkv.problem.language.expressions import Const, Load, Node, Op, Var, landings
+from qkv.problem.language.expressions import Const, Load, Node, Op, Var, computed_first
 from qkv.problem.language.intervals import ROUNDS, constant_interval
 
 
@@ -67,8 +67,8 @@ class MaskBounds:
     def _interval(self, node: Node) -> Bounds | Truth:
         interval = self._known.get(node)
         if interval is None:
-            for landing in landings(node, self._known):
-                self._known[landing] = self._emit(landing)
+            for part in computed_first(node, self._known):
+                self._known[part] = self._emit(part)
             interval = self._known[node] = self._emit(node)
         return interval
 
