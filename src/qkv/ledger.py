@@ -72,9 +72,9 @@ class Ledger:
                     "Count it as one of these.",
                 )
         for name in ("parameters", "bytes_read", "bytes_written"):
-            object.__setattr__(self, name, _counted(getattr(self, name)))
+            object.__setattr__(self, name, as_count(getattr(self, name)))
         for name in ("operations", "space"):
-            counts = {key: _counted(value) for key, value in getattr(self, name).items()}
+            counts = {key: as_count(value) for key, value in getattr(self, name).items()}
             object.__setattr__(self, name, counts)
 
     @property
@@ -151,7 +151,8 @@ class Ledger:
     __rmul__ = __mul__
 
 
-def _counted(value: int) -> Count:
+def as_count(value: int) -> Count:
+    """A number as a count; one that is a count already keeps its symbols."""
     return value if isinstance(value, Count) else Count(value)
 
 
@@ -187,8 +188,8 @@ def step(name: str, *, space: Amount = 0, **operations: Amount) -> Ledger:
     >>> step("scale", divide=n * n, space=n * n).total.formula
     'n^2'
     """
-    counts = {(name, kind): _counted(count) for kind, count in operations.items()}
-    return Ledger(counts, {name: _counted(space)} if space else {})
+    counts = {(name, kind): as_count(count) for kind, count in operations.items()}
+    return Ledger(counts, {name: as_count(space)} if space else {})
 
 
 @checked

@@ -13,6 +13,7 @@ from qkv.cost.model import Attention, FeedForward, Layer, Model, Norm
 from qkv.ledger import (
     Count,
     Ledger,
+    as_count,
     attended_pairs,
     attention_ledger,
     matmul,
@@ -138,9 +139,9 @@ def _linear(name: str, rows: int, inner: int, columns: int, bias: bool, size: in
     """`(rows, inner) @ (inner, columns)`, the second of them weights."""
     parameters = inner * columns + columns * int(bias)
     moved = Ledger(
-        parameters=_count(parameters),
-        bytes_read=_count((rows * inner + parameters) * size),
-        bytes_written=_count(rows * columns * size),
+        parameters=as_count(parameters),
+        bytes_read=as_count((rows * inner + parameters) * size),
+        bytes_written=as_count(rows * columns * size),
     )
     product = matmul(name, rows, inner, columns)
     return product + moved + (step(name, add=rows * columns) if bias else Ledger())
@@ -157,7 +158,7 @@ def _norm(name: str, norm: Norm, rows: Count, width: Count) -> Ledger:
         counted += step(name, add=mean, divide=one, subtract=each)
     if norm.bias:
         counted += step(name, add=each)
-    return counted + Ledger(parameters=_count(norm.parameters(1) * width))
+    return counted + Ledger(parameters=as_count(norm.parameters(1) * width))
 
 
 def _rotation(rows: Count, heads: int, rope_dim: int) -> Ledger:
@@ -205,7 +206,7 @@ def _attention(attention: Attention, width: Count, run: PassSizes) -> Ledger:
         else:
             counted += _norm(name, of_qk, rows * heads, d)
         if attention.qk_norm == "heads":
-            counted += Ledger(parameters=_count(of_qk.parameters(1) * (heads - 1) * d))
+            counted += Ledger(parameters=as_count(of_qk.parameters(1) * (heads - 1) * d))
     counted += _rotation(rows, h, attention.rope_dim) + _rotation(rows, g, attention.rope_dim)
     if attention.pair_width:
         pairs, channels = run.tokens * run.context, Count(attention.pair_width, "c")
@@ -340,10 +341,6 @@ def _hidden(
     each = {kind: n * rows * hidden for kind, n in ACTIVATIONS[forward.activation].items()}
     counted += step(f"{name}activation", **each)
     return counted + _linear(f"{name}down_proj", rows, hidden, width, forward.bias, size)
-
-
-def _count(value: int) -> Count:
-    return value if isinstance(value, Count) else Count(value)
 
 
 def idle_parameters(model: Model, layer: Layer) -> int:

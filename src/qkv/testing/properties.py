@@ -19,8 +19,8 @@ from qkv.errors import QkvError
 from qkv.testing.case import DTYPES, Case, Inputs, Variants
 from qkv.testing.derivatives import GradientOracle
 from qkv.testing.oracle import Truth
-from qkv.testing.run import CaseRun, largest, tensor
-from qkv.testing.tolerances import bounds
+from qkv.testing.run import CaseRun, tensor
+from qkv.testing.tolerances import bounds, largest
 
 Array = NDArray[Any]
 

@@ -15,11 +15,12 @@ from qkv.errors import UnsupportedError
 from qkv.problem.building.check import check
 from qkv.problem.spec import Spec
 from qkv.testing.case import DTYPES, Case, Inputs
+from qkv.testing.tolerances import largest
 from qkv.variants import Bias, Mask
 
 Array = NDArray[Any]
 
-__all__ = ["CaseRun", "largest", "tensor"]
+__all__ = ["CaseRun", "tensor"]
 
 
 class CaseRun:
@@ -122,8 +123,3 @@ def tensor(array: Array) -> Any:
     from qkv.arrays.torch_arrays import TorchArrays
 
     return TorchArrays().restore(np.array(array, order="C"))
-
-
-def largest(array: Array) -> float:
-    """The largest magnitude, 0 for an empty array."""
-    return float(np.max(np.abs(array), initial=0.0))

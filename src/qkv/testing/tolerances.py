@@ -23,7 +23,7 @@ from qkv.testing.oracle import Truth
 
 Array = NDArray[Any]
 
-__all__ = ["Bounds", "bounds", "plain", "ulp"]
+__all__ = ["Bounds", "bounds", "largest", "plain", "ulp"]
 
 
 ORDERS = 12
@@ -72,7 +72,7 @@ def bounds(truth: Truth, dtype: Any, orders: int = ORDERS, *, stepwise: bool = F
     dtype = np.dtype(dtype)
     lse = np.where(np.isneginf(truth.lse), 0.0, truth.lse)
     if dtype == np.float64:
-        limits = (64 * 2.0**-52 * max(1.0, _largest(a)) for a in (truth.out, lse))
+        limits = (64 * 2.0**-52 * max(1.0, largest(a)) for a in (truth.out, lse))
         return Bounds(*limits)
     compute = np.dtype(np.float32)
     out_error = lse_error = 0.0
@@ -84,11 +84,11 @@ def bounds(truth: Truth, dtype: Any, orders: int = ORDERS, *, stepwise: bool = F
             if dtype != compute:
                 rows = plain(dense, truth.variants, compute, order, stepwise=stepwise)[1]
             rows = np.where(np.isneginf(rows), 0.0, rows)
-            out_error = max(out_error, _largest(out - exact_out))
-            lse_error = max(lse_error, _largest(rows - exact_lse))
+            out_error = max(out_error, largest(out - exact_out))
+            lse_error = max(lse_error, largest(rows - exact_lse))
     return Bounds(
-        2 * out_error + ulp(_largest(truth.out), dtype),
-        2 * lse_error + ulp(_largest(lse), compute),
+        2 * out_error + ulp(largest(truth.out), dtype),
+        2 * lse_error + ulp(largest(lse), compute),
     )
 
 
@@ -182,5 +182,6 @@ def ulp(magnitude: float, dtype: Any) -> float:
     return float(info.eps) * float(2.0**exponent)
 
 
-def _largest(array: Array) -> float:
+def largest(array: Array) -> float:
+    """The largest magnitude, 0 for an empty array."""
     return float(np.max(np.abs(array), initial=0.0))

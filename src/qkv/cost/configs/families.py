@@ -58,7 +58,6 @@ _USUAL: dict[str, Any] = {
     "qk_norm": "",
     "qk_norm_bias": False,
     "qkv_bias": False,
-    "qkv_bias_default": False,
     "relative_bias": False,
     "rotary": True,
     "router_bias": False,

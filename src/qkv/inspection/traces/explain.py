@@ -146,7 +146,7 @@ def explain(
         d_out = _cotangent(cotangent, call)
         d_query, d_key, d_value = gradients(problem, d_out)
         gradient = TracedGradients(
-            _in_caller_layout(d_out, call),
+            call.arranged(d_out),
             _like_argument(d_query, view(query, "query"), call.layout),
             _like_argument(d_key, view(key, "key"), call.layout),
             _like_argument(d_value, view(value, "value"), call.layout),
@@ -346,7 +346,7 @@ def _cotangent(cotangent: Any, call: CheckedCall) -> Array:
     if cotangent is None:
         return np.ones(shape)
     given = view(cotangent, "cotangent")
-    outside = _in_caller_layout(np.broadcast_to(0.0, shape), call).shape
+    outside = call.arranged(np.broadcast_to(0.0, shape)).shape
     if given.dtype.name not in FLOATS:
         raise DTypeError(
             f"cotangent has dtype {given.dtype}, not a floating type.",
@@ -357,15 +357,7 @@ def _cotangent(cotangent: Any, call: CheckedCall) -> Array:
             f"cotangent has shape {given.shape}; the output has {outside}.",
             action="Pass one number for each entry of the output.",
         )
-    heads_first = given.swapaxes(-3, -2) if call.layout == "blhd" and call.ndim > 2 else given
-    return np.array(heads_first.reshape(shape), np.float64)
-
-
-def _in_caller_layout(array: Array, call: CheckedCall) -> Array:
-    """`(*batch_shape, num_heads, q_len, dim)` as the caller lays it out."""
-    if call.ndim == 2:
-        return array.reshape(array.shape[-2:])
-    return array.swapaxes(-3, -2) if call.layout == "blhd" else array
+    return np.array(call.plain(given).reshape(shape), np.float64)
 
 
 def _like_argument(gradient: Array, array: Array, layout: Layout) -> Array:
