@@ -1,4 +1,28 @@
-"""qkv: exact scaled dot-product attention that you can look into."""
+"""qkv: exact scaled dot-product attention that you can look into.
+
+_api            `attention`, `inspect`, `plan`, `merge`; prepared has `prepare`, planning `Plan`
+variants        masks, changes of scores and others, which say what attention computes
+cache           keys and values of earlier tokens
+torch, jax, hf, distributed
+                attention for torch, JAX, Hugging Face transformers, and over many machines
+mechanisms      the family of attention mechanisms; positions: embeddings and rotation
+inspection      records, weights, traces, scores of heads; interventions change heads
+cost            what attention and models cost; ledger and count have the counting itself
+lab, cli        the page in a browser, and the command line
+teaching, exercises, errata, samples
+                what texts teach, to be run; small inputs and a small model
+files           arrays read from untrusted files
+testing         the conformance suite, for backends of other packages
+
+One call goes down through these:
+
+call            from a public function to a backend and back
+arrays, bridges arrays of any library as NumPy views; operations of a library's own
+problem         the problem to compute, and what it means in NumPy
+backends        what runs it: compiled, readable, or torch's; partial joins their results
+arguments       checks of arguments; errors: all exceptions; extras: how to install what is optional
+process         forks and threads; _dynamo: what torch's compiler may read
+"""
 
 # isort: off
 import sys as _sys

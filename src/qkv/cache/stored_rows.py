@@ -218,7 +218,7 @@ class Rows:
     def _stop(self) -> Lengths:
         """Position behind the last token of each sequence."""
         part = self.parts[-1]
-        lens = next((mask for mask in part.masks if isinstance(mask, qkv.KeyLengths)), None)
+        lens = _key_lengths(part)
         key = part.key.values if isinstance(part.key, qkv.Quantized) else part.key
         rows = key.shape[-2] if lens is None else lens.kv_lens
         return np.asarray(part.kv_offset + rows, np.int64)
@@ -255,7 +255,7 @@ def _as_differences(q_offset: Any, kv_offset: Any, variants: tuple[Any, ...]) ->
 def _over_rows(variant: Any, part: Part) -> Any:
     """A mask or bias over the tokens of pages, continued to rows that hold none: forbidden."""
     array: Any = variant.array if isinstance(variant, qkv.Mask | qkv.Bias) else variant
-    lens = next((mask for mask in part.masks if isinstance(mask, qkv.KeyLengths)), None)
+    lens = _key_lengths(part)
     if lens is None or not isinstance(part.key, qkv.Paged) or not is_array(array):
         return variant
     rows = part.key.page_table.shape[-1] * _page_size(part.key)
@@ -273,6 +273,10 @@ def _over_rows(variant: Any, part: Part) -> Any:
     tail = np.full((*known.shape[:-1], rows - tokens), fill, known.dtype)
     continued = np.concatenate([known, tail], axis=-1)
     return qkv.Mask(continued) if known.dtype == bool else qkv.Bias(continued)
+
+
+def _key_lengths(part: Part) -> qkv.KeyLengths | None:
+    return next((mask for mask in part.masks if isinstance(mask, qkv.KeyLengths)), None)
 
 
 def _page_size(paged: qkv.Paged) -> int:

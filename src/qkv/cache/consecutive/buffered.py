@@ -182,7 +182,7 @@ class BufferedCache(ABC):
         return lengths
 
     def _replace(self, before: Stored, after: Stored) -> None:
-        """Hold something else, if nobody else has seen to that."""
+        """Replace what the cache holds; an error if another thread has replaced it by now."""
         self._require(before)
         self._stored = after
 
