@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from qkv.call.binding.options import OptionValues
 from qkv.distributed.attention import attention, inspect
-from qkv.distributed.links import Links, group_of
-from qkv.distributed.order import Order
-from qkv.distributed.sharded_call import whole_call
+from qkv.distributed.calls.sharded_call import whole_call
+from qkv.distributed.messages.links import Links, group_of
+from qkv.distributed.orders.order import Order
 from qkv.inspection.heads.layer_heads import LayerHeads, needs_float64, without_dropout
 from qkv.inspection.heads.score_rows import SCORES, HeadScores
 from qkv.partial import Partial

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from qkv.distributed.links import Links
+from qkv.distributed.messages.links import Links
 from qkv.errors import QkvError, ShapeError, UnsupportedError
 
 __all__ = ["Placed", "placed"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.distributed.arrays import concatenated, taken
+from qkv.distributed.orders.arrays import concatenated, taken
 from qkv.errors import ArgumentError, ShapeError
 
 __all__ = ["Order", "assigned", "numbers"]

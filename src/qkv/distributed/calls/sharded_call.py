@@ -17,9 +17,9 @@ from qkv.call.binding.options import OptionValues
 from qkv.call.binding.variant_arrays import as_given, wanted
 from qkv.call.checked import CheckedCall, check_call, views_of
 from qkv.call.derivatives.gradients import gradient_of_sinks
-from qkv.distributed.links import Links
-from qkv.distributed.parts import Residuals
-from qkv.distributed.ring import Ring
+from qkv.distributed.calls.parts import Residuals
+from qkv.distributed.calls.ring import Ring
+from qkv.distributed.messages.links import Links
 from qkv.errors import QkvError
 from qkv.problem.part import placeholder
 from qkv.problem.spec import Origin

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from qkv.call.binding.options import DEFAULTS, OptionValues
-from qkv.distributed.agreement import compare, fingerprint, in_words, tell
-from qkv.distributed.dtensors import Placed
-from qkv.distributed.heads import Exchanges, HeadExchange, heads_of, kv_heads_of
-from qkv.distributed.links import Links, group_of
-from qkv.distributed.order import Order
-from qkv.distributed.parts import Parts
+from qkv.distributed.calls.dtensors import Placed
+from qkv.distributed.calls.heads import Exchanges, HeadExchange, heads_of, kv_heads_of
+from qkv.distributed.calls.parts import Parts
+from qkv.distributed.calls.ring import Ring
+from qkv.distributed.calls.sharded_call import ShardedCall, VariantArrays, whole_call
+from qkv.distributed.messages.agreement import compare, fingerprint, in_words, tell
+from qkv.distributed.messages.links import Links, group_of
+from qkv.distributed.orders.order import Order
 from qkv.distributed.plan import STRATEGIES, choose_strategy
-from qkv.distributed.ring import Ring
-from qkv.distributed.sharded_call import ShardedCall, VariantArrays, whole_call
 from qkv.errors import ArgumentError, QkvError, ShapeError
 from qkv.problem.part import check_parts
 from qkv.variants.as_variant import as_variant

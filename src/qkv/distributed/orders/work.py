@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.distributed.order import Order, assigned, numbers
+from qkv.distributed.orders.order import Order, assigned, numbers
 from qkv.problem.check import check
 from qkv.problem.evaluate import evaluate
 from qkv.problem.part import placeholder

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qkv.distributed.links import Links
+from qkv.distributed.messages.links import Links
 from qkv.errors import UnsupportedError
 
 __all__ = ["Exchanges", "HeadExchange", "from_heads", "heads_of", "kv_heads_of", "to_heads"]

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from qkv.backends import Inspectable, choose
-from qkv.distributed.agreement import compare, tell
-from qkv.distributed.parts import ShardRows
-from qkv.distributed.sharded_call import ShardedCall
+from qkv.distributed.calls.parts import ShardRows
+from qkv.distributed.calls.sharded_call import ShardedCall
+from qkv.distributed.messages.agreement import compare, tell
 from qkv.errors import ShapeError
 from qkv.inspection.weights.statistics import number_of_keys
 from qkv.problem.part import PartOf

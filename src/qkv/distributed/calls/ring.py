@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 
 from qkv.arrays.torch_arrays import TorchArrays
-from qkv.distributed.links import Links, Pending
-from qkv.distributed.order import Order
-from qkv.distributed.parts import GradientSums, Merged, Parts, Places, Residuals, ShardRows
+from qkv.distributed.calls.parts import GradientSums, Merged, Parts, Places, Residuals, ShardRows
+from qkv.distributed.messages.links import Links, Pending
+from qkv.distributed.orders.order import Order
 
 __all__ = ["Ring"]
 

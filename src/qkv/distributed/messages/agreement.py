@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from qkv._version import __version__
-from qkv.distributed.links import Links
+from qkv.distributed.messages.links import Links
 from qkv.errors import DistributedError, QkvError
 from qkv.problem import reading
 from qkv.problem.spec import Problem
