@@ -10,8 +10,8 @@ import pytest
 from qkv.backends.cpu.compiler.compile import Code, parsed
 from qkv.backends.cpu.decode.tasks import EMPTY, FULL, PARTIAL
 from qkv.backends.cpu.emit.emitter import DOUBLE, INT64, POINTER
+from qkv.backends.cpu.emit.expressions.mask_bounds import MaskBounds
 from qkv.backends.cpu.emit.frame import COMMON_FIELDS, COUNTER_BYTES, WORD, Frame
-from qkv.backends.cpu.emit.mask_bounds import MaskBounds
 from qkv.backends.cpu.machine.host import host
 from qkv.problem.bounds import bound
 from qkv.problem.evaluate import evaluate

@@ -17,7 +17,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import DOUBLE, INT64, Emitter, Value, is_vector
-from qkv.backends.cpu.emit.interval_arithmetic import (
+from qkv.backends.cpu.emit.expressions.interval_arithmetic import (
     ANY_VALUE,
     Bounds,
     IntervalArithmetic,
@@ -26,7 +26,7 @@ from qkv.backends.cpu.emit.interval_arithmetic import (
     constant,
     constant_bounds,
 )
-from qkv.backends.cpu.emit.tables import INTEGER_TYPES, TableView, item_bytes, raw_type
+from qkv.backends.cpu.emit.expressions.tables import INTEGER_TYPES, TableView, item_bytes, raw_type
 from qkv.problem.expressions import Const, Load, Node, Op, Var, landings
 from qkv.problem.intervals import ROUNDS, constant_interval
 

@@ -16,7 +16,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage, vector_math
 from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT64, Emitter, Value, is_vector
-from qkv.backends.cpu.emit.tables import INTEGER_TYPES, TableView, item_bytes, raw_type
+from qkv.backends.cpu.emit.expressions.tables import INTEGER_TYPES, TableView, item_bytes, raw_type
 from qkv.problem.expressions import (
     Const,
     Load,
