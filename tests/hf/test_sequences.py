@@ -13,7 +13,7 @@ import transformers as hf
 
 import qkv.hf
 from qkv.inspection.models.model_record import ModelRecord, load
-from qkv.lab.heads import heads_of_model
+from qkv.lab.sources.heads import heads_of_model
 
 SCORES_OF_POSITIONS = ("previous", "own", "duplicate", "induction", "distance")
 

@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 from lab_client import TOKEN, Client
 
-from qkv.lab.server import Limits, application, listen
+from qkv.lab.serving.server import Limits, application, listen
 from qkv.lab.session import Session
 
 

@@ -105,9 +105,9 @@ def _given(path: str | None) -> InputArrays:
 
 def _write_page(problem: CommandInput, path: str, view: dict[str, int]) -> None:
     """All heads as a page, opened at a head and a query."""
-    from qkv.lab.heads import heads_of_record
     from qkv.lab.session import Session
-    from qkv.lab.sources import Source, open_arrays
+    from qkv.lab.sources.heads import heads_of_record
+    from qkv.lab.sources.source import Source, open_arrays
 
     given = problem.given
     keywords: dict[str, Any] = {}

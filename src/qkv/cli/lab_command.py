@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> str:
     if options.export is not None:
         return _export(options)
     try:
-        from qkv.lab.server import serve
+        from qkv.lab.serving.server import serve
     except ImportError as error:
         raise UnsupportedError(
             f"the page needs a server, and {error.name} is not installed.",
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> str:
 
 def _session(options: argparse.Namespace) -> Session:
     from qkv.lab.session import Session
-    from qkv.lab.sources import open_file
+    from qkv.lab.sources.source import open_file
 
     if options.model is not None:
         from qkv.cli.model_loading import lab_source

@@ -87,10 +87,10 @@ def _output(record: ModelRecord, options: argparse.Namespace, about: str) -> str
     """A map of the heads of a record or JSON, and the files that were asked for."""
     view = _view(record, options)
     if options.html:
-        from qkv.lab.heads import heads_of_model
-        from qkv.lab.notable import notable_place
         from qkv.lab.session import Session
-        from qkv.lab.sources import Source
+        from qkv.lab.sources.heads import heads_of_model
+        from qkv.lab.sources.notable import notable_place
+        from qkv.lab.sources.source import Source
 
         heads = heads_of_model(record, about)
         if list(view) == ["layer"]:

@@ -26,7 +26,7 @@ from qkv.inspection.rendering.token_texts import token_texts
 from qkv.samples.shipped_models import SHIPPED_MODELS
 
 if TYPE_CHECKING:
-    from qkv.lab.sources import Source
+    from qkv.lab.sources.source import Source
 
 __all__ = ["about", "inspect_model", "lab_source"]
 
@@ -73,7 +73,7 @@ def about(options: argparse.Namespace) -> str:
 
 def lab_source(options: argparse.Namespace, progress: Progress) -> Source:
     """The model of `--model` on its text as a source of the lab, with the weights of all layers."""
-    from qkv.lab.shipped import shipped_source
+    from qkv.lab.sources.shipped import shipped_source
 
     if options.model in SHIPPED_MODELS:
         return shipped_source(options.model, given_text(options), options.tokens, progress)
@@ -87,9 +87,9 @@ def lab_source(options: argparse.Namespace, progress: Progress) -> Source:
 def _transformer_source(
     loaded: _Loaded, ran: _ModelRun, text: str | None, about: str = ""
 ) -> Source:
-    from qkv.lab.heads import heads_of_model
-    from qkv.lab.sources import Source
-    from qkv.lab.what_if import transformer_what_if
+    from qkv.lab.sources.heads import heads_of_model
+    from qkv.lab.sources.source import Source
+    from qkv.lab.sources.what_if import transformer_what_if
 
     model = loaded.model
     intervene = None

@@ -19,9 +19,9 @@ from qkv.inspection.models.model_record import ModelRecord, load
 from qkv.inspection.records.record import Record
 from qkv.inspection.records.record_file import is_record
 from qkv.inspection.traces.trace import Trace
-from qkv.lab.examples import Example, small_example, traced_example
-from qkv.lab.heads import Heads, heads_of_model, heads_of_record
 from qkv.lab.parameters import Parameters, TooLongError
+from qkv.lab.small_examples.examples import Example, small_example, traced_example
+from qkv.lab.sources.heads import Heads, heads_of_model, heads_of_record
 from qkv.variants.base import short_repr
 
 __all__ = ["Source", "open_arrays", "open_file", "require_pairs", "source_of"]

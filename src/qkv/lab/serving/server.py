@@ -24,12 +24,12 @@ from starlette.routing import Route
 from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.files import read_array_bytes
 from qkv.lab.document import FILES, asset, export_data, offline_page, served_page
-from qkv.lab.guard import Guard
-from qkv.lab.jobs import Job, Jobs, StoppedError
 from qkv.lab.messages import failure, read_request, read_view
 from qkv.lab.parameters import MissingError, StaleError, TooLongError
+from qkv.lab.serving.guard import Guard
+from qkv.lab.serving.jobs import Job, Jobs, StoppedError
 from qkv.lab.session import HEAVY, Session
-from qkv.lab.sources import Source, open_arrays, require_pairs
+from qkv.lab.sources.source import Source, open_arrays, require_pairs
 
 __all__ = ["Limits", "application", "listen", "serve"]
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.lab.heads import ALL_KINDS, HeadLayer, Heads
+from qkv.lab.sources.heads import ALL_KINDS, HeadLayer, Heads
 
 __all__ = ["notable_place"]
 

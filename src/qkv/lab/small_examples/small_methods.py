@@ -19,10 +19,10 @@ from qkv.exercises.answers import numbers_of
 from qkv.inspection.heads.head_scores import MEANINGS, THRESHOLD
 from qkv.inspection.traces.trace import Trace
 from qkv.inspection.traces.trace_fields import TracedMechanism
-from qkv.lab.code_lines import class_lines, listings
-from qkv.lab.examples import LONGEST, Example
 from qkv.lab.parameters import MissingError, Parameters
-from qkv.lab.walkthrough import walkthrough
+from qkv.lab.small_examples.code_lines import class_lines, listings
+from qkv.lab.small_examples.examples import LONGEST, Example
+from qkv.lab.small_examples.walkthrough import walkthrough
 from qkv.ledger import ledger, memory, score_entries, symbols
 from qkv.mechanisms.comparison import compare
 from qkv.mechanisms.lookup.scaled_dot_product import ScaledDotProduct

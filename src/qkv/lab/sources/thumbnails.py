@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.inspection.weights.replay import Replay
-from qkv.lab.heads import EXACT_KEYS, HeadLayer
+from qkv.lab.sources.heads import EXACT_KEYS, HeadLayer
 
 __all__ = ["queries_drawn", "thumbnails"]
 

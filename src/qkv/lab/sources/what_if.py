@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
-from qkv.lab.heads import shown
 from qkv.lab.parameters import Parameters, TooLongError
+from qkv.lab.sources.heads import shown
 from qkv.samples.decoder import Decoder
 
 __all__ = ["WhatIf", "shipped_what_if", "transformer_what_if"]

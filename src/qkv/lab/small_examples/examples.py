@@ -88,7 +88,7 @@ def examples() -> tuple[Example, ...]:
 
 
 def _three_tokens() -> Example:
-    file = resources.files("qkv.lab").joinpath("examples.json")
+    file = resources.files("qkv.lab.small_examples").joinpath("examples.json")
     given = json.loads(file.read_text(encoding="utf-8"))
     x, w_q, w_k, w_v = (np.array(given[name], np.float64) for name in ("x", "w_q", "w_k", "w_v"))
     projections = Projections(x, w_q, w_k, w_v)

@@ -37,7 +37,7 @@ def listings() -> dict[str, Any]:
     The values are what the NumPy lines make when they are run on the shared example, as the
     mechanism of the same name has it.
     """
-    file = resources.files("qkv.lab").joinpath("code.json")
+    file = resources.files("qkv.lab.small_examples").joinpath("code.json")
     written: dict[str, list[Line]] = json.loads(file.read_text(encoding="utf-8"))
     example = shared_example()
     by_name = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from qkv.backends import Progress
 from qkv.files import Arrays
-from qkv.lab.heads import heads_of_model
-from qkv.lab.sources import Source, open_arrays
-from qkv.lab.what_if import shipped_what_if
+from qkv.lab.sources.heads import heads_of_model
+from qkv.lab.sources.source import Source, open_arrays
+from qkv.lab.sources.what_if import shipped_what_if
 from qkv.samples.shipped_models import SHIPPED_MODELS
 
 __all__ = ["sample_source", "shipped_source"]
