@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 import qkv
-from qkv.cli.inputs import CommandInput, InputArrays
-from qkv.cli.inspect_json import finite, head_data, json_of_heads, pair_data
-from qkv.cli.lab_command import require_place, write_page
+from qkv.cli.commands.inspect_json import finite, head_data, json_of_heads, pair_data
+from qkv.cli.commands.lab import require_place, write_page
+from qkv.cli.inputs.arrays import CommandInput, InputArrays
 from qkv.cli.variants import command_line_of
 from qkv.errors import ArgumentError
 from qkv.files import Arrays

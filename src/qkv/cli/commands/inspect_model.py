@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qkv.cli.inputs import checked_index
-from qkv.cli.inspect_command import require_top, run_layer
-from qkv.cli.lab_command import require_place, write_page
-from qkv.cli.model_layer import model_layer, saved_layer
-from qkv.cli.model_loading import about, inspect_model
+from qkv.cli.commands.inspect import require_top, run_layer
+from qkv.cli.commands.lab import require_place, write_page
+from qkv.cli.inputs.arrays import checked_index
+from qkv.cli.inputs.model import about, inspect_model
+from qkv.cli.inputs.model_layer import model_layer, saved_layer
 from qkv.cli.variants import command_line_of
 from qkv.errors import ArgumentError
 from qkv.inspection.models.model_record import ModelRecord, load

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv.cli.inputs import CommandInput
+from qkv.cli.inputs.arrays import CommandInput
 from qkv.inspection.summaries.head_statistics import Head, HeadStatistics, Pair
 from qkv.variants.base import short_repr
 

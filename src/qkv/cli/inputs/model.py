@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkv.cli.given_text import given_text
+from qkv.cli.inputs.text import given_text
 from qkv.errors import ArgumentError, FileError, QkvError, UnsupportedError
 from qkv.extras import install_command
 from qkv.files.contents import shown

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> str:
         )
     if options.port is not None and not 0 <= options.port < 1 << 16:
         raise ArgumentError(f"--port {options.port} is no port.", action="Pass 0 to 65535.")
-    from qkv.cli.given_text import sentence_is_text
+    from qkv.cli.inputs.text import sentence_is_text
 
     sentence_is_text(options)
     if options.model is None:
@@ -93,7 +93,7 @@ def _session(options: argparse.Namespace) -> Session:
     from qkv.lab.sources.source import open_file
 
     if options.model is not None:
-        from qkv.cli.model_loading import lab_source
+        from qkv.cli.inputs.model import lab_source
         from qkv.inspection.rendering.progress_bar import Bar
         from qkv.inspection.summaries.terminal import Page
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import qkv
-from qkv.cli.inputs import CommandInput, InputArrays, checked_index
+from qkv.cli.inputs.arrays import CommandInput, InputArrays, checked_index
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.files.contents import shown
 from qkv.inspection.heads.head_scores import KINDS, MEANINGS, THRESHOLD
@@ -73,8 +73,8 @@ def run(options: argparse.Namespace) -> str:
 
 
 def _of_model(options: argparse.Namespace) -> InputArrays:
-    from qkv.cli.model_command import refuse_with_model
-    from qkv.cli.model_layer import model_layer
+    from qkv.cli.commands.inspect_model import refuse_with_model
+    from qkv.cli.inputs.model_layer import model_layer
     from qkv.samples.shipped_models import SHIPPED_MODELS
 
     refuse_with_model(options)
@@ -93,7 +93,7 @@ def _choose_head(options: argparse.Namespace) -> str:
     Heads that read another token come first, and those that rest on the first one last. Other
     models would have to be loaded twice.
     """
-    from qkv.cli.model_loading import inspect_model
+    from qkv.cli.inputs.model import inspect_model
 
     record = inspect_model(options, lambda done, of: None)
     entries = [(row[kind], kind, row) for kind in KINDS if (row := record.best(kind)) is not None]
@@ -108,7 +108,7 @@ def _choose_head(options: argparse.Namespace) -> str:
 
 
 def _of_file(options: argparse.Namespace) -> InputArrays:
-    from qkv.cli.model_command import refuse_without_model
+    from qkv.cli.commands.inspect_model import refuse_without_model
     from qkv.inspection.models.model_file import is_model_record
 
     if options.file is not None and is_model_record(options.file):

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from qkv.arrays.views import view
-from qkv.cli.inputs import InputArrays, checked_index
-from qkv.cli.model_loading import inspect_model
+from qkv.cli.inputs.arrays import InputArrays, checked_index
+from qkv.cli.inputs.model import inspect_model
 from qkv.errors import ArgumentError
 from qkv.files.contents import shown
 from qkv.inspection.models.model_record import LayerRecord, ModelRecord

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from qkv.cli.inputs import checked_index
+from qkv.cli.inputs.arrays import checked_index
 from qkv.errors import ArgumentError
 from qkv.mechanisms import example_tokens
 from qkv.mechanisms.registry import mechanism_class
