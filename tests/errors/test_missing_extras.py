@@ -14,7 +14,7 @@ import torch
 import qkv
 from qkv.cli import main
 from qkv.extras import install_command
-from qkv.mechanisms.base.namespace import array_namespace
+from qkv.mechanisms.base.arrays.namespace import array_namespace
 
 X = np.eye(3)
 NEEDS: dict[str, tuple[str, str, Callable[[Path], Any]]] = {

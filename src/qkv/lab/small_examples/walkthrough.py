@@ -8,7 +8,7 @@ from typing import Any
 
 from qkv.inspection.traces.trace import Trace
 from qkv.inspection.traces.trace_fields import TracedRow
-from qkv.mechanisms.base.explanation import number
+from qkv.mechanisms.base.explanations.explanation import number
 
 __all__ = ["CountedStep", "walkthrough"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from qkv.classical import ScaledDotProductAttention
 from qkv.declarations import Size
-from qkv.mechanisms.base.namespace import like, values
-from qkv.mechanisms.base.rows import Rows
+from qkv.mechanisms.base.arrays.namespace import like, values
+from qkv.mechanisms.base.arrays.rows import Rows
 from qkv.mechanisms.base.unprojected import UnprojectedAttention
 
 __all__ = ["ScaledDotProduct"]

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from qkv.declarations import Size, Whole
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.ledger import Count
-from qkv.mechanisms.base.loading import (
+from qkv.mechanisms.base.arrays.rows import MOST_RANDOM
+from qkv.mechanisms.base.modules.loading import (
     named_weights,
     reads_module,
     refuse_other_attributes,
@@ -18,7 +19,6 @@ from qkv.mechanisms.base.loading import (
     require_attributes,
 )
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
-from qkv.mechanisms.base.rows import MOST_RANDOM
 from qkv.readable_checks import as_array
 from qkv.variants import BlockSparse, RandomBlocks
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import UnsupportedError
-from qkv.mechanisms.base.loading import require_attributes
+from qkv.mechanisms.base.modules.loading import require_attributes
 
 __all__ = ["GATE_OF_ONE", "HALVING", "STEP_OF_ONE", "initial_state_space_weight", "require_silu"]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from qkv.mechanisms.base.namespace import array_namespace
-from qkv.mechanisms.linear_time.chunks import (
+from qkv.mechanisms.base.arrays.namespace import array_namespace
+from qkv.mechanisms.linear_time.recurrences.chunks import (
     causal_product,
+    decays_between,
     finite_part,
     in_chunks,
     state_of_no_tokens,
 )
-from qkv.mechanisms.linear_time.mamba2 import decays_between
 
 __all__ = ["chunk", "inverse_of_unit_lower", "recurrent", "token_weights"]
 

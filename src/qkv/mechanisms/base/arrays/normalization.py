@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qkv.mechanisms.base.namespace import array_namespace, widened
+from qkv.mechanisms.base.arrays.namespace import array_namespace, widened
 
 __all__ = ["l2_norm", "layer_norm", "rms_norm", "weighted_rms_norm"]
 

@@ -10,9 +10,17 @@ import numpy as np
 from qkv.inspection.traces.steps import Softmax
 from qkv.inspection.traces.trace import Trace
 from qkv.inspection.traces.trace_fields import TracedHead
-from qkv.mechanisms.base.explanation import Line, Step, dot_product, number, numbers
+from qkv.mechanisms.base.arrays.head_rows import join_heads
+from qkv.mechanisms.base.explanations.explanation import (
+    ExplainedToken,
+    Line,
+    Step,
+    dot_product,
+    number,
+    numbers,
+)
 
-__all__ = ["attention_steps", "softmax_and_output", "token_lines"]
+__all__ = ["attention_steps", "head_lines", "softmax_and_output", "token_lines"]
 
 
 def attention_steps(trace: Trace, kv_tokens: Sequence[str]) -> list[Step]:
@@ -94,3 +102,13 @@ def softmax_and_output(softmax: Softmax, value: Any, tokens: Sequence[str]) -> l
         Step("Softmax", formula, tuple(weights)),
         Step("Output", "o = sum_j w[j] v[j]", (*lines, output)),
     ]
+
+
+def head_lines(token: ExplainedToken, query: Any, key: Any, value: Any) -> list[Line]:
+    """The query of a token, and all keys and values, of all heads side by side."""
+    q, k, v = map(join_heads, (query, key, value))
+    lines = [Line(f"q of {token.name}", q[token.index].tolist())]
+    for name, rows in (("k", k), ("v", v)):
+        labels = [f"{name} of {kv_token}" for kv_token in token.kv_tokens]
+        lines += token_lines(labels, rows)
+    return lines

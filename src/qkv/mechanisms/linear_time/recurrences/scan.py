@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from qkv.mechanisms.base.namespace import array_namespace
+from qkv.mechanisms.base.arrays.namespace import array_namespace
 
 __all__ = ["in_segments", "joined_segments", "linear_scan", "segments"]
 

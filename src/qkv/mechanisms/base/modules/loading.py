@@ -8,7 +8,7 @@ from inspect import signature
 from typing import Any, TypeVar, cast
 
 from qkv.errors import ArgumentError, QkvError, UnsupportedError
-from qkv.mechanisms.base.normalization import weighted_rms_norm
+from qkv.mechanisms.base.arrays.normalization import weighted_rms_norm
 from qkv.variants import RoPE
 
 __all__ = [

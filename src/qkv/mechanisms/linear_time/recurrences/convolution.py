@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qkv.mechanisms.base.namespace import array_namespace
+from qkv.mechanisms.base.arrays.namespace import array_namespace
 
 __all__ = ["causal_convolution"]
 

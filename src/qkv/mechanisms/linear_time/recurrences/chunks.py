@@ -6,9 +6,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from qkv.mechanisms.base.namespace import array_namespace, certainly_all
+from qkv.mechanisms.base.arrays.namespace import array_namespace, certainly_all
 
-__all__ = ["blocks_of_rows", "causal_product", "finite_part", "in_chunks", "state_of_no_tokens"]
+__all__ = [
+    "blocks_of_rows",
+    "causal_product",
+    "decays_between",
+    "finite_part",
+    "in_chunks",
+    "state_of_no_tokens",
+]
 
 
 def in_chunks(
@@ -117,3 +124,32 @@ def state_of_no_tokens(key: Any, value: Any) -> Any:
            [0., 0., 0.]])
     """
     return key[..., :0, :].mT @ value[..., :0, :]
+
+
+def decays_between(log_decay: Any) -> Any:
+    """How much is left, at each token of a chunk, of what each earlier one wrote.
+
+    Entry `[i, j]` is the product of the decays of tokens `j + 1` to `i`, and 1 for `j >= i`.
+
+    Parameters
+    ----------
+    log_decay : array (..., n)
+
+    Returns
+    -------
+    array (..., n, n)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> decays_between(np.log([0.5, 0.5, 0.5]))
+    array([[1.  , 1.  , 1.  ],
+           [0.5 , 1.  , 1.  ],
+           [0.25, 0.5 , 1.  ]])
+    """
+    xp = array_namespace(log_decay)
+    n = log_decay.shape[-1]
+    rows = xp.broadcast_to(log_decay[..., :, None], (*log_decay.shape, n))
+    # Each sum is taken on its own: the difference of two long sums would lose digits.
+    between = xp.cumulative_sum(xp.tril(rows, k=-1), axis=-2)
+    return xp.exp(between)

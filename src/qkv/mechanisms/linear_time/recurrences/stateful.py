@@ -10,10 +10,10 @@ import numpy as np
 
 from qkv.declarations import shown
 from qkv.errors import ArgumentError, ShapeError
+from qkv.mechanisms.base.arrays.namespace import array_namespace, like, widened
+from qkv.mechanisms.base.arrays.rows import Rows
 from qkv.mechanisms.base.mechanism import Mechanism
-from qkv.mechanisms.base.namespace import array_namespace, like, widened
-from qkv.mechanisms.base.rows import Rows
-from qkv.mechanisms.linear_time.chunks import in_chunks
+from qkv.mechanisms.linear_time.recurrences.chunks import in_chunks
 
 __all__ = ["StatefulMechanism"]
 

@@ -11,11 +11,11 @@ import numpy as np
 from qkv.declarations import Size, Whole
 from qkv.errors import ArgumentError, ShapeError
 from qkv.ledger import Ledger, step
-from qkv.mechanisms.base.attention_steps import token_lines
-from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, numbers
-from qkv.mechanisms.base.namespace import array_namespace, like, values, widened
-from qkv.mechanisms.base.rows import Arrays, Rows
-from qkv.mechanisms.linear_time.stateful import StatefulMechanism
+from qkv.mechanisms.base.arrays.namespace import array_namespace, like, values, widened
+from qkv.mechanisms.base.arrays.rows import Arrays, Rows
+from qkv.mechanisms.base.explanations.attention_steps import token_lines
+from qkv.mechanisms.base.explanations.explanation import ExplainedToken, Line, Step, numbers
+from qkv.mechanisms.linear_time.recurrences.stateful import StatefulMechanism
 
 __all__ = [
     "RecurrentMechanism",
