@@ -21,7 +21,7 @@ def start() -> Iterator[Callable[..., Client]]:
     def begin(session: Session | None = None, limits: Limits | None = None) -> Client:
         opened = listen()
         client = Client(opened.getsockname()[1])
-        app = application(session or Session(), TOKEN, client.host, limits)
+        app = application(session or Session(), TOKEN, client.host, limits or Limits())
         config = uvicorn.Config(
             app, http="h11", ws="none", lifespan="off", log_level="critical", access_log=False,
             timeout_graceful_shutdown=1,

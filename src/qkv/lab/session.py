@@ -120,11 +120,6 @@ class Session:
         """The examples that come with qkv, and what was given, first."""
         return tuple(self._shown.small.examples.values())
 
-    @property
-    def title(self) -> str:
-        """What is shown, in a few words."""
-        return _title(self.source)
-
     def answer(
         self,
         method: str,

@@ -89,7 +89,7 @@ def application(
     session: Session,
     token: str,
     host: str,
-    limits: Limits | None = None,
+    limits: Limits,
     jobs: Jobs | None = None,
 ) -> Guard:
     """The server as an ASGI application.
@@ -101,12 +101,11 @@ def application(
         Opens the page once.
     host : str
         The address that requests must name, such as "127.0.0.1:8123".
-    limits : Limits, optional
+    limits : Limits
     jobs : Jobs, optional
         That the caller can stop.
     """
-    most = limits or Limits()
-    jobs = jobs or Jobs(most.waiting)
+    jobs = jobs or Jobs(limits.waiting)
     files = {path: asset(path[1:]) for path in FILES}
     reading = asyncio.Lock()
 
@@ -123,11 +122,11 @@ def application(
         if _type_of(request) != "application/json":
             return _failed(0, ArgumentError(f"a {what} is application/json."), 415)
         try:
-            return read(json.loads(await _body(request, most.call_bytes, most)))
+            return read(json.loads(await _body(request, limits.call_bytes, limits)))
         except _TooSlowError:
             return _failed(0, ArgumentError(f"the {what} did not arrive."), 408)
         except _TooLargeError:
-            error = ArgumentError(f"a {what} has at most {most.call_bytes} bytes.")
+            error = ArgumentError(f"a {what} has at most {limits.call_bytes} bytes.")
             return _failed(0, error, 413)
         except (ValueError, RecursionError) as error:
             known = error if isinstance(error, QkvError) else ArgumentError("this is no JSON.")
@@ -185,20 +184,20 @@ def application(
 
     async def receive(request: Request) -> Response:
         try:
-            data = await _body(request, most.file_bytes, most)
+            data = await _body(request, limits.file_bytes, limits)
         except _TooSlowError:
             return _failed(0, ArgumentError("the file did not arrive."), 408)
         except _TooLargeError:
             error = ArgumentError(
-                f"a file has at most {most.file_bytes} bytes here.",
+                f"a file has at most {limits.file_bytes} bytes here.",
                 action="Start qkv lab with the name of the file.",
             )
             return _failed(0, error, 413)
 
         def read(job: Job) -> Source | Response:
             try:
-                arrays = read_array_bytes(data, "the file", most.file_bytes)
-                require_pairs(arrays, most.pairs)
+                arrays = read_array_bytes(data, "the file", limits.file_bytes)
+                require_pairs(arrays, limits.pairs)
                 return open_arrays(arrays, "a file of the reader", progress=job.progress)
             except Exception as error:
                 return _failed(0, error, _status(error))
@@ -220,7 +219,7 @@ def application(
         if _type_of(request) != "application/json":
             return _failed(0, ArgumentError("a call is application/json."), 415)
         try:
-            number = json.loads(await _body(request, 100, most)).get("stop")
+            number = json.loads(await _body(request, 100, limits)).get("stop")
         except (_TooLargeError, _TooSlowError, ValueError, AttributeError, RecursionError):
             return _failed(0, ArgumentError('a job is asked for with {"stop": null}.'), 400)
         if isinstance(number, int) and not isinstance(number, bool):
@@ -324,7 +323,6 @@ def serve(
     session: Session,
     port: int = 0,
     ready: Callable[[str], object] = print,
-    limits: Limits | None = None,
     renewing: Callable[[Callable[[], str]], object] | None = None,
 ) -> None:
     """Serve the page on 127.0.0.1 until Ctrl-C.
@@ -336,7 +334,6 @@ def serve(
         A free one by default.
     ready : callable (url)
         Told of the address, once, when it can be opened.
-    limits : Limits, optional
     renewing : callable (new_address), optional
         Told, after `ready`, of a function that returns a new address, which opens the page once
         in another browser. The address before it no longer does.
@@ -347,9 +344,9 @@ def serve(
     with listen(port) as opened:
         host = f"127.0.0.1:{opened.getsockname()[1]}"
         token = secrets.token_urlsafe(32)
-        most = limits or Limits()
-        jobs = Jobs(most.waiting)
-        app = application(session, token, host, most, jobs)
+        limits = Limits()
+        jobs = Jobs(limits.waiting)
+        app = application(session, token, host, limits, jobs)
         config = uvicorn.Config(
             app,
             http="h11",
@@ -359,7 +356,7 @@ def serve(
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=1,
-            limit_concurrency=most.connections,
+            limit_concurrency=limits.connections,
         )
 
         class Server(uvicorn.Server):
