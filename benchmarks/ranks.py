@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 import qkv
 from qkv.distributed import Machine, Order, attention, plan
-from qkv.distributed.links import Links, group_of
+from qkv.distributed.messages.links import Links, group_of
 
 HEADS, HEAD_DIM = 4, 64
 STRATEGIES = ("ring", "gather", "ulysses")

@@ -41,13 +41,14 @@ def needed(path: Path) -> frozenset[str]:
         seen.add(file)
         text = file.read_text(encoding="utf-8")
         found |= {name for name, what in PATTERNS.items() if re.search(what, text, re.MULTILINE)}
-        left.append(file.with_name("conftest.py"))
+        folders = [folder for folder in file.parents if folder.is_relative_to(TESTS)]
+        left += [folder / "conftest.py" for folder in folders]
         imported = re.findall(r"^\s*(?:from|import) ([\w.]+)", text, re.MULTILINE)
         # A test names a module that it runs in a process of its own in a string.
         imported += re.findall(r"\btests\.[\w.]+", text)
         for name in imported:
             module = name.removeprefix("tests.").strip(".").replace(".", "/")
-            for folder in (file.parent, TESTS):
+            for folder in folders:
                 left += [folder / f"{module}.py", folder / module / "__init__.py"]
     return frozenset(found)
 

@@ -228,7 +228,7 @@ def folder(cls: type[Mechanism]) -> tuple[str, str]:
     """The folder of a class, and what it says of itself."""
     package = sys.modules[cls.__module__.rpartition(".")[0]]
     title = package.__name__.rpartition(".")[2].replace("_", " ").capitalize()
-    return title, inspect.getdoc(package) or ""
+    return title, (inspect.getdoc(package) or "").partition("\n\n")[0]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -21,7 +21,9 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 import qkv
-from qkv.cli import info_command, inspect_command, main
+from qkv.cli import main
+from qkv.cli.commands import info as info_command
+from qkv.cli.commands import inspect as inspect_command
 from qkv.inspection.rendering import progress_bar
 
 PLAIN = {

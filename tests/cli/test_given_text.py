@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from qkv.cli import _make_parser, inspect_command, main
+from qkv.cli import main
+from qkv.cli.commands import inspect as inspect_command
+from qkv.cli.parser import make_parser
 from qkv.samples import language_model
 
 COMMANDS = ["inspect", "explain", "lab"]
@@ -131,7 +133,7 @@ TEXTS = [
 
 
 def options_of(text: str) -> argparse.Namespace:
-    return _make_parser().parse_args(["inspect", "--layer", "0", "--text", text])
+    return make_parser().parse_args(["inspect", "--layer", "0", "--text", text])
 
 
 @pytest.mark.parametrize("text", TEXTS)

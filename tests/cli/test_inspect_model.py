@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.cli import main, model_command
+from qkv.cli import main
+from qkv.cli.commands import inspect_model as model_command
 from qkv.extras import _is_checkout, install_command
 from qkv.inspection.heads.head_scores import KINDS, SCORES
 from qkv.inspection.models.model_record import ModelRecord, load

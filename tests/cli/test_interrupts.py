@@ -44,7 +44,7 @@ sys.exit(main())
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signal to send to oneself there")
 @pytest.mark.parametrize(
-    "module", ["qkv", "numpy", "numpy._core", "qkv.cli", "qkv.cli.inspect_command", "rich.table"]
+    "module", ["qkv", "numpy", "numpy._core", "qkv.cli", "qkv.cli.commands.inspect", "rich.table"]
 )
 def test_ctrl_c_while_modules_are_imported(module: str) -> None:
     ran = interrupted(module)

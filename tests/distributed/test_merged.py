@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from qkv.distributed.parts import Merged
+from qkv.distributed.calls.parts import Merged
 from qkv.partial import Partial
 
 ROWS, KEYS, DIM = 5000, 12, 8

@@ -27,7 +27,7 @@ MASKS = {
 @contextmanager
 def counted_bytes() -> Iterator[list[int]]:
     """Bytes of each message of keys and values, or of their gradients, that this rank receives."""
-    from qkv.distributed.links import Links
+    from qkv.distributed.messages.links import Links
 
     sizes: list[int] = []
     exchange = Links.exchange

@@ -14,7 +14,7 @@ import torch
 import qkv
 from qkv.cli import main
 from qkv.extras import install_command
-from qkv.mechanisms.base.namespace import array_namespace
+from qkv.mechanisms.base.arrays.namespace import array_namespace
 
 X = np.eye(3)
 NEEDS: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
@@ -43,7 +43,7 @@ def test_an_extra_is_named_with_its_command(
 def test_the_page_needs_a_server(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "qkv.lab.server", raising=False)
+    monkeypatch.delitem(sys.modules, "qkv.lab.serving.server", raising=False)
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
     assert main(["lab", "--no-open"]) == 2
     said = capsys.readouterr().err

@@ -137,7 +137,7 @@ def test_the_lab() -> None:
         """
         from qkv.inspection.models.model_record import ModelRecord
         from qkv.lab.session import Session
-        from qkv.lab.sources import source_of
+        from qkv.lab.sources.source import source_of
         record = ModelRecord("one layer", keep="weights")
         record.texts = ["t"] * 40
         q, k = rng.normal(size=(2, 1, 2, 40, 8)).astype(np.float32)

@@ -16,7 +16,7 @@ import qkv
 from qkv.cli import main
 from qkv.inspection.heads.unknown_tokens import unknown_id_of
 from qkv.inspection.models.model_record import ModelRecord, load
-from qkv.lab.heads import heads_of_model
+from qkv.lab.sources.heads import heads_of_model
 from qkv.samples import language_model, tiny_model
 
 STRANGE = "😀👩‍👩‍👧 hello שלום עולם مرحبا"

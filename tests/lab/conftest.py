@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 from lab_client import TOKEN, Client
 
-from qkv.lab.server import Limits, application, listen
+from qkv.lab.serving.server import Limits, application, listen
 from qkv.lab.session import Session
 
 
@@ -21,7 +21,7 @@ def start() -> Iterator[Callable[..., Client]]:
     def begin(session: Session | None = None, limits: Limits | None = None) -> Client:
         opened = listen()
         client = Client(opened.getsockname()[1])
-        app = application(session or Session(), TOKEN, client.host, limits)
+        app = application(session or Session(), TOKEN, client.host, limits or Limits())
         config = uvicorn.Config(
             app, http="h11", ws="none", lifespan="off", log_level="critical", access_log=False,
             timeout_graceful_shutdown=1,

@@ -19,8 +19,8 @@ from qkv.lab.document import export_data, to_html
 from qkv.lab.messages import key_of
 from qkv.lab.parameters import Parameters
 from qkv.lab.session import Session
-from qkv.lab.sources import open_file, source_of
-from qkv.lab.weight_map import TILE, WeightMaps, levels_of
+from qkv.lab.sources.source import open_file, source_of
+from qkv.lab.sources.weight_map import TILE, WeightMaps, levels_of
 from qkv.mechanisms.registry import mechanism_class
 from qkv.samples import shared_example
 
@@ -274,8 +274,8 @@ def record_of(q_len: int, kv_len: int, *variants: Any) -> tuple[Any, Any]:
 @pytest.mark.slow
 def test_the_pyramid_of_an_uneven_map(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small base level, so that upper levels come from it."""
-    monkeypatch.setattr("qkv.lab.weight_map.FIRST_BASE", 1)
-    monkeypatch.setattr("qkv.lab.weight_map.BASE", 1 << 16)
+    monkeypatch.setattr("qkv.lab.sources.weight_map.FIRST_BASE", 1)
+    monkeypatch.setattr("qkv.lab.sources.weight_map.BASE", 1 << 16)
     record, exact = record_of(700, 1111, qkv.Causal())
     maps = WeightMaps()
     for level in range(levels_of(700, 1111)):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.lab.code_lines import class_lines
+from qkv.lab.small_examples.code_lines import class_lines
 from qkv.mechanisms import MECHANISMS
 from qkv.samples import shared_example
 

@@ -104,7 +104,7 @@ def test_wrong_options(
 
 
 def test_a_message_is_answered_and_an_error_is_an_answer() -> None:
-    source = qkv.lab.sources.source_of(qkv.inspect(X, X, X))
+    source = qkv.lab.sources.source.source_of(qkv.inspect(X, X, X))
     session = Session(source)
     answer, buffers = reply(session, {"id": 3, "method": "tile", "params": {"layer": 0, "head": 1}})
     assert (answer["id"], answer["ok"]) == (3, True)

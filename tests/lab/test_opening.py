@@ -14,8 +14,8 @@ import qkv
 from qkv.cli import main
 from qkv.errors import QkvError
 from qkv.lab.session import Session
-from qkv.lab.small_methods import SmallMethods
-from qkv.lab.sources import source_of
+from qkv.lab.small_examples.small_methods import SmallMethods
+from qkv.lab.sources.source import source_of
 from qkv.samples import language_model, real_sample, tiny_model
 
 

@@ -22,10 +22,10 @@ import pytest
 from lab_client import TOKEN, Client
 
 import qkv.files
-from qkv.lab.guard import POLICY
-from qkv.lab.server import Limits, listen
+from qkv.lab.serving.guard import POLICY
+from qkv.lab.serving.server import Limits, listen
 from qkv.lab.session import Session
-from qkv.lab.sources import Source
+from qkv.lab.sources.source import Source
 
 OCTETS = {"Content-Type": "application/octet-stream"}
 ASK = json.dumps({"id": 1, "method": "errata"}).encode()

@@ -13,8 +13,8 @@ import qkv
 from qkv.inspection.models.model_record import ModelRecord
 from qkv.lab.document import export_data
 from qkv.lab.session import Session
-from qkv.lab.sources import source_of
-from qkv.lab.weight_map import TILE
+from qkv.lab.sources.source import source_of
+from qkv.lab.sources.weight_map import TILE
 
 HALF = 0.5
 """A picture has whole numbers."""
@@ -60,9 +60,9 @@ def test_a_picture_holds_the_largest_weight_of_each_block(q_len: int, kv_len: in
 
 
 def test_of_a_long_text_evenly_spaced_queries_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qkv.lab.thumbnails._WEIGHTS", 300 * 90)
+    monkeypatch.setattr("qkv.lab.sources.thumbnails._WEIGHTS", 300 * 90)
     # Several steps, the last of them short.
-    monkeypatch.setattr("qkv.lab.thumbnails._STEP", 300 * 7)
+    monkeypatch.setattr("qkv.lab.sources.thumbnails._STEP", 300 * 7)
     q, k, exact = arrays(300, 300)
     record = qkv.inspect(q, k, k, qkv.Causal())
     about, found = pictures(Session(source_of(record)))
@@ -94,7 +94,7 @@ def test_layers_of_a_model_with_and_without_their_weights(keep: Any) -> None:
 
 
 def test_pictures_of_many_heads_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qkv.lab.thumbnails._MOST_LARGE", 2)
+    monkeypatch.setattr("qkv.lab.sources.thumbnails._MOST_LARGE", 2)
     q, k, _ = arrays(40, 40)
     assert pictures(Session(source_of(qkv.inspect(q, k, k))))[1].shape == (3, 32, 32)
 

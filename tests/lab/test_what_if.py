@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.cli.model_loading import lab_source
+from qkv.cli.inputs.model import lab_source
 from qkv.lab.session import Session
 from qkv.samples import tiny_model
 

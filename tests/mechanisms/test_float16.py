@@ -38,8 +38,13 @@ from qkv.mechanisms import (
     Mamba2,
     Performer,
 )
-from qkv.mechanisms.base.comparing import decoder_run
-from qkv.mechanisms.base.normalization import l2_norm, layer_norm, rms_norm, weighted_rms_norm
+from qkv.mechanisms.base.arrays.normalization import (
+    l2_norm,
+    layer_norm,
+    rms_norm,
+    weighted_rms_norm,
+)
+from qkv.mechanisms.base.modules.comparing import decoder_run
 from qkv.variants import RoPE
 
 WIDTH, N = 24, 11

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import qkv
 from qkv.mechanisms import MECHANISMS
 from qkv.mechanisms.base.attention import AttentionMechanism
-from qkv.mechanisms.linear_time.recurrent import RecurrentMechanism
+from qkv.mechanisms.linear_time.recurrences.recurrent import RecurrentMechanism
 
 Array = NDArray[Any]
 WIDTH, N = 8, 7

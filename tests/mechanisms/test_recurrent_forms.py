@@ -13,8 +13,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from qkv.mechanisms.linear_time import delta_rule, linear, mamba, mamba2, rwkv4, rwkv6
-from qkv.mechanisms.linear_time.scan import in_segments, joined_segments, linear_scan, segments
+from qkv.mechanisms.linear_time import linear, mamba, mamba2, rwkv4, rwkv6
+from qkv.mechanisms.linear_time.recurrences import delta_rule
+from qkv.mechanisms.linear_time.recurrences.chunks import decays_between
+from qkv.mechanisms.linear_time.recurrences.scan import (
+    in_segments,
+    joined_segments,
+    linear_scan,
+    segments,
+)
 
 Array = NDArray[Any]
 Inputs = dict[str, Array]
@@ -192,7 +199,7 @@ def test_both_forms_give_what_the_definition_gives(name: str) -> None:
 
 PARALLEL: dict[str, Callable[..., Array]] = {
     "linear": lambda query, key: linear.token_weights(query, key, causal=True),
-    "mamba2": lambda query, key, log_decay: query @ key.mT * mamba2.decay_products(log_decay),
+    "mamba2": lambda query, key, log_decay: np.tril(query @ key.mT * decays_between(log_decay)),
     "gated_delta": delta_rule.token_weights,
     "rwkv6": rwkv6.token_weights,
 }

@@ -201,7 +201,7 @@ class Socket:
 def test_no_second_process_may_answer_at_the_lab_s_port(
     monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
-    from qkv.lab import server
+    from qkv.lab.serving import server
 
     exclusive = ~socket.SO_REUSEADDR  # As Windows defines it.
     monkeypatch.setattr(socket, "SO_EXCLUSIVEADDRUSE", exclusive, raising=False)

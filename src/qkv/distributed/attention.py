@@ -9,13 +9,13 @@ import torch
 
 from qkv.arrays.torch_arrays import TorchArrays
 from qkv.call.binding.options import Options, option_values, with_options
-from qkv.distributed.agreed_call import Place, agreed_call
-from qkv.distributed.dtensors import placed
-from qkv.distributed.heads import from_heads, to_heads
-from qkv.distributed.links import TIMEOUT, outside_of_graphs
-from qkv.distributed.order import Order
-from qkv.distributed.record import DistributedRecord, ShardOperands
-from qkv.distributed.sharded_call import attend_sharded
+from qkv.distributed.calls.agreed_call import Place, agreed_call
+from qkv.distributed.calls.dtensors import placed
+from qkv.distributed.calls.heads import from_heads, to_heads
+from qkv.distributed.calls.sharded_call import attend_sharded
+from qkv.distributed.inspection.record import DistributedRecord, ShardOperands
+from qkv.distributed.messages.links import TIMEOUT, outside_of_graphs
+from qkv.distributed.orders.order import Order
 from qkv.errors import ArgumentError
 
 __all__ = ["attention", "inspect"]

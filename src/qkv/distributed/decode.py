@@ -13,10 +13,10 @@ from qkv.arrays.torch_arrays import TorchArrays
 from qkv.call.binding.bound import bind
 from qkv.call.binding.options import DEFAULTS, Options, OptionValues, option_values, with_options
 from qkv.call.checked import CheckedCall, check_call
-from qkv.distributed.agreement import compare, fingerprint, in_words, tell
-from qkv.distributed.links import TIMEOUT, Links, group_of, outside_of_graphs
-from qkv.distributed.order import Order
-from qkv.distributed.parts import Merged, Parts, ShardRows
+from qkv.distributed.calls.parts import Merged, Parts, ShardRows
+from qkv.distributed.messages.agreement import compare, fingerprint, in_words, tell
+from qkv.distributed.messages.links import TIMEOUT, Links, group_of, outside_of_graphs
+from qkv.distributed.orders.order import Order
 from qkv.errors import QkvError, UnsupportedError
 from qkv.partial import Partial
 from qkv.problem.part import check_parts, placeholder

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from qkv.call.binding.options import Options, option_values, with_options
 from qkv.call.dispatch import checked
-from qkv.distributed.order import Order
-from qkv.distributed.work import balance, pairs_between
+from qkv.distributed.orders.order import Order
+from qkv.distributed.orders.work import balance, pairs_between
 from qkv.errors import ArgumentError
 from qkv.ledger import memory
 from qkv.problem.spec import Problem
@@ -246,7 +246,7 @@ def _gather(work: Array, sizes: Array, machine: Machine) -> StrategyPlan:
 def _ulysses(
     problem: Problem, work: Array, queries: Order, sizes: Array, machine: Machine
 ) -> StrategyPlan:
-    from qkv.distributed.heads import kv_heads_of
+    from qkv.distributed.calls.heads import kv_heads_of
     from qkv.errors import UnsupportedError
 
     spec, ranks = problem.spec, queries.ranks

@@ -19,11 +19,11 @@ import numpy as np
 
 from qkv.errors import UnsupportedError
 from qkv.inspection.rendering.tokens import printable
-from qkv.lab.heads import HeadLayer, Heads
 from qkv.lab.messages import Answer, in_page, key_of, plain
 from qkv.lab.session import Session
-from qkv.lab.sources import source_of
-from qkv.lab.weight_map import TILE
+from qkv.lab.sources.heads import HeadLayer, Heads
+from qkv.lab.sources.source import source_of
+from qkv.lab.sources.weight_map import TILE
 
 __all__ = ["FILES", "asset", "export_data", "offline_page", "served_page", "to_html"]
 

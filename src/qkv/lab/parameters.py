@@ -139,10 +139,6 @@ class Parameters:
             raise TooLongError(f"{name} has {len(value)} entries; at most {most} are read.")
         return [Parameters(item) for item in value]
 
-    def value(self, name: str) -> Any:
-        """Whatever was given under a name."""
-        return self._given.get(name)
-
 
 def _without_surrogates(text: str) -> str:
     """Text that UTF-8 can hold: JSON may have halves of characters, which become signs of it."""

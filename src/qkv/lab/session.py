@@ -12,16 +12,16 @@ import numpy as np
 from qkv.arguments.declarations import checked
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.inspection.rendering.tokens import printable
-from qkv.lab.examples import Example, examples
-from qkv.lab.heads import HeadLayer, Heads, shown
 from qkv.lab.messages import Answer, key_of, plain
-from qkv.lab.notable import notable_place
 from qkv.lab.parameters import MissingError, Parameters, StaleError
-from qkv.lab.shipped import sample_source, shipped_source
-from qkv.lab.small_methods import SmallMethods
-from qkv.lab.sources import Source
-from qkv.lab.thumbnails import queries_drawn, thumbnails
-from qkv.lab.weight_map import TILE, WeightMaps, levels_of
+from qkv.lab.small_examples.examples import Example, examples
+from qkv.lab.small_examples.small_methods import SmallMethods
+from qkv.lab.sources.heads import HeadLayer, Heads, shown
+from qkv.lab.sources.notable import notable_place
+from qkv.lab.sources.shipped import sample_source, shipped_source
+from qkv.lab.sources.source import Source
+from qkv.lab.sources.thumbnails import queries_drawn, thumbnails
+from qkv.lab.sources.weight_map import TILE, WeightMaps, levels_of
 from qkv.samples.shipped_models import LANGUAGE, SHIPPED_MODELS
 
 __all__ = ["HEAVY", "Session"]
@@ -119,11 +119,6 @@ class Session:
     def examples(self) -> tuple[Example, ...]:
         """The examples that come with qkv, and what was given, first."""
         return tuple(self._shown.small.examples.values())
-
-    @property
-    def title(self) -> str:
-        """What is shown, in a few words."""
-        return _title(self.source)
 
     def answer(
         self,

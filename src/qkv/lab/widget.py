@@ -11,7 +11,7 @@ from qkv.extras import install_command
 from qkv.lab.document import asset
 from qkv.lab.messages import Answer, failure, read_request
 from qkv.lab.session import Session
-from qkv.lab.sources import source_of
+from qkv.lab.sources.source import source_of
 
 __all__ = ["reply", "widget"]
 

@@ -16,7 +16,7 @@ All public names are imported from here; the files are in these folders:
 """
 
 from qkv.mechanisms.base.example import example_input, example_tokens
-from qkv.mechanisms.base.explanation import Explanation
+from qkv.mechanisms.base.explanations.explanation import Explanation
 from qkv.mechanisms.base.mechanism import Mechanism
 from qkv.mechanisms.comparison import Comparison, compare
 from qkv.mechanisms.heads.causal import Causal

@@ -11,7 +11,7 @@ import pytest
 import qkv
 import qkv.files
 import qkv.lab
-from qkv.lab.sources import open_file
+from qkv.lab.sources.source import open_file
 
 pytestmark = pytest.mark.browser
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from qkv.arguments.declarations import checked_size, shown
-from qkv.distributed.agreement import compare, in_words, tell
-from qkv.distributed.links import TIMEOUT, Links, group_of
+from qkv.distributed.messages.agreement import compare, in_words, tell
+from qkv.distributed.messages.links import TIMEOUT, Links, group_of
 from qkv.errors import ArgumentError, DistributedError, FileError, QkvError
 from qkv.hf.inspection.record import inspect
 from qkv.hf.inspection.switching import inner_model

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from qkv.distributed.agreement import compare, tell
-from qkv.distributed.links import Links
-from qkv.distributed.order import Order
+from qkv.distributed.messages.agreement import compare, tell
+from qkv.distributed.messages.links import Links
+from qkv.distributed.orders.order import Order
 
 __all__ = ["ShardedInputs"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from qkv.distributed.links import TIMEOUT, Links, group_of
-from qkv.distributed.order import Order
+from qkv.distributed.messages.links import TIMEOUT, Links, group_of
+from qkv.distributed.orders.order import Order
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.inspection.switching import SPREAD, inner_model, switched
 from qkv.hf.sharding.inputs import ShardedInputs

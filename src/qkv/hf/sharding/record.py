@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from qkv.distributed.head_scores import shard_head_scores
+from qkv.distributed.inspection.head_scores import shard_head_scores
 from qkv.errors import UnsupportedError
 from qkv.hf.sharding.layers import Sharding
 from qkv.inspection.heads.head_scores import HeadScores

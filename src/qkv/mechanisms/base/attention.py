@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import qkv
-from qkv.mechanisms.base.attention_steps import attention_steps
-from qkv.mechanisms.base.explanation import ExplainedToken, Step
+from qkv.mechanisms.base.arrays.namespace import like, values
+from qkv.mechanisms.base.arrays.rows import Rows
+from qkv.mechanisms.base.explanations.attention_steps import attention_steps
+from qkv.mechanisms.base.explanations.explanation import ExplainedToken, Step
 from qkv.mechanisms.base.mechanism import Mechanism
-from qkv.mechanisms.base.namespace import like, values
-from qkv.mechanisms.base.rows import Rows
 
 __all__ = ["AttentionMechanism"]
 

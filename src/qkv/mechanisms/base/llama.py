@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from qkv.errors import UnsupportedError
-from qkv.mechanisms.base.comparing import closest, decoder_run
-from qkv.mechanisms.base.loading import (
+from qkv.mechanisms.base.modules.comparing import closest, decoder_run
+from qkv.mechanisms.base.modules.loading import (
     layer_type_of,
     measured_norm,
     module_rope,

@@ -16,11 +16,11 @@ from qkv.errors import ArgumentError, ShapeError
 from qkv.inspection.traces.explain import selected_indices
 from qkv.ledger import Count, Ledger, symbols
 from qkv.mechanisms.base.arguments import all_three, one_sequence, token_names
+from qkv.mechanisms.base.arrays.namespace import array_namespace, like, values
+from qkv.mechanisms.base.arrays.rows import Arrays, Rows, refuse_many_numbers
 from qkv.mechanisms.base.example import example_input
-from qkv.mechanisms.base.explanation import ExplainedToken, Explanation, Step
-from qkv.mechanisms.base.namespace import array_namespace, like, values
+from qkv.mechanisms.base.explanations.explanation import ExplainedToken, Explanation, Step
 from qkv.mechanisms.base.operations import traffic
-from qkv.mechanisms.base.rows import Arrays, Rows, refuse_many_numbers
 
 __all__ = ["Mechanism"]
 

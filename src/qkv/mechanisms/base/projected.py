@@ -11,24 +11,18 @@ from qkv.arguments.declarations import Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.arguments import refuse_other_values
+from qkv.mechanisms.base.arrays.head_rows import join_heads, split_heads
+from qkv.mechanisms.base.arrays.normalization import weighted_rms_norm
+from qkv.mechanisms.base.arrays.rows import Arrays
 from qkv.mechanisms.base.attention import AttentionMechanism
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
-from qkv.mechanisms.base.head_rows import head_lines, join_heads, split_heads
-from qkv.mechanisms.base.loading import reads_module, torch_multi_head
-from qkv.mechanisms.base.normalization import weighted_rms_norm
+from qkv.mechanisms.base.explanations.attention_steps import head_lines
+from qkv.mechanisms.base.explanations.explanation import ExplainedToken, Line, Step
+from qkv.mechanisms.base.modules.loading import reads_module, torch_multi_head
 from qkv.mechanisms.base.operations import attention_over_pairs, norm_of_rows, projection
-from qkv.mechanisms.base.rows import Arrays
 from qkv.variants import ALiBi, Causal, RoPE, Sinks, Softcap
 
-__all__ = [
-    "Options",
-    "OptionsWithoutGroups",
-    "ProjectedAttention",
-    "head_lines",
-    "join_heads",
-    "split_heads",
-]
+__all__ = ["Options", "OptionsWithoutGroups", "ProjectedAttention"]
 
 
 class OptionsWithoutGroups(TypedDict, total=False):

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from qkv.arguments.declarations import NotNegative, Size
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.explanation import Line, Step, number
-from qkv.mechanisms.base.head_rows import join_heads
+from qkv.mechanisms.base.arrays.head_rows import join_heads
+from qkv.mechanisms.base.arrays.namespace import array_namespace, like, values
+from qkv.mechanisms.base.arrays.normalization import rms_norm
+from qkv.mechanisms.base.arrays.rows import Rows
+from qkv.mechanisms.base.explanations.explanation import Line, Step, number
 from qkv.mechanisms.base.llama import LlamaAttention
-from qkv.mechanisms.base.namespace import array_namespace, like, values
-from qkv.mechanisms.base.normalization import rms_norm
 from qkv.mechanisms.base.operations import attention_over_pairs
 from qkv.mechanisms.base.projected import Options
-from qkv.mechanisms.base.rows import Rows
 
 __all__ = ["Differential"]
 

@@ -12,14 +12,17 @@ import qkv
 from qkv.arguments.declarations import NotNegative, Size, Whole
 from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, step, symbols
+from qkv.mechanisms.base.arrays.head_rows import join_heads, split_heads
+from qkv.mechanisms.base.arrays.namespace import array_namespace
+from qkv.mechanisms.base.arrays.normalization import weighted_rms_norm
+from qkv.mechanisms.base.arrays.rows import Arrays, Rows
 from qkv.mechanisms.base.attention import AttentionMechanism
-from qkv.mechanisms.base.attention_steps import token_lines
-from qkv.mechanisms.base.comparing import closest, decoder_run
 from qkv.mechanisms.base.example import EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
-from qkv.mechanisms.base.head_rows import head_lines, join_heads, split_heads
+from qkv.mechanisms.base.explanations.attention_steps import head_lines, token_lines
+from qkv.mechanisms.base.explanations.explanation import ExplainedToken, Line, Step
 from qkv.mechanisms.base.llama import refuse_window
-from qkv.mechanisms.base.loading import (
+from qkv.mechanisms.base.modules.comparing import closest, decoder_run
+from qkv.mechanisms.base.modules.loading import (
     layer_type_of,
     measured_norm,
     module_rope,
@@ -28,10 +31,7 @@ from qkv.mechanisms.base.loading import (
     refuse_other_parameters,
     require_attributes,
 )
-from qkv.mechanisms.base.namespace import array_namespace
-from qkv.mechanisms.base.normalization import weighted_rms_norm
 from qkv.mechanisms.base.operations import attention_over_pairs, norm_of_rows, projection
-from qkv.mechanisms.base.rows import Arrays, Rows
 from qkv.variants import Causal, RoPE
 
 __all__ = ["MultiHeadLatent"]

@@ -6,8 +6,8 @@ from typing import Any, Self, Unpack
 
 from qkv.arguments.declarations import Size
 from qkv.errors import ArgumentError
-from qkv.mechanisms.base.comparing import causal_mask, closest
-from qkv.mechanisms.base.loading import (
+from qkv.mechanisms.base.modules.comparing import causal_mask, closest
+from qkv.mechanisms.base.modules.loading import (
     named_weights,
     reads_module,
     refuse_other_parameters,

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, number
+from qkv.mechanisms.base.explanations.explanation import ExplainedToken, Line, Step, number
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 
 __all__ = ["Self"]

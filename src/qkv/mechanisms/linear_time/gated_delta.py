@@ -11,25 +11,25 @@ from numpy.typing import NDArray
 from qkv.arguments.declarations import NotNegative, Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.comparing import closest
+from qkv.mechanisms.base.arrays.head_rows import join_heads, split_heads
+from qkv.mechanisms.base.arrays.namespace import array_namespace
+from qkv.mechanisms.base.arrays.normalization import l2_norm, rms_norm
+from qkv.mechanisms.base.arrays.rows import Arrays
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.head_rows import join_heads, split_heads
-from qkv.mechanisms.base.loading import named_weights, reads_module, refuse_other_parameters
-from qkv.mechanisms.base.namespace import array_namespace
-from qkv.mechanisms.base.normalization import l2_norm, rms_norm
+from qkv.mechanisms.base.modules.comparing import closest
+from qkv.mechanisms.base.modules.loading import named_weights, reads_module, refuse_other_parameters
 from qkv.mechanisms.base.operations import projection
-from qkv.mechanisms.base.rows import Arrays
-from qkv.mechanisms.linear_time.activations import sigmoid, silu, softplus
-from qkv.mechanisms.linear_time.convolution import causal_convolution
-from qkv.mechanisms.linear_time.delta_rule import chunk, token_weights
-from qkv.mechanisms.linear_time.recurrent import (
+from qkv.mechanisms.linear_time.recurrences.activations import sigmoid, silu, softplus
+from qkv.mechanisms.linear_time.recurrences.convolution import causal_convolution
+from qkv.mechanisms.linear_time.recurrences.delta_rule import chunk, token_weights
+from qkv.mechanisms.linear_time.recurrences.recurrent import (
     RecurrentMechanism,
     activation_cost,
     grouped_heads,
     head_dim_of,
     repeated_heads,
 )
-from qkv.mechanisms.linear_time.state_space import require_silu
+from qkv.mechanisms.linear_time.recurrences.state_space import require_silu
 
 __all__ = ["GatedDelta"]
 

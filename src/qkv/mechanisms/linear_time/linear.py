@@ -11,22 +11,29 @@ from qkv.arguments.declarations import Size
 from qkv.errors import ShapeError, UnsupportedError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.arguments import refuse_options
-from qkv.mechanisms.base.attention_steps import token_lines
-from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, dot_product, number, numbers
-from qkv.mechanisms.base.head_rows import split_heads
-from qkv.mechanisms.base.namespace import array_namespace, like, values, widened
+from qkv.mechanisms.base.arrays.head_rows import split_heads
+from qkv.mechanisms.base.arrays.namespace import array_namespace, like, values, widened
+from qkv.mechanisms.base.arrays.rows import Rows
+from qkv.mechanisms.base.explanations.attention_steps import token_lines
+from qkv.mechanisms.base.explanations.explanation import (
+    ExplainedToken,
+    Line,
+    Step,
+    dot_product,
+    number,
+    numbers,
+)
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import ProjectedAttention
-from qkv.mechanisms.base.rows import Rows
-from qkv.mechanisms.linear_time.activations import elu_plus_one
-from qkv.mechanisms.linear_time.chunks import (
+from qkv.mechanisms.linear_time.recurrences.activations import elu_plus_one
+from qkv.mechanisms.linear_time.recurrences.chunks import (
     blocks_of_rows,
     causal_product,
     in_chunks,
     state_of_no_tokens,
 )
-from qkv.mechanisms.linear_time.recurrent import repeated_heads
-from qkv.mechanisms.linear_time.stateful import StatefulMechanism
+from qkv.mechanisms.linear_time.recurrences.recurrent import repeated_heads
+from qkv.mechanisms.linear_time.recurrences.stateful import StatefulMechanism
 
 __all__ = ["Linear", "chunk", "naive", "recurrent", "token_weights"]
 

@@ -12,13 +12,13 @@ from qkv.arguments.declarations import Size
 from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, matmul, symbols
 from qkv.mechanisms.base.arguments import refuse_options
-from qkv.mechanisms.base.attention_steps import attention_steps, token_lines
-from qkv.mechanisms.base.explanation import ExplainedToken, Step
-from qkv.mechanisms.base.head_rows import join_heads, split_heads
-from qkv.mechanisms.base.namespace import array_namespace, like, widened
+from qkv.mechanisms.base.arrays.head_rows import join_heads, split_heads
+from qkv.mechanisms.base.arrays.namespace import array_namespace, like, widened
+from qkv.mechanisms.base.arrays.rows import Rows
+from qkv.mechanisms.base.explanations.attention_steps import attention_steps, token_lines
+from qkv.mechanisms.base.explanations.explanation import ExplainedToken, Step
 from qkv.mechanisms.base.projected import ProjectedAttention
-from qkv.mechanisms.base.rows import Rows
-from qkv.mechanisms.linear_time.chunks import in_chunks
+from qkv.mechanisms.linear_time.recurrences.chunks import in_chunks
 
 __all__ = ["Linformer"]
 

@@ -10,18 +10,23 @@ from numpy.typing import NDArray
 
 from qkv.arguments.declarations import Size, Whole
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.comparing import closest
+from qkv.mechanisms.base.arrays.namespace import array_namespace, host_views, like
+from qkv.mechanisms.base.arrays.rows import Arrays
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.loading import named_weights, reads_module, refuse_other_parameters
-from qkv.mechanisms.base.namespace import array_namespace, host_views, like
+from qkv.mechanisms.base.modules.comparing import closest
+from qkv.mechanisms.base.modules.loading import named_weights, reads_module, refuse_other_parameters
 from qkv.mechanisms.base.operations import projection
-from qkv.mechanisms.base.rows import Arrays
-from qkv.mechanisms.linear_time.activations import silu, softplus
-from qkv.mechanisms.linear_time.chunks import in_chunks, state_of_no_tokens
-from qkv.mechanisms.linear_time.convolution import causal_convolution
-from qkv.mechanisms.linear_time.recurrent import RecurrentMechanism, activation_cost
-from qkv.mechanisms.linear_time.scan import in_segments, joined_segments, linear_scan, segments
-from qkv.mechanisms.linear_time.state_space import (
+from qkv.mechanisms.linear_time.recurrences.activations import silu, softplus
+from qkv.mechanisms.linear_time.recurrences.chunks import in_chunks, state_of_no_tokens
+from qkv.mechanisms.linear_time.recurrences.convolution import causal_convolution
+from qkv.mechanisms.linear_time.recurrences.recurrent import RecurrentMechanism, activation_cost
+from qkv.mechanisms.linear_time.recurrences.scan import (
+    in_segments,
+    joined_segments,
+    linear_scan,
+    segments,
+)
+from qkv.mechanisms.linear_time.recurrences.state_space import (
     GATE_OF_ONE,
     HALVING,
     STEP_OF_ONE,

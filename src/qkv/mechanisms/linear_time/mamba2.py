@@ -12,25 +12,30 @@ from numpy.typing import NDArray
 from qkv.arguments.declarations import Interval, NotNegative, Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.comparing import closest
+from qkv.mechanisms.base.arrays.head_rows import join_heads, split_heads
+from qkv.mechanisms.base.arrays.namespace import array_namespace
+from qkv.mechanisms.base.arrays.normalization import rms_norm
+from qkv.mechanisms.base.arrays.rows import Arrays
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.head_rows import join_heads, split_heads
-from qkv.mechanisms.base.loading import named_weights, reads_module, refuse_other_parameters
-from qkv.mechanisms.base.namespace import array_namespace
-from qkv.mechanisms.base.normalization import rms_norm
+from qkv.mechanisms.base.modules.comparing import closest
+from qkv.mechanisms.base.modules.loading import named_weights, reads_module, refuse_other_parameters
 from qkv.mechanisms.base.operations import projection
-from qkv.mechanisms.base.rows import Arrays
-from qkv.mechanisms.linear_time.activations import silu, softplus
-from qkv.mechanisms.linear_time.chunks import causal_product, in_chunks, state_of_no_tokens
-from qkv.mechanisms.linear_time.convolution import causal_convolution
-from qkv.mechanisms.linear_time.recurrent import (
+from qkv.mechanisms.linear_time.recurrences.activations import silu, softplus
+from qkv.mechanisms.linear_time.recurrences.chunks import (
+    causal_product,
+    decays_between,
+    in_chunks,
+    state_of_no_tokens,
+)
+from qkv.mechanisms.linear_time.recurrences.convolution import causal_convolution
+from qkv.mechanisms.linear_time.recurrences.recurrent import (
     RecurrentMechanism,
     activation_cost,
     grouped_heads,
     head_dim_of,
     repeated_heads,
 )
-from qkv.mechanisms.linear_time.state_space import (
+from qkv.mechanisms.linear_time.recurrences.state_space import (
     GATE_OF_ONE,
     HALVING,
     STEP_OF_ONE,
@@ -38,7 +43,7 @@ from qkv.mechanisms.linear_time.state_space import (
     require_silu,
 )
 
-__all__ = ["Mamba2", "chunk", "decay_products", "decays_between", "recurrent"]
+__all__ = ["Mamba2", "chunk", "recurrent"]
 
 
 class Mamba2(RecurrentMechanism):
@@ -306,38 +311,6 @@ class Mamba2(RecurrentMechanism):
             out_proj=False,
             weights=weights,
         )
-
-
-def decay_products(log_decay: Any) -> Any:
-    """The matrix `L[i,j] = exp(log_decay[j+1] + ... + log_decay[i])` for j <= i, else 0.
-
-    Parameters
-    ----------
-    log_decay : array (..., n)
-
-    Returns
-    -------
-    array (..., n, n)
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> decay_products(np.log([0.5, 0.5, 0.5]))
-    array([[1.  , 0.  , 0.  ],
-           [0.5 , 1.  , 0.  ],
-           [0.25, 0.5 , 1.  ]])
-    """
-    return array_namespace(log_decay).tril(decays_between(log_decay))
-
-
-def decays_between(log_decay: Any) -> Any:
-    """What `decay_products` gives, with ones above the diagonal."""
-    xp = array_namespace(log_decay)
-    n = log_decay.shape[-1]
-    rows = xp.broadcast_to(log_decay[..., :, None], (*log_decay.shape, n))
-    # Each sum is taken on its own: the difference of two long sums would lose digits.
-    between = xp.cumulative_sum(xp.tril(rows, k=-1), axis=-2)
-    return xp.exp(between)
 
 
 def recurrent(

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from qkv.arguments.declarations import Size
 from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, matmul, step
-from qkv.mechanisms.base.namespace import array_namespace, certainly_all, like
-from qkv.mechanisms.base.rows import Rows, refuse_many_numbers
+from qkv.mechanisms.base.arrays.namespace import array_namespace, certainly_all, like
+from qkv.mechanisms.base.arrays.rows import Rows, refuse_many_numbers
 from qkv.mechanisms.linear_time.linear import Linear
 from qkv.mechanisms.linear_time.rwkv6 import read_of_earlier
 

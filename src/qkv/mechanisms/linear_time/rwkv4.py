@@ -12,15 +12,24 @@ from numpy.typing import NDArray
 
 from qkv.arguments.declarations import Size, Whole
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.comparing import closest
+from qkv.mechanisms.base.arrays.namespace import array_namespace, like
+from qkv.mechanisms.base.arrays.rows import Arrays, Rows
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.loading import named_weights, reads_module, refuse_other_parameters
-from qkv.mechanisms.base.namespace import array_namespace, like
+from qkv.mechanisms.base.modules.comparing import closest
+from qkv.mechanisms.base.modules.loading import named_weights, reads_module, refuse_other_parameters
 from qkv.mechanisms.base.operations import projection
-from qkv.mechanisms.base.rows import Arrays, Rows
-from qkv.mechanisms.linear_time.activations import sigmoid
-from qkv.mechanisms.linear_time.recurrent import RecurrentMechanism, activation_cost, token_shift
-from qkv.mechanisms.linear_time.scan import in_segments, joined_segments, linear_scan, segments
+from qkv.mechanisms.linear_time.recurrences.activations import sigmoid
+from qkv.mechanisms.linear_time.recurrences.recurrent import (
+    RecurrentMechanism,
+    activation_cost,
+    token_shift,
+)
+from qkv.mechanisms.linear_time.recurrences.scan import (
+    in_segments,
+    joined_segments,
+    linear_scan,
+    segments,
+)
 
 __all__ = ["RWKV4", "chunk", "distance_bias", "recurrent", "token_weights"]
 

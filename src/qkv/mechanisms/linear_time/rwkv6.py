@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 
 from qkv.arguments.declarations import NotNegative, Size, Whole
 from qkv.ledger import Count, Ledger, matmul, step, symbols
+from qkv.mechanisms.base.arrays.head_rows import join_heads, split_heads
+from qkv.mechanisms.base.arrays.namespace import array_namespace
+from qkv.mechanisms.base.arrays.normalization import layer_norm
+from qkv.mechanisms.base.arrays.rows import Arrays
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.head_rows import join_heads, split_heads
-from qkv.mechanisms.base.namespace import array_namespace
-from qkv.mechanisms.base.normalization import layer_norm
 from qkv.mechanisms.base.operations import projection
-from qkv.mechanisms.base.rows import Arrays
-from qkv.mechanisms.linear_time.activations import silu
-from qkv.mechanisms.linear_time.chunks import in_chunks, state_of_no_tokens
-from qkv.mechanisms.linear_time.recurrent import (
+from qkv.mechanisms.linear_time.recurrences.activations import silu
+from qkv.mechanisms.linear_time.recurrences.chunks import in_chunks, state_of_no_tokens
+from qkv.mechanisms.linear_time.recurrences.recurrent import (
     RecurrentMechanism,
     activation_cost,
     head_dim_of,

@@ -11,13 +11,13 @@ from qkv.errors import ShapeError
 from qkv.inspection.traces.steps import softmax
 from qkv.ledger import Count, Ledger, matmul, step, symbols
 from qkv.ledger import softmax as softmax_ledger
-from qkv.mechanisms.base.attention_steps import softmax_and_output, token_lines
+from qkv.mechanisms.base.arrays.namespace import array_namespace, like, recomputed, values
+from qkv.mechanisms.base.arrays.rows import Arrays, Rows
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM
-from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, dot_product
+from qkv.mechanisms.base.explanations.attention_steps import softmax_and_output, token_lines
+from qkv.mechanisms.base.explanations.explanation import ExplainedToken, Line, Step, dot_product
 from qkv.mechanisms.base.mechanism import Mechanism
-from qkv.mechanisms.base.namespace import array_namespace, like, recomputed, values
 from qkv.mechanisms.base.operations import projection
-from qkv.mechanisms.base.rows import Arrays, Rows
 from qkv.samples import shared_example
 
 __all__ = ["Additive"]

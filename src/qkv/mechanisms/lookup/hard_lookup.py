@@ -7,7 +7,7 @@ from typing import Any
 from qkv.arguments.declarations import Size
 from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.namespace import array_namespace, widened
+from qkv.mechanisms.base.arrays.namespace import array_namespace, widened
 from qkv.mechanisms.base.unprojected import UnprojectedAttention
 from qkv.variants import Mask
 

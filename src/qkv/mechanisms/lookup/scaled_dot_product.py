@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from qkv.arguments.declarations import Size
-from qkv.mechanisms.base.namespace import like, values
-from qkv.mechanisms.base.rows import Rows
+from qkv.mechanisms.base.arrays.namespace import like, values
+from qkv.mechanisms.base.arrays.rows import Rows
 from qkv.mechanisms.base.unprojected import UnprojectedAttention
 from qkv.teaching.classical import ScaledDotProductAttention
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar, Self
 
 from qkv.errors import UnsupportedError
-from qkv.mechanisms.base.comparing import causal_mask, closest
-from qkv.mechanisms.base.loading import (
+from qkv.mechanisms.base.modules.comparing import causal_mask, closest
+from qkv.mechanisms.base.modules.loading import (
     named_weights,
     reads_module,
     refuse_other_parameters,

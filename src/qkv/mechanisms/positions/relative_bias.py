@@ -8,8 +8,8 @@ import numpy as np
 
 from qkv.arguments.declarations import Size
 from qkv.ledger import Ledger, step
-from qkv.mechanisms.base.comparing import causal_mask, closest
-from qkv.mechanisms.base.loading import (
+from qkv.mechanisms.base.modules.comparing import causal_mask, closest
+from qkv.mechanisms.base.modules.loading import (
     named_weights,
     reads_module,
     refuse_other_attributes,

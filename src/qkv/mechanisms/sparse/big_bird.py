@@ -11,7 +11,8 @@ from qkv.arguments.declarations import Size, Whole
 from qkv.arguments.readable_checks import as_array
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.ledger import Count
-from qkv.mechanisms.base.loading import (
+from qkv.mechanisms.base.arrays.rows import MOST_RANDOM
+from qkv.mechanisms.base.modules.loading import (
     named_weights,
     reads_module,
     refuse_other_attributes,
@@ -19,7 +20,6 @@ from qkv.mechanisms.base.loading import (
     require_attributes,
 )
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
-from qkv.mechanisms.base.rows import MOST_RANDOM
 from qkv.variants import BlockSparse, RandomBlocks
 
 __all__ = ["BigBird"]

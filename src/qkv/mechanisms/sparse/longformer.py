@@ -12,20 +12,20 @@ import qkv
 from qkv.arguments.declarations import Places, Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, symbols
+from qkv.mechanisms.base.arrays.head_rows import split_heads
+from qkv.mechanisms.base.arrays.namespace import array_namespace, like, values
+from qkv.mechanisms.base.arrays.rows import Rows
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, select_columns
-from qkv.mechanisms.base.explanation import ExplainedToken
-from qkv.mechanisms.base.head_rows import split_heads
-from qkv.mechanisms.base.loading import (
+from qkv.mechanisms.base.explanations.explanation import ExplainedToken
+from qkv.mechanisms.base.modules.loading import (
     named_weights,
     reads_module,
     refuse_other_attributes,
     refuse_other_parameters,
     require_attributes,
 )
-from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
-from qkv.mechanisms.base.rows import Rows
 from qkv.mechanisms.sparse.sliding_window import window_pairs
 from qkv.variants import GlobalTokens, SlidingWindow
 

@@ -14,10 +14,10 @@ from qkv.arguments.declarations import Size
 from qkv.inspection.traces.streaming import stream
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.arguments import one_sequence
-from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, number, numbers
-from qkv.mechanisms.base.namespace import values
+from qkv.mechanisms.base.arrays.namespace import values
+from qkv.mechanisms.base.arrays.rows import Rows
+from qkv.mechanisms.base.explanations.explanation import ExplainedToken, Line, Step, number, numbers
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
-from qkv.mechanisms.base.rows import Rows
 
 __all__ = ["Flash", "FlashTile"]
 

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Self
 from qkv.arrays import library_of
 from qkv.cache import Cache, ContiguousCache
 from qkv.ledger import Count, symbols
-from qkv.mechanisms.base.namespace import array_namespace
+from qkv.mechanisms.base.arrays.namespace import array_namespace
+from qkv.mechanisms.base.arrays.rows import Rows
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
-from qkv.mechanisms.base.rows import Rows
 
 __all__ = ["KVCacheDecoding"]
 

@@ -9,11 +9,11 @@ from typing import Any, Self, Unpack
 import qkv
 from qkv.arguments.declarations import Size
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
-from qkv.mechanisms.base.head_rows import join_heads
-from qkv.mechanisms.base.namespace import array_namespace
+from qkv.mechanisms.base.arrays.head_rows import join_heads
+from qkv.mechanisms.base.arrays.namespace import array_namespace
+from qkv.mechanisms.base.arrays.rows import Rows
+from qkv.mechanisms.base.explanations.explanation import ExplainedToken, Line, Step
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
-from qkv.mechanisms.base.rows import Rows
 from qkv.variants import Sinks
 
 __all__ = ["Hop", "Ring"]

@@ -1,9 +1,10 @@
 """The backward kernel, and the delta correction that few queries need before it.
 
 kernel            the kernel as formulas, and its tasks: each computes dK and dV of a range of keys
-query_block       a block of queries with all keys of a task: packing, delta, and its part of dQ
-block             code for one block of queries and one block of keys: P and dS, then the products
-                  that add to dQ (`query_sums`), and to dV and dK (`key_sums`)
+query_block       a block of queries with all keys of a task, and its part of dQ
+query_rows        rows of a block of queries: packed, delta, and dQ written back
+block             one block of queries and one block of keys: P, dropout, dS and the chain rule
+gradient_sums     the products that add this block to dQ, and to dV and dK
 frame             what these agree on: the kernel key, the argument block and scratch memory
 delta_correction  a kernel that reads all keys before the backward kernel does, for a better delta
 """

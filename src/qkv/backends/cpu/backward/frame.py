@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from qkv.backends.cpu.emit.emitter import FLOAT, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.emit.expressions import Expressions
+from qkv.backends.cpu.emit.expressions.vector_code import Expressions
 from qkv.backends.cpu.emit.frame import COMMON_FIELDS, Frame, operand_fields
 from qkv.backends.cpu.emit.storage import real_dtype
 from qkv.backends.cpu.forward.boundary_blocks import skips_keys_within_blocks

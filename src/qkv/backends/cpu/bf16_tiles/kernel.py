@@ -153,7 +153,7 @@ class TileKernel(ABC):
             e.store_vector(vector, self.tasks.stat(unit, name, j))
 
         def scale_vector(place: Value) -> None:
-            e.store_vector(b.fmul(e.load_vector(place), factor), place)
+            e.scale_vector(place, factor)
 
         self._for_each_vector_of_output(unit, j * TILE_BYTES, self.layout.width, scale_vector)
 

@@ -96,8 +96,7 @@ class ShiftedRows:
             natural = b.fmul(change, e.const(vector_math.LN_2))
             e.store_vector(e.fma(row_sum, natural, t_sum), self.stat(Row.T_SUM))
         for name in (Row.ROW_SUM, Row.SUM_ERROR, Row.T_SUM, Row.OUT_SUM):
-            place = self.stat(name)
-            e.store_vector(b.fmul(e.load_vector(place), factor), place)
+            e.scale_vector(self.stat(name), factor)
         self._store_shift(new)
         return factor
 

@@ -194,8 +194,7 @@ class _Body:
         self._add_other_values(i)
 
         def scale(offset: Value, _: list[Value]) -> None:
-            place = e.at(self.at["total"], offset)
-            e.store_vector(e.builder.fmul(e.load_vector(place), factor), place)
+            e.scale_vector(e.at(self.at["total"], offset), factor)
 
         e.loop(0, self.sizes.value_tiles * TILE_SIZE, TILE_BYTES, [], scale)
         self._load_totals()

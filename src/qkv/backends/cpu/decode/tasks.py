@@ -16,8 +16,8 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import DOUBLE, INT64, POINTER, Value
+from qkv.backends.cpu.emit.expressions.mask_bounds import MaskBounds
 from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD, Frame
-from qkv.backends.cpu.emit.mask_bounds import MaskBounds
 from qkv.problem.language.expressions import FALSE, TRUE, variables
 
 CHUNK = 512

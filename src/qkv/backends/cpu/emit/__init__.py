@@ -4,11 +4,9 @@ structured_code functions, loops that carry values, integers, addresses
 emitter         the Emitter: all that, memory, and vectors of lanes
 argument_block  the argument block of a kernel, as a call fills it
 frame           what every kernel has: argument block, operands, tables, the loop over tasks
-expressions     score mods and masks as vector code; tables: the arrays that they read
-mask_bounds     what a mask can be over a block of keys; interval_arithmetic: its rules
+expressions     score mods and masks as vector code, their bounds, and the arrays that they read
 storage         loading and storing dtypes, float16 and bfloat16 among them
 packing         rows of any stride transposed into vectors, copied, or checked for NaN
 transpose       dense masks and biases, transposed block by block
 vector_math     exp, log, tanh, and sums with their rounding errors
-philox          random numbers for dropout
 """

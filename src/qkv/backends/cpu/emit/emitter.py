@@ -96,7 +96,7 @@ class Emitter(StructuredCode):
     def store(self, value: Value, pointer: Value, align: int) -> None:
         self.builder.store(value, pointer, align=align)
 
-    def load_where(self, live: Value, pointer: Value, type_: Any, align: int = 1) -> Value:
+    def load_where(self, live: Value, pointer: Value, type_: Any, align: int) -> Value:
         """A vector of which only the lanes in `live` are read; the others are 0."""
         zeros = ir.Constant(type_, None)
         name = f"llvm.masked.load.{_short_name(type_)}.p0"
@@ -122,6 +122,10 @@ class Emitter(StructuredCode):
 
     def store_vector(self, value: Value, pointer: Value, *, aligned: bool = True) -> None:
         self.store(value, pointer, self.vector_bytes if aligned else self.real_bytes)
+
+    def scale_vector(self, pointer: Value, factor: Value) -> None:
+        """Multiply the vector at an address."""
+        self.store_vector(self.builder.fmul(self.load_vector(pointer), factor), pointer)
 
     def clear(self, pointer: Value, start: Any, stop: Value) -> None:
         """Write 0 from byte `start` to byte `stop`, whole vectors."""

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import DOUBLE, FLOAT, INT64, POINTER, Emitter, Value, is_vector
-from qkv.backends.cpu.emit.expressions import Expressions
-from qkv.backends.cpu.emit.philox import random_word
-from qkv.backends.cpu.emit.tables import TableView
+from qkv.backends.cpu.emit.expressions.philox import random_word
+from qkv.backends.cpu.emit.expressions.tables import TableView
+from qkv.backends.cpu.emit.expressions.vector_code import Expressions
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.problem.spec import Spec
 

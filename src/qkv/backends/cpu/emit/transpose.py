@@ -14,7 +14,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import BYTE, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.emit.expressions import Expressions
+from qkv.backends.cpu.emit.expressions.vector_code import Expressions
 from qkv.backends.cpu.emit.frame import WORD
 from qkv.problem.language.expressions import Load, Node, Var, variables, walk
 from qkv.problem.spec import Spec

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.emit.expressions import Expressions
+from qkv.backends.cpu.emit.expressions.vector_code import Expressions
 from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.backends.cpu.forward.products import values_function

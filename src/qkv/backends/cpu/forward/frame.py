@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
-from qkv.backends.cpu.emit.expressions import Expressions
+from qkv.backends.cpu.emit.expressions.vector_code import Expressions
 from qkv.backends.cpu.emit.frame import COMMON_FIELDS, Frame, operand_fields
 from qkv.backends.cpu.emit.storage import real_dtype
 from qkv.backends.cpu.machine.tiling import TileShape

@@ -10,7 +10,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import Emitter, Value
-from qkv.backends.cpu.emit.expressions import Expressions
+from qkv.backends.cpu.emit.expressions.vector_code import Expressions
 from qkv.backends.cpu.emit.transpose import transpose_tables, transposed_loads, transposed_values
 from qkv.backends.cpu.forward.frame import ForwardFrame, ScoreVector, StatsRow
 from qkv.problem.language.expressions import walk

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from qkv.arrays.addresses import address_of, batch_offsets, page_aligned
 from qkv.backends.cpu.emit.argument_block import LIMIT
 from qkv.backends.cpu.emit.frame import WORD
+from qkv.partial import RowStatistics
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import Rows, whole_rows
 from qkv.process.forks import importing
@@ -90,6 +91,12 @@ class Arguments:
             fields["dropout_threshold"] = math.ceil(dropout.p * 2.0**32)
             fields["dropout_factor"] = self._real_bits(1 / (1 - dropout.p))
         return fields
+
+    def _statistics_fields(self, statistics: RowStatistics | None) -> dict[str, int]:
+        names = ("entropy", "max_score", "max_weight")
+        if statistics is None:
+            return dict.fromkeys(names, 0)
+        return {name: self._address(getattr(statistics, name)) for name in names}
 
     def _real_bits(self, value: float) -> int:
         """The bits of a number in the type of computation."""

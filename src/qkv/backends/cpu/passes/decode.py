@@ -222,11 +222,8 @@ class DecodeArguments(Arguments):
             "workers": 1,
             "out": self._address(result.out),
             "lse": self._address(result.lse),
+            **self._statistics_fields(statistics),
         }
-        if statistics is not None:
-            fields["entropy"] = self._address(statistics.entropy)
-            fields["max_score"] = self._address(statistics.max_score)
-            fields["max_weight"] = self._address(statistics.max_weight)
         query, key = rotated_operands(problem)
         fields |= self._operand_fields("query", query)
         fields |= self._row_fields("key", key) | self._row_fields("value", problem.operands.value)

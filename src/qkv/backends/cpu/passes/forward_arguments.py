@@ -38,16 +38,10 @@ class ForwardArguments(Arguments):
             "lse": self._address(result.lse),
             "lse_rest": 0 if result.lse_rest is None else self._address(result.lse_rest),
             "rows": spec.q_len,
-            "entropy": 0,
-            "max_score": 0,
-            "max_weight": 0,
+            **self._statistics_fields(statistics),
             "q_blocks_per_task": forward.shape.q_blocks_per_task,
             "not_finite": 0,
         }
-        if statistics is not None:
-            fields["entropy"] = self._address(statistics.entropy)
-            fields["max_score"] = self._address(statistics.max_score)
-            fields["max_weight"] = self._address(statistics.max_weight)
         query, key = rotated_operands(problem)
         arrays = {"query": query, "key": plain(key), "value": plain(operands.value)}
         for name, array in arrays.items():

@@ -10,6 +10,7 @@ addresses of shape and strides, the object that it is a view of, and the dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -97,7 +98,7 @@ class _Calls:
 
             def write(n: Value, carried: list[Value]) -> list[Value]:
                 (place,) = carried
-                given = e.pointer(self.word(e.at(objects, e.mul(n, WORD))))
+                given = self.given(objects, n)
                 e.store(e.builder.call(as_number, [given]), e.at(block, self.word(place)), WORD)
                 return [self.next_operand(place)]
 
@@ -106,6 +107,10 @@ class _Calls:
 
     def word(self, place: Value, number: int = 0) -> Value:
         return self.e.load(self.e.at(place, WORD * number), INT64, WORD)
+
+    def given(self, objects: Value, n: Any) -> Value:
+        """The address of argument n of a call."""
+        return self.e.pointer(self.word(self.e.at(objects, self.e.mul(n, WORD))))
 
     def call_word(self, expected: Value, name: str) -> Value:
         return self.word(expected, CALL_WORDS.index(name))
@@ -162,8 +167,7 @@ class _Calls:
             require(b.icmp_signed("==", count, end))
             place, keys = e.at(expected, WORD * len(CALL_WORDS)), e.index(_ANY)
 
-            def given(n: Any) -> Value:
-                return e.pointer(self.word(e.at(objects, e.mul(n, WORD))))
+            given = partial(self.given, objects)
 
             def read(n: Any, place: Value, keys: Value, is_array: int) -> Value:
                 """Read an array that must be as expected; the number of keys, if it is known."""
@@ -223,8 +227,7 @@ class _Calls:
             tuple_size = b.inttoptr(call["tuple_size"], _TUPLE_SIZE)
             tuple_item = b.inttoptr(call["tuple_item"], _TUPLE_ITEM)
 
-            def given(n: Any) -> Value:
-                return e.pointer(self.word(e.at(objects, e.mul(n, WORD))))
+            given = partial(self.given, objects)
 
             def argument(n: Any) -> Value:
                 return b.call(as_number, [given(n)])

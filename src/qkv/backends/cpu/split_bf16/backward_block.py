@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from qkv.backends.cpu.backward.block import add_vectors, chain_rule_function, weights_function
+from qkv.backends.cpu.backward.block import chain_rule_function, weights_function
 from qkv.backends.cpu.backward.frame import BLOCK_KV, BackwardFrame
-from qkv.backends.cpu.backward.query_block import pack_function, unpack_function, vector_functions
+from qkv.backends.cpu.backward.gradient_sums import add_vectors
+from qkv.backends.cpu.backward.query_block import vector_functions
+from qkv.backends.cpu.backward.query_rows import pack_function, unpack_function
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import BIT, INT16, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import WORD

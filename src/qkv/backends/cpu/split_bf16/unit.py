@@ -244,8 +244,7 @@ class _Body:
         e = self.e
 
         def scale(offset: Value, _: list[Value]) -> None:
-            place = e.at(self.at["total"], offset)
-            e.store_vector(e.builder.fmul(e.load_vector(place), factor), place)
+            e.scale_vector(e.at(self.at["total"], offset), factor)
 
         stop = self.sizes.value_tiles * TILE_ROWS * WIDTH
         e.loop(j * TILE_BYTES, stop, WIDTH, [], scale)

@@ -1,0 +1,210 @@
+"""The call that all ranks make: what each was given, compared before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from qkv.call.binding.options import DEFAULTS, OptionValues
+from qkv.distributed.calls.dtensors import Placed
+from qkv.distributed.calls.heads import Exchanges, HeadExchange, heads_of, kv_heads_of
+from qkv.distributed.calls.parts import Parts
+from qkv.distributed.calls.ring import Ring
+from qkv.distributed.calls.sharded_call import ShardedCall, VariantArrays, whole_call
+from qkv.distributed.messages.agreement import compare, fingerprint, in_words, tell
+from qkv.distributed.messages.links import Links, group_of
+from qkv.distributed.orders.order import Order
+from qkv.distributed.plan import STRATEGIES, choose_strategy
+from qkv.errors import ArgumentError, QkvError, ShapeError
+from qkv.problem.part import check_parts
+from qkv.variants.as_variant import as_variant
+
+__all__ = ["Place", "agreed_call"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The two groups of a rank: along which keys travel, and along which heads are shared out."""
+
+    ring: Links
+    heads: Links
+
+    @classmethod
+    def of(cls, mesh: Any, dim: Any, strategy: str, timeout: float) -> Place:
+        if strategy not in ("auto", *STRATEGIES):
+            raise ArgumentError(
+                f"strategy={strategy!r} is not known.",
+                action=f"Use 'auto', {', '.join(map(repr, STRATEGIES))}.",
+            )
+        if not isinstance(dim, tuple):
+            links = Links(group_of(mesh, dim), timeout)
+            return cls(links, Links(None, timeout))
+        if len(dim) != 2 or strategy == "ulysses":
+            raise ArgumentError(
+                f"dim={dim!r} with strategy={strategy!r} does not say what is spread along what.",
+                action="Name two dimensions, that of the ring and that of the heads, with "
+                'strategy="ring" or "gather".',
+            )
+        first, second = (Links(group_of(mesh, name), timeout) for name in dim)
+        return cls(first, second)
+
+    @property
+    def ranks(self) -> int:
+        return self.ring.ranks * self.heads.ranks
+
+    def flat(self, ring: int, head: int) -> int:
+        """The rank in an order, of places along both dimensions."""
+        return ring * self.heads.ranks + head
+
+    @property
+    def own(self) -> int:
+        return self.flat(self.ring.rank, self.heads.rank)
+
+    def over_heads(self) -> Place:
+        """The same ranks with heads shared out along the only dimension."""
+        return Place(Links(None, self.ring.timeout), self.ring)
+
+    def everyone(self, said: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+        """What all ranks say, by their place in an order, if they agree."""
+        along_heads = tell(self.heads, said, device)
+        of_heads = [tell(self.ring, of, device) for of in along_heads]
+        everyone = [of_head[ring] for ring in range(self.ring.ranks) for of_head in of_heads]
+        compare(everyone)
+        return everyone
+
+
+def agreed_call(
+    where: Place,
+    shards: Placed,
+    variants: Sequence[Any],
+    options: OptionValues,
+    strategy: str,
+    order: Order | None,
+    kv_order: Order | None,
+) -> tuple[ShardedCall, Exchanges]:
+    """The call that all ranks make, after they have told each other what they were given."""
+    query, key, value = shards.tensors
+    device = query.device
+    kv_order = order if kv_order is None else kv_order
+    said = {
+        "function": "attention",
+        "dtype": str(query.dtype),
+        "shape of query without rows": str((*query.shape[:-2], query.shape[-1])),
+        "shape of key without rows": str((*key.shape[:-2], key.shape[-1])),
+        "shape of value without rows": str((*value.shape[:-2], value.shape[-1])),
+        "number of variants": len(variants),
+        "strategy": strategy,
+        "order": _digest(order),
+        "order of keys": _digest(kv_order),
+        "own rows": [query.shape[-2], key.shape[-2]],
+        "own error": shards.problem,
+    }
+    everyone = where.everyone(said, device)
+    orders = []
+    for side, given in enumerate((order, kv_order)):
+        held = [of["own rows"][side] for of in everyone]
+        orders.append(Order.of_sizes(held) if given is None else given)
+        _check_rows(orders[-1], held)
+    sizes = query.shape[-3], key.shape[-3], orders[0].length, orders[1].length
+    backward = torch.is_grad_enabled()
+    built: tuple[ShardedCall, Exchanges] | None = None
+    error: QkvError | None = None
+    try:
+        heads_first = options._replace(layout="bhld")  # as `placed` has arranged the shards
+        whole, arrays = whole_call(
+            query, key, value, variants, heads_first, sizes, backward=backward
+        )
+        name = strategy
+        if strategy == "auto":
+            name = choose_strategy(whole.problem, *orders, two=where.heads.ranks > 1)
+        if name == "ulysses":
+            where = where.over_heads()
+        built = _built(where, whole, arrays, orders, name, options.backend)
+    except QkvError as caught:
+        error = caught
+    second = {
+        "own rows": [],
+        "own error": "" if error is None else in_words(error),
+    }
+    if error is None:
+        second["what variants and options come to"] = fingerprint(whole.problem)
+        second["own what variants and options come to"] = _in_words(whole.variants, options)
+        second["whether gradients are wanted"] = _wanted_gradients(shards.tensors, arrays)
+    try:
+        where.everyone(second, device)
+    finally:
+        if error is not None:
+            raise error
+    assert built is not None
+    return built
+
+
+def _in_words(variants: Sequence[tuple[Any, Any]], options: OptionValues) -> str:
+    """The variants of a call, and the options that are not at their defaults."""
+    given = [repr(as_variant(known)) for _, known in variants]
+    for name, value, default in zip(options._fields, options, DEFAULTS, strict=True):
+        if value is not default:
+            given.append(f"{name}={value!r}")
+    return ", ".join(one[:100] for one in given)[:400]
+
+
+def _wanted_gradients(tensors: Sequence[torch.Tensor], arrays: VariantArrays) -> str:
+    """Whether a backward pass may follow, and the places of arrays that have gradients too."""
+    every = (*tensors, *arrays.tensors)
+    if not torch.is_grad_enabled() or not any(of.requires_grad for of in every):
+        return "no"
+    return f"yes, also of arrays {list(arrays.places)}" if arrays.places else "yes"
+
+
+def _built(
+    where: Place,
+    whole: Any,
+    arrays: Any,
+    orders: Sequence[Order],
+    strategy: str,
+    backend: str,
+) -> tuple[ShardedCall, Exchanges]:
+    """What this rank computes, and the exchanges of heads before and after it."""
+    spec, ranks = whole.problem.spec, where.heads.ranks
+    check_parts(spec)
+    heads = [heads_of(spec.num_heads, ranks, r) for r in range(ranks)]
+    kv_heads = [kv_heads_of(spec.num_heads, spec.num_kv_heads, ranks, r) for r in range(ranks)]
+    exchanges: list[HeadExchange | None] = [None, None, None]
+    grouped = list(orders)
+    if ranks > 1:
+        for side, order in enumerate(orders):
+            numbers = tuple(
+                order.position_ids(where.flat(where.ring.rank, r)) for r in range(ranks)
+            )
+            shared = tuple(heads if side == 0 else kv_heads)
+            exchanges[side] = HeadExchange(where.heads, shared, numbers)
+            grouped[side] = order.joined(ranks)
+        exchanges[2] = exchanges[1]
+    own = where.heads.rank
+    parts = Parts(whole.problem, backend, heads[own], kv_heads[own])
+    ring = Ring(parts, where.ring, grouped[0], grouped[1], gathered=strategy == "gather")
+    call = ShardedCall(whole, ring, arrays, (where.heads, where.ring))
+    return call, tuple(exchanges)
+
+
+def _check_rows(order: Order, sizes: Sequence[int]) -> None:
+    """Raise unless every rank holds the rows of the order."""
+    held = [order.rows(rank) for rank in range(order.ranks)]
+    if held != list(sizes):
+        raise ShapeError(
+            f"the ranks hold {list(sizes)} rows, the order says {held}.",
+            [("order", f"{order.name}, {order.length} rows on {order.ranks} ranks")],
+            "Shard query, key and value with order.shard(x, rank).",
+        )
+
+
+def _digest(order: Order | None) -> str:
+    """A short text that differs between orders."""
+    if order is None:
+        return ""
+    digest = blake2b(repr(order.runs).encode(), digest_size=8).hexdigest()
+    return f"{order.name}, {order.length} rows on {order.ranks} ranks, {digest}"
