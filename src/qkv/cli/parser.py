@@ -8,10 +8,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NoReturn
 
+from qkv.arguments.spelling import did_you_mean
 from qkv.cli.meant import command_meant
 from qkv.cli.variants import add_variants
 from qkv.errors import ArgumentError
-from qkv.spelling import did_you_mean
 
 __all__ = ["Parser", "make_parser"]
 
