@@ -5,11 +5,12 @@ from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import qkv
-from forced import as_it_runs
+from forced import as_it_runs, both_ways
 from processes import in_a_process
 from qkv.arrays.addresses import address_of, page_aligned
 from qkv.backends.cpu.decode import layout
@@ -125,6 +126,35 @@ def test_no_bit_of_a_row_depends_on_how_many_there_are(heads) -> None:
 def test_any_head_dim(head_dim, dtype) -> None:
     shape = Shape((), 4, 1, 1, 75, head_dim, 301 - head_dim)
     assert check_case("cpu", Case(f"decode dim {head_dim}", shape), dtype)
+
+
+@pytest.mark.parametrize("head_dim", [17, 31, 128])
+@pytest.mark.parametrize("size", [1.0, 2.0**-90, 2.0**90])
+def test_scores_of_bfloat16_pairs(head_dim, size, monkeypatch) -> None:
+    """By the instruction, and by its emulation to the same bits; in pages, in tiles of 4, 2, 1."""
+    shapes = (1, 7, 1, head_dim), (1, 1, 60, head_dim), (1, 1, 60, 40)
+    query, key, value = (
+        normal(*shape, seed=n).astype(ml_dtypes.bfloat16) for n, shape in enumerate(shapes)
+    )
+    query, key = query * ml_dtypes.bfloat16(size), key / ml_dtypes.bfloat16(size)
+    expected = truth(query, key, value)
+    limit, found = bounds(expected, ml_dtypes.bfloat16), set()
+    forms = [(key, value)]
+    forms += [
+        [
+            qkv.Paged(each.reshape(60 // size, 1, size, -1), np.arange(60 // size)[None])
+            for each in (key, value)
+        ]
+        for size in (1, 3, 20)
+    ]
+    for isa in both_ways("avx512-bf16"):
+        monkeypatch.setenv("QKV_ISA", isa)
+        for rows in forms:
+            out, lse = run(query, *rows)
+            assert np.abs(out.astype(float) - expected.out).max() <= limit.out
+            assert np.abs(lse - expected.lse).max() <= limit.lse
+            found.add(out.tobytes() + lse.tobytes())
+    assert len(found) == 1
 
 
 def test_long_rows_are_as_good_as_plain_ones() -> None:

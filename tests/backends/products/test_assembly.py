@@ -266,6 +266,18 @@ def test_decoding_prefetches_rows_where_a_processor_needs_it(cpu, cache) -> None
     assert set(re.findall(r"prefetch(\w+)", compiled(emit_decode(key), triple, cpu))) == {cache}
 
 
+def test_decoding_multiplies_pairs_of_bfloat16_as_they_are() -> None:
+    """16 sums in a loop stay in registers, and no key is widened."""
+    shape = Host("znver4", "", "avx512-bf16").shape
+    dtypes = ("bfloat16",) * 3
+    key = DecodeKey(plain_spec("bfloat16"), shape, 32, dtypes, (False, False), "bfloat16", False)
+    loops = product_loops(compiled(emit_decode(key), LINUX, "znver4"), r"vdpbf16ps\s.*%zmm", 16)
+    assert loops
+    for loop in loops:
+        assert number_of(loop, "vpmovzxwd") == 0
+        assert not any("%zmm" in line and _STACK.search(line) for line in loop)
+
+
 def test_a_tile_too_large_is_seen() -> None:
     """40 sums do not fit 32 registers: what this file looks for is there to be found."""
     shape = replace(Host("znver5", "", "avx512").shape, vectors=5, keys=8)

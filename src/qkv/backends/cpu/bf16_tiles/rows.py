@@ -8,7 +8,7 @@ from qkv.backends.cpu.bf16_tiles.shift import GROUP
 from qkv.backends.cpu.bf16_tiles.unit import Sizes
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.forward.bf16_rows import Bf16Rows
-from qkv.backends.cpu.products.bfloat16 import CHUNK
+from qkv.backends.cpu.products.bfloat16 import CHUNK, load_chunk, present_elements
 from qkv.backends.cpu.products.tile_instructions import TILE_BYTES, TILE_ROWS, TILE_SIZE
 
 
@@ -20,11 +20,11 @@ class TileRows:
 
     def pack_keys_function(self) -> Value:
         """A function `(rows, row, count, dim, to)`: K as tiles of 16 keys and 32 elements."""
-        e, rows_, chunks = self.e, self.rows, self.sizes.chunks
+        e, chunks = self.e, self.sizes.chunks
         with e.function("pack_keys", [POINTER, *[INT64] * 3, POINTER]) as (function, args):
             rows, row, count, dim, target = args
             b = e.builder
-            present = [rows_.present_elements(e.sub(dim, c * CHUNK)) for c in range(chunks)]
+            present = [present_elements(e, e.sub(dim, c * CHUNK)) for c in range(chunks)]
 
             def copy_key(k: Value, _: list[Value]) -> None:
                 exists = e.below(k, count)
@@ -33,7 +33,7 @@ class TileRows:
                 start = e.at(rows, e.mul(k, row))
                 for c, mask in enumerate(present):
                     place = b.select(exists, e.at(start, 2 * c * CHUNK), e.zeros_address())
-                    e.store_vector(rows_.load_chunk(place, mask), e.at(to, c * TILE_SIZE))
+                    e.store_vector(load_chunk(e, place, mask), e.at(to, c * TILE_SIZE))
 
             whole = e.round_down(e.add(count, GROUP - 1), GROUP)
             e.loop(0, whole, 1, [], copy_key)
@@ -55,7 +55,7 @@ class TileRows:
                     def store(i: int, pairs: Value) -> None:
                         e.store_vector(pairs, e.at(to, i * TILE_BYTES))
 
-                    present = rows_.present_elements(e.sub(dim, d))
+                    present = present_elements(e, e.sub(dim, d))
                     start = e.at(rows, e.mul(d, 2))
                     rows_.transpose_chunk(start, row, k, count, present, store)
 

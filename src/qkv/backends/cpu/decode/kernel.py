@@ -17,8 +17,9 @@ of the kv head, in the order of their keys:
     m = max_c m_c,   l = sum_c exp(m_c - m) l_c,   out = sum_c exp(m_c - m) O_c / l
 
 so that results do not depend on which task finishes first. K and V of any type are widened as they
-are loaded. The scale of a quantised key multiplies its scores, that of a value its weights. A
-*segment* is rows of K or V with one stride: those of a block that lie in one page, or all of them.
+are loaded, but for K and Q of bfloat16 where a machine multiplies pairs. The scale of a quantised
+key multiplies its scores, that of a value its weights. A *segment* is rows of K or V with one
+stride: those of a block that lie in one page, or all of them.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al.,
 "Flash-Decoding for long-context inference" (2023); Kwon et al., "PagedAttention" (2023).
@@ -104,7 +105,8 @@ class _Decode:
         self.merge = RecordMerge(self.frame, key)
         self.score_row = (STRETCH_KV + self.e.lanes) * self.e.real_bytes
         """Bytes of a row of S, with room behind it for a vector."""
-        self.products = RowProducts(self.e, *key.dtypes[1:], self.score_row, key.shape)
+        self.products = RowProducts(self.e, key.dtypes, self.score_row, key.shape)
+        self.query_bytes = storage.ITEM_BYTES[self.products.query_dtype]
         has_tiles = key.shape.byte_tiles and self.e.real == FLOAT and "int8" in key.dtypes
         self.tiles = TileBlocks(self.frame, self.products) if has_tiles else None
 
@@ -164,7 +166,7 @@ class _Decode:
                             row, e.mul(dim, item), i, stop, rows, step, total, ahead
                         )
                         if name == "key":
-                            q = e.at(matrix, e.mul(i, dim, e.real_bytes))
+                            q = e.at(matrix, e.mul(i, dim, self.query_bytes))
                             place = [here, q, p, row, dim, count]
                             b.call(functions[f"scores {size}"], [*place, *prefetch, only])
                         else:
@@ -303,7 +305,7 @@ class _Decode:
                 (forbidden,) = e.loop(0, panel_rows, 1, [false], weigh_row)
                 for_each_block("value", own.block, forbidden)
 
-            for_each_block("key", e.at(own.packed, e.mul(first, head_dim, e.real_bytes)), false)
+            for_each_block("key", e.at(own.packed, e.mul(first, head_dim, self.query_bytes)), false)
             if self.frame.mask == TRUE:
                 attend_values("full")
             else:
@@ -359,7 +361,7 @@ class _Decode:
             block_row = self.frame.block_row_bytes(v_head_dim)
 
             query = self.frame.operand(arguments, "query", batch, e.mul(kv_head, group_size))
-            head_bytes = e.mul(q_len, head_dim, e.real_bytes)
+            head_bytes = e.mul(q_len, head_dim, self.query_bytes)
 
             def copy_head(g: Value, _: list[Value]) -> None:
                 start = e.at(query.pointer, e.mul(g, query_head))
@@ -398,7 +400,8 @@ class _Decode:
 
     def emit_functions(self) -> None:
         e = self.e
-        functions = {"copy query": copy_rows_function(e, self.frame.dtypes["query"])}
+        types = self.frame.dtypes["query"], self.products.query_dtype
+        functions = {"copy query": copy_rows_function(e, *types)}
         for rows in self.products.tiles:
             functions[f"scores {rows}"] = self.products.scores_function(rows)
             functions[f"values {rows}"] = self.products.values_function(rows)

@@ -80,28 +80,30 @@ def unpack_rows(
     return last
 
 
-def copy_rows_function(e: Emitter, dtype: str) -> Value:
-    """A function `(from, row, element, count, dim, to)` that copies rows, widened to `e.real`.
+def copy_rows_function(e: Emitter, dtype: str, to: str = "") -> Value:
+    """A function `(from, row, element, count, dim, to)` that copies rows as type `to`.
 
-    `row` and `element` are byte strides in `from`; the copies are dense.
+    `row` and `element` are byte strides in `from`; the copies are dense, and of `e.real` if no type
+    is named.
     """
-    item = storage.ITEM_BYTES[dtype]
+    to = to or storage.real_dtype(e)
+    item, to_item = storage.ITEM_BYTES[dtype], storage.ITEM_BYTES[to]
     with e.function(f"copy_{dtype}", [POINTER, *[INT64] * 4, POINTER]) as (function, args):
         source, row, element, count, dim, target = args
         b = e.builder
         stop = b.select(can_load_vectors(e, element, dim, item), dim, e.index(0))
 
         def copy_row(k: Value, _: list[Value]) -> None:
-            start, end = e.at(source, e.mul(k, row)), e.at(target, e.mul(k, dim, e.real_bytes))
+            start, end = e.at(source, e.mul(k, row)), e.at(target, e.mul(k, dim, to_item))
 
             def copy_vector(d: Value, _: list[Value]) -> None:
                 d = e.least(d, e.sub(dim, e.lanes))
                 loaded = storage.load(e, e.at(start, e.mul(d, item)), dtype, e.lanes)
-                e.store_vector(loaded, e.at(end, e.mul(d, e.real_bytes)), aligned=False)
+                storage.store(e, loaded, e.at(end, e.mul(d, to_item)), to)
 
             def copy_element(d: Value, _: list[Value]) -> None:
                 loaded = storage.load(e, e.at(start, e.mul(d, element)), dtype)
-                e.store(loaded, e.at(end, e.mul(d, e.real_bytes)), e.real_bytes)
+                storage.store(e, loaded, e.at(end, e.mul(d, to_item)), to)
 
             e.loop(0, stop, e.lanes, [], copy_vector)
             e.loop(stop, dim, 1, [], copy_element)

@@ -39,6 +39,7 @@ from qkv.backends.cpu.products.bfloat16 import (
     CHUNK,
     join_pairs,
     multiply_add_pairs,
+    present_elements,
     round_to_chunks,
 )
 from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors
@@ -100,7 +101,7 @@ class Bf16Operands(PairOperands):
             def transpose_keys(k: Value, _: list[Value]) -> None:
                 def transpose_chunk(d: Value, _: list[Value]) -> None:
                     to = e.at(target, e.mul(d, _V_ROW), e.mul(k, 2))
-                    present = halves.present_elements(e.sub(dim, d))
+                    present = present_elements(e, e.sub(dim, d))
                     halves.transpose_chunk(
                         e.at(rows, e.mul(d, 2)), row, k, count, present,
                         lambda i, pairs: e.store_vector(pairs, e.at(to, i * _V_ROW)),

@@ -10,7 +10,14 @@ from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT16, INT32, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import RowView, rows_from
 from qkv.backends.cpu.forward.frame import ForwardFrame
-from qkv.backends.cpu.products.bfloat16 import CHUNK, emit_round_to_chunks, split_pairs
+from qkv.backends.cpu.products.bfloat16 import (
+    CHUNK,
+    HALVES,
+    emit_round_to_chunks,
+    load_chunk,
+    present_elements,
+    split_pairs,
+)
 from qkv.backends.cpu.products.query_lanes import vectors_at
 
 
@@ -22,43 +29,6 @@ class Bf16Rows:
         self.frame, self.e = frame, frame.e
         self.vectors = vectors
         self.width = self.vectors * self.e.vector_bytes
-        self.halves = ir.VectorType(INT16, CHUNK)
-
-    def present_elements(self, count: Value) -> Value:
-        """A mask of the elements that a chunk has if `count` are left, its first ones."""
-        e, b = self.e, self.e.builder
-        left = b.trunc(e.least(count, CHUNK), INT16)
-        empty = ir.Constant(self.halves, ir.Undefined)
-        first = b.insert_element(empty, left, ir.Constant(INT32, 0))
-        numbers = ir.Constant(self.halves, list(range(CHUNK)))
-        counts = b.shuffle_vector(first, empty, e.shuffle_mask([0] * CHUNK))
-        return b.icmp_signed("<", numbers, counts)
-
-    def load_chunk(self, place: Value, present: Value) -> Value:
-        """32 elements as 16 pairs; elements that are not `present` are not read, but 0."""
-        e = self.e
-        if e.pairs_by == "vdpbf16ps" or e.emulated:
-            return e.builder.bitcast(e.load_where(present, place, self.halves, 2), e.vector)
-        marks = e.builder.bitcast(present, INT32)
-        return e.builder.call(self._load_function(), [place, marks])
-
-    def _load_function(self) -> Value:
-        """A function `(place, marks)` that does the same with the mask in a word.
-
-        Without instructions for masked loads, LLVM writes a branch for each element. So they stand
-        in one function, and whole chunks are loaded before them.
-        """
-        e, name = self.e, "load_chunk"
-        known = e.module.globals.get(name)
-        if known is not None:
-            return known
-        with e.function(name, [POINTER, INT32], e.vector) as (function, (place, marks)):
-            b = e.builder
-            with b.if_then(b.icmp_signed("==", marks, ir.Constant(INT32, -1)), likely=True):
-                b.ret(e.load(place, e.vector, 2))
-            present = b.bitcast(marks, ir.VectorType(BIT, CHUNK))
-            b.ret(b.bitcast(e.load_where(present, place, self.halves, 2), e.vector))
-        return function
 
     def copy_function(self) -> Value:
         """A function `(from, row, element, count, dim, to)` that copies rows side by side.
@@ -78,8 +48,8 @@ class Bf16Rows:
 
                 def copy_chunk(d: Value, _: list[Value]) -> None:
                     place = b.select(exists, e.at(start, e.mul(d, 2)), e.zeros_address())
-                    present = self.present_elements(b.select(adjacent, e.sub(dim, d), e.index(0)))
-                    e.store_vector(self.load_chunk(place, present), e.at(end, e.mul(d, 2)))
+                    present = present_elements(e, b.select(adjacent, e.sub(dim, d), e.index(0)))
+                    e.store_vector(load_chunk(e, place, present), e.at(end, e.mul(d, 2)))
 
                 def copy_element(d: Value, _: list[Value]) -> None:
                     x = e.load(e.at(start, e.mul(d, element)), INT16, 2)
@@ -113,8 +83,8 @@ class Bf16Rows:
             flip = e.splat(b.select(negative, *(ir.Constant(INT32, x) for x in (0x80008000, 0))))
 
             def pack_chunk(d: Value, _: list[Value]) -> None:
-                present = self.present_elements(e.sub(head_dim, d))
-                loaded = [self.load_chunk(e.at(place, e.mul(d, 2)), present) for place in places]
+                present = present_elements(e, e.sub(head_dim, d))
+                loaded = [load_chunk(e, e.at(place, e.mul(d, 2)), present) for place in places]
                 start = e.at(packed, e.mul(d, self.width // 2))
                 for p, pairs in enumerate(e.transpose(loaded)):
                     signed = e.as_floats(b.xor(e.as_bits(pairs), flip))
@@ -147,7 +117,7 @@ class Bf16Rows:
                 key = e.add(k, i)
                 place = e.at(rows, e.mul(key, row))
                 place = b.select(e.below(key, count), place, e.zeros_address())
-                loaded.append(self.load_chunk(place, present))
+                loaded.append(load_chunk(e, place, present))
             return [e.as_bits(vector) for vector in e.transpose(loaded)]
 
         evens, odds = load_every_other(0), load_every_other(1)
@@ -160,8 +130,8 @@ class Bf16Rows:
     def sift_halves(self, place: Value, marks: Value) -> Value:
         """32 elements at `place`: those that are not finite become 0, and are marked in `marks`."""
         e, b = self.e, self.e.builder
-        exponent, zeros = ir.Constant(self.halves, [0x7F80] * CHUNK), ir.Constant(self.halves, None)
-        x = e.load(place, self.halves, e.vector_bytes)
+        exponent, zeros = ir.Constant(HALVES, [0x7F80] * CHUNK), ir.Constant(HALVES, None)
+        x = e.load(place, HALVES, e.vector_bytes)
         is_not_finite = b.icmp_unsigned("==", b.and_(x, exponent), exponent)
         e.store(b.select(is_not_finite, zeros, x), place, e.vector_bytes)
         return b.or_(marks, b.bitcast(is_not_finite, ir.IntType(CHUNK)))

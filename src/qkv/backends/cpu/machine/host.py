@@ -27,7 +27,7 @@ _AVX512 = TileShape(lanes=16, vectors=4, keys=4, halves=True)
 _NEON = TileShape(lanes=4, vectors=4, keys=4, halves=True)
 _SHAPES = {
     "amx": replace(_AVX512, byte_tiles=True),
-    "avx512-bf16": _AVX512,
+    "avx512-bf16": replace(_AVX512, pair_rows=True),
     "avx512": _AVX512,
     "avx2": TileShape(lanes=8, vectors=3, keys=4, halves=True),
     "sse": TileShape(lanes=4, vectors=3, keys=3, fused=False),

@@ -27,6 +27,8 @@ class TileShape:
     """The instruction that multiplies pairs, which says how products are added up and rounded."""
     byte_tiles: bool = False
     """Whether one instruction multiplies tiles of int8."""
+    pair_rows: bool = False
+    """Whether decoding multiplies rows of bfloat16 by pairs."""
     emulated: bool = False
     """Whether instructions that multiply bfloat16 are written out as ordinary vector code."""
     terms: int = 1

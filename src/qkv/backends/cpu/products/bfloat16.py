@@ -12,7 +12,7 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage, vector_math
-from qkv.backends.cpu.emit.emitter import FLOAT, INT16, Emitter, Value
+from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT16, INT32, POINTER, Emitter, Value
 
 
 class _BFloatType(ir.types.Type):  # type: ignore[misc]  # llvmlite has no types.
@@ -34,6 +34,8 @@ _FLOATS = ir.VectorType(FLOAT, 4)
 CHUNK = 32
 """Number of bfloat16 elements in one vector, which is one row of a tile. Copied rows are padded to
 whole chunks."""
+HALVES = ir.VectorType(INT16, CHUNK)
+"""A chunk as the bits of its elements."""
 
 
 def round_to_chunks(dim: int) -> int:
@@ -44,6 +46,44 @@ def round_to_chunks(dim: int) -> int:
 def emit_round_to_chunks(e: Emitter, dim: Value) -> Value:
     """`round_to_chunks` of a value at run time."""
     return e.round_down(e.add(dim, CHUNK - 1), CHUNK)
+
+
+def present_elements(e: Emitter, count: Value) -> Value:
+    """A mask of the elements that a chunk has if `count` are left, its first ones."""
+    b = e.builder
+    left = b.trunc(e.least(count, CHUNK), INT16)
+    empty = ir.Constant(HALVES, ir.Undefined)
+    first = b.insert_element(empty, left, ir.Constant(INT32, 0))
+    numbers = ir.Constant(HALVES, list(range(CHUNK)))
+    counts = b.shuffle_vector(first, empty, e.shuffle_mask([0] * CHUNK))
+    return b.icmp_signed("<", numbers, counts)
+
+
+def load_chunk(e: Emitter, place: Value, present: Value) -> Value:
+    """32 elements as 16 pairs; elements that are not `present` are not read, but 0."""
+    if e.pairs_by == "vdpbf16ps" or e.emulated:
+        return e.builder.bitcast(e.load_where(present, place, HALVES, 2), e.vector)
+    marks = e.builder.bitcast(present, INT32)
+    return e.builder.call(_load_chunk_function(e), [place, marks])
+
+
+def _load_chunk_function(e: Emitter) -> Value:
+    """A function `(place, marks)` that does the same with the mask in a word.
+
+    Without instructions for masked loads, LLVM writes a branch for each element. So they stand
+    in one function, and whole chunks are loaded before them.
+    """
+    name = "load_chunk"
+    known = e.module.globals.get(name)
+    if known is not None:
+        return known
+    with e.function(name, [POINTER, INT32], e.vector) as (function, (place, marks)):
+        b = e.builder
+        with b.if_then(b.icmp_signed("==", marks, ir.Constant(INT32, -1)), likely=True):
+            b.ret(e.load(place, e.vector, 2))
+        present = b.bitcast(marks, ir.VectorType(BIT, CHUNK))
+        b.ret(b.bitcast(e.load_where(present, place, HALVES, 2), e.vector))
+    return function
 
 
 def multiply_add_pairs(e: Emitter, x: Value, y: Value, total: Value) -> Value:
@@ -94,7 +134,6 @@ def round_to_bfloat16(e: Emitter, first: Value, second: Value) -> Value:
     """Two vectors of float32 as one of bfloat16, rounded to nearest, the first one in front."""
     if e.emulated:
         return e.builder.call(_emulated_round_to_bfloat16(e), [first, second])
-    halves = ir.VectorType(INT16, CHUNK)
     if e.pairs_by == "bfdot":
         b, bfloats = e.builder, ir.VectorType(_BFloatType(), e.lanes)
         parts = [
@@ -103,7 +142,7 @@ def round_to_bfloat16(e: Emitter, first: Value, second: Value) -> Value:
         ]
         return b.shuffle_vector(*parts, e.shuffle_mask(range(CHUNK)))
     floats = e.as_floats(second), e.as_floats(first)
-    return e.machine_intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", halves, *floats)
+    return e.machine_intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", HALVES, *floats)
 
 
 def split_pairs(e: Emitter, pairs: Value) -> tuple[Value, Value]:
@@ -158,11 +197,11 @@ def _add_to_odd(e: Emitter, x: Value, y: Value) -> Value:
 
 
 def _emulated_round_to_bfloat16(e: Emitter) -> Value:
-    name, halves = "round_to_bfloat16", ir.VectorType(INT16, CHUNK)
+    name = "round_to_bfloat16"
     known = e.module.globals.get(name)
     if known is not None:
         return known
-    with e.function(name, [e.bits] * 2, halves) as (function, parts):
+    with e.function(name, [e.bits] * 2, HALVES) as (function, parts):
         floats = [e.as_floats(x) for x in parts]
         if e.pairs_by == "vdpbf16ps":
             floats = [flushed(e, x) for x in floats]

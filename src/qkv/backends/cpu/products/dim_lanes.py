@@ -1,9 +1,10 @@
 """The two matrix products of attention as register tiles, lanes along head_dim.
 
 K and V are read as they lie, rows with adjacent elements of any type, a vector at a time. Each
-vector of K and V is multiplied with several rows of Q, so that it is loaded and widened once. The
-product of two rows is first a sum in every lane; the lanes of as many products as there are lanes
-are then added up together.
+vector of K and V is multiplied with several rows of Q, so that it is loaded and widened once. Where
+both Q and K are bfloat16 and the machine multiplies pairs, K is not widened at all. The product of
+two rows is first a sum in every lane; the lanes of as many products as there are lanes are then
+added up together.
 Matrices of scores have `score_row` bytes from row to row of Q, one element for each key.
 """
 
@@ -24,6 +25,12 @@ from qkv.backends.cpu.emit.emitter import (
     Value,
 )
 from qkv.backends.cpu.machine.tiling import TileShape
+from qkv.backends.cpu.products.bfloat16 import (
+    CHUNK,
+    load_chunk,
+    multiply_add_pairs,
+    present_elements,
+)
 
 _PREFETCHED_BYTES = 512 * 1024
 """Rows are prefetched if all of K, or of V, has at least so many bytes. The processor follows
@@ -35,13 +42,22 @@ def loop_over_vectors(
     dim: Value,
     carried: list[Value],
     body: Callable[[Value, Value | None, list[Value]], list[Value]],
+    *,
+    pairs: bool = False,
 ) -> list[Value]:
-    """`body(d, live, carried)` for each vector of a row; `live` are its lanes, None if all are."""
-    whole = e.round_down(dim, e.lanes)
-    carried = e.loop(0, whole, e.lanes, carried, lambda d, old: body(d, None, old))
-    return e.loop(
-        whole, dim, e.lanes, carried, lambda d, old: body(d, e.first_lanes(e.sub(dim, d)), old)
-    )
+    """`body(d, live, carried)` for each vector of a row, of elements or of `pairs` of them.
+
+    `live` are the elements that a vector has, None if it has all.
+    """
+    size = CHUNK if pairs else e.lanes
+    whole = e.round_down(dim, size)
+
+    def visit_last(d: Value, old: list[Value]) -> list[Value]:
+        left = e.sub(dim, d)
+        return body(d, present_elements(e, left) if pairs else e.first_lanes(left), old)
+
+    carried = e.loop(0, whole, size, carried, lambda d, old: body(d, None, old))
+    return e.loop(whole, dim, size, carried, visit_last)
 
 
 def load_vector_at(e: Emitter, row: Value, d: Value, dtype: str, live: Value | None) -> Value:
@@ -50,15 +66,25 @@ def load_vector_at(e: Emitter, row: Value, d: Value, dtype: str, live: Value | N
     return storage.load(e, place, dtype, e.lanes, live)
 
 
+def load_pairs_at(e: Emitter, row: Value, d: Value, live: Value | None) -> Value:
+    """Elements of bfloat16 from d on of a row, in pairs; those that are not `live` are 0."""
+    place = e.at(row, e.mul(d, storage.ITEM_BYTES["bfloat16"]))
+    return e.load(place, e.vector, 2) if live is None else load_chunk(e, place, live)
+
+
 class RowProducts:
-    """Writes the functions of one kernel."""
+    """Writes the functions of one kernel; `dtypes` are those of query, key and value in memory."""
 
     def __init__(
-        self, e: Emitter, key_dtype: str, value_dtype: str, score_row: int, shape: TileShape
+        self, e: Emitter, dtypes: tuple[str, str, str], score_row: int, shape: TileShape
     ) -> None:
         self.e, self.shape = e, shape
-        self.key_dtype, self.value_dtype = key_dtype, value_dtype
+        query_dtype, self.key_dtype, self.value_dtype = dtypes
         self.score_row = score_row
+        self.by_pairs = shape.pair_rows and query_dtype == self.key_dtype == "bfloat16"
+        """Whether scores are sums of products of pairs."""
+        self.query_dtype = "bfloat16" if self.by_pairs else storage.real_dtype(e)
+        """The type in which the functions find Q."""
         self.tiles = [rows for rows in (4, 2, 1) if rows <= e.lanes]
         """Rows of Q that a tile multiplies at once."""
 
@@ -105,6 +131,16 @@ class RowProducts:
 
     # S = Q K^T
 
+    def _load(self, row: Value, d: Value, dtype: str, live: Value | None) -> Value:
+        if self.by_pairs:
+            return load_pairs_at(self.e, row, d, live)
+        return load_vector_at(self.e, row, d, dtype, live)
+
+    def _multiply_add(self, x: Value, y: Value, total: Value) -> Value:
+        if self.by_pairs:
+            return multiply_add_pairs(self.e, x, y, total)
+        return self.e.fma(x, y, total)
+
     def scores_function(self, rows: int) -> Value:
         """A function: S of `rows` rows of Q with a segment of keys, or with the `only` key."""
         e = self.e
@@ -112,10 +148,10 @@ class RowProducts:
         arguments = [*[POINTER] * 3, *[INT64] * 5, BIT]
         with e.function(f"scores_{rows}", arguments) as (function, args):
             key, query, out, key_row, head_dim, count, ahead, asked, only = args
-            b, real = e.builder, storage.real_dtype(e)
+            b, real = e.builder, self.query_dtype
 
             def query_row(i: int) -> Value:
-                return e.at(query, e.mul(i, head_dim, e.real_bytes))
+                return e.at(query, e.mul(i, head_dim, storage.ITEM_BYTES[real]))
 
             # No group asks which of its keys exist. The last one begins earlier, and computes some
             # scores again; if there are fewer keys than a group has, the last key is repeated.
@@ -133,13 +169,13 @@ class RowProducts:
                 )  # fmt: skip
 
                 def add_products(d: Value, live: Value | None, totals: list[Value]) -> list[Value]:
-                    q = [load_vector_at(e, query_row(i), d, real, live) for i in range(rows)]
+                    q = [self._load(query_row(i), d, real, live) for i in range(rows)]
                     totals = list(totals)
                     for j, row in enumerate(key_rows):
-                        x = load_vector_at(e, row, d, self.key_dtype, live)
+                        x = self._load(row, d, self.key_dtype, live)
                         for i in range(rows):
                             at = i * keys + j
-                            totals[at] = e.fma(x, q[i], totals[at])
+                            totals[at] = self._multiply_add(x, q[i], totals[at])
                     return totals
 
                 def store_products(products: Value) -> None:
@@ -150,7 +186,10 @@ class RowProducts:
 
                 def multiply_rows() -> None:
                     totals = [e.const(0.0)] * e.lanes
-                    store_products(e.sum_each(loop_over_vectors(e, head_dim, totals, add_products)))
+                    totals = loop_over_vectors(
+                        e, head_dim, totals, add_products, pairs=self.by_pairs
+                    )
+                    store_products(e.sum_each(totals))
 
                 def multiply_short_rows() -> None:
                     """Rows of one vector: float64, because no addition is fused with a product."""
