@@ -17,7 +17,7 @@ from qkv.cache.arguments import (
     whole_numbers,
 )
 from qkv.cache.encoding import encoding_of
-from qkv.cache.new_tokens import NewTokens, check, encode
+from qkv.cache.new_tokens import NewTokens, new_tokens
 from qkv.cache.page_pool import EMPTY, Held, PagePool, Storage
 from qkv.cache.stored_rows import Part, Rows, as_offset
 from qkv.errors import ArgumentError, ShapeError
@@ -103,7 +103,7 @@ class PagedCache:
     @property
     def q_offset(self) -> Any:
         """Position of the next token: an int, or an int64 array where sequences differ."""
-        return as_offset(self.lengths)
+        return as_offset(self._holder.held.lengths)
 
     @property
     def page_table(self) -> Lengths:
@@ -168,9 +168,10 @@ class PagedCache:
         first = storage.row_format
         if first is not None:  # The pool is shared with forks, which may have another batch size.
             first = first.with_batch(_batch_size(key))
-        row_format, counts = check(key, value, new_lens, first, held.lengths.shape, batched=True)
-        holds = None if storage.row_format is None else storage
-        return encode(key, value, row_format, counts, self._pool.encoding, holds)
+        holds = None if first is None else storage
+        return new_tokens(
+            key, value, new_lens, first, held.lengths.shape, self._pool.encoding, holds, True
+        )
 
     def truncate(self, lengths: Any) -> None:
         """Forget all tokens but the first `lengths` of each sequence, and release their pages.
@@ -350,7 +351,7 @@ class PagedCache:
     def _rows(self, held: Held, storage: Storage, before: Lengths, new: int | None) -> Rows:
         key, value = storage.paged(self._pool.encoding, held.table.copy())
         part = Part(key, value, (qkv.KeyLengths(held.lengths.copy()),), 0)
-        return Rows((part,), as_offset(before.copy()), new, _cache=self)
+        return Rows((part,), as_offset(before), new, _cache=self)
 
 
 def _batch_size(key: Any) -> int:

@@ -281,7 +281,7 @@ def _page_size(paged: qkv.Paged) -> int:
 
 
 def as_offset(positions: Lengths) -> Any:
-    """One int where all sequences agree, else the array."""
+    """One int where all sequences agree, else a copy of the array."""
     if positions.size > 1 and not (positions == positions.flat[0]).all():
-        return positions
+        return positions.copy()
     return int(positions.flat[0]) if positions.size else 0
