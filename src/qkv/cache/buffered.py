@@ -88,7 +88,7 @@ class BufferedCache(ABC):
         ArgumentError
             If the cache is empty.
         """
-        return self._rows(self._stored, self._stored.lengths, None)
+        return self._rows(self._stored, self._stored.lengths, None, at_end=False)
 
     @on_one_torch_thread
     def append(self, key: Any, value: Any, new_lens: Any = None) -> Rows:
@@ -116,7 +116,7 @@ class BufferedCache(ABC):
             # Rows behind the tokens that are there count once they are all there.
             after = self._written(before, arrived)
             self._replace(stored, after)
-        return self._rows(after, before.lengths, int(key.shape[-2]))
+        return self._rows(after, before.lengths, int(key.shape[-2]), at_end=new_lens is None)
 
     def truncate(self, lengths: Any) -> None:
         """Forget all tokens but the first `lengths` of each sequence.
@@ -175,8 +175,11 @@ class BufferedCache(ABC):
         """What is stored when new tokens have been written behind those that are there."""
 
     @abstractmethod
-    def _rows(self, stored: Stored, before: Lengths, new: int | None) -> Rows:
-        """Rows of what is stored, for `new` queries, or any, from position `before`."""
+    def _rows(self, stored: Stored, before: Lengths, new: int | None, *, at_end: bool) -> Rows:
+        """Rows of what is stored, for `new` queries, or any, from position `before`.
+
+        `at_end` says that the last of `new` is the last token of each sequence.
+        """
 
     def _check_room(self, before: Lengths, counts: Lengths) -> None:
         """An error if there is none for as many tokens."""

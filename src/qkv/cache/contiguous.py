@@ -80,10 +80,11 @@ class ContiguousCache(BufferedCache):
         buffer.write(arrived, before, arrived.new_lens)
         return Stored(arrived.row_format, buffer, after, origin, first)
 
-    def _rows(self, stored: Stored, before: Lengths, new: int | None) -> Rows:
+    def _rows(self, stored: Stored, before: Lengths, new: int | None, *, at_end: bool) -> Rows:
         after = stored.lengths
         stop = longest(after)
         key, value = nonempty(stored.buffer).read(0, stop, self._encoding)
         same_length = after.size == 1 or bool((after == stop).all())
         masks: tuple[Any, ...] = () if same_length else (qkv.KeyLengths(after.copy()),)
-        return Rows((Part(key, value, masks, 0),), as_offset(before), new)
+        part = Part(key, value, masks, 0)
+        return Rows((part,), as_offset(before), new, _is_new_at_end=at_end)

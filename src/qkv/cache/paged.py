@@ -138,7 +138,7 @@ class PagedCache:
         held, storage = self._holder.held, self._pool.storage
         if storage.row_format is None or not held.lengths.ndim:
             raise ArgumentError("the cache is empty.", action="Append keys and values first.")
-        return self._rows(held, storage, held.lengths, None)
+        return self._rows(held, storage, held.lengths, None, at_end=False)
 
     @on_one_torch_thread
     def append(self, key: Any, value: Any, new_lens: Any = None) -> Rows:
@@ -159,7 +159,9 @@ class PagedCache:
             after, replaced = self._with_room(held, before, new_tokens)
             self._write(after.table, before, new_tokens)
             pool.change(self._holder, after, [], replaced)
-            return self._rows(after, pool.storage, before, int(key.shape[-2]))
+            return self._rows(
+                after, pool.storage, before, int(key.shape[-2]), at_end=new_lens is None
+            )
 
     def _new_tokens(
         self, key: Any, value: Any, new_lens: Any, held: Held, storage: Storage
@@ -348,10 +350,12 @@ class PagedCache:
         slot, row = np.divmod(before[batch] + new, self.page_size)
         self._pool.write(new_tokens, table[batch, slot], row, batch, new)
 
-    def _rows(self, held: Held, storage: Storage, before: Lengths, new: int | None) -> Rows:
+    def _rows(
+        self, held: Held, storage: Storage, before: Lengths, new: int | None, *, at_end: bool
+    ) -> Rows:
         key, value = storage.paged(self._pool.encoding, held.table.copy())
         part = Part(key, value, (qkv.KeyLengths(held.lengths.copy()),), 0)
-        return Rows((part,), as_offset(before), new, _cache=self)
+        return Rows((part,), as_offset(before), new, _is_new_at_end=at_end, _cache=self)
 
 
 def _batch_size(key: Any) -> int:

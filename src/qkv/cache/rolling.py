@@ -104,7 +104,7 @@ class RollingCache(BufferedCache):
         """The first position in the window of a query."""
         return np.maximum(position - (self.window - 1), 0)
 
-    def _rows(self, stored: Stored, before: Lengths, new: int | None) -> Rows:
+    def _rows(self, stored: Stored, before: Lengths, new: int | None, *, at_end: bool) -> Rows:
         after, origin = stored.lengths, stored.origin
         start = _smallest(self._oldest(before) - origin)
         stop = max(start, longest(after - origin))
@@ -118,7 +118,7 @@ class RollingCache(BufferedCache):
             key, value = stored.first.read(0, self.sinks, self._encoding)
             before_others = qkv.KeyLengths(np.minimum(self.sinks, kv_offset))
             parts.insert(0, Part(key, value, (before_others,), 0))
-        return Rows(tuple(parts), as_offset(before), new, self.window)
+        return Rows(tuple(parts), as_offset(before), new, self.window, at_end)
 
     def _mask(self, first: int) -> qkv.MaskVariant:
         """Which keys from position `first` on a query reads."""
