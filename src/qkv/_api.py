@@ -14,7 +14,13 @@ from qkv.backends import Progress
 from qkv.bridges import bridge_of
 from qkv.call.attend import attend
 from qkv.call.binding.bound import bind
-from qkv.call.binding.options import DEFAULTS, Options, option_values, with_options
+from qkv.call.binding.options import (
+    DEFAULTS,
+    Options,
+    OptionValues,
+    option_values,
+    with_options,
+)
 from qkv.call.dispatch import checked
 from qkv.call.inspected import attend_for_inspection
 from qkv.call.merging import merge_parts
@@ -26,7 +32,7 @@ from qkv.process.forks import importing
 if TYPE_CHECKING:
     from qkv.inspection.records.record import Record
 
-__all__ = ["attention", "inspect", "merge", "plan"]
+__all__ = ["attention", "attention_of", "inspect", "merge", "plan"]
 
 
 @with_options
@@ -98,10 +104,22 @@ def attention(
     values = DEFAULTS if not options else option_values("attention", options)
     if return_lse is not False and return_lse is not True:
         return_lse = checked_flag("return_lse", return_lse)
+    return attention_of(query, key, value, variants, values, return_lse)
+
+
+def attention_of(
+    query: Any,
+    key: Any,
+    value: Any,
+    variants: tuple[Any, ...],
+    options: OptionValues,
+    return_lse: bool,
+) -> Any:
+    """`attention` with all options."""
     bridge = None if type(query) is np.ndarray else bridge_of(type(query))
     if bridge is not None:
-        return bridge.attention(query, key, value, variants, values, return_lse)
-    attended = attend(bind(query, key, value, variants, values), rows=return_lse)
+        return bridge.attention(query, key, value, variants, options, return_lse)
+    attended = attend(bind(query, key, value, variants, options), rows=return_lse)
     return (attended.out, attended.lse) if return_lse else attended.out
 
 

@@ -60,17 +60,17 @@ def test_one_cache_in_two_threads_is_an_error_and_costs_no_page(
     prompt = PagedCache(2)
     prompt.append(tokens(1, 1, 2, 3), tokens(1, 1, 2, 3))
     cache, other = prompt.fork(), prompt.fork()
-    encode, seen = qkv.cache.pages.paged.encode, []
+    encoded, seen = qkv.cache.pages.paged.new_tokens, []
 
     def while_another_appends(*arguments: Any) -> Any:
-        monkeypatch.setattr(qkv.cache.pages.paged, "encode", encode)
+        monkeypatch.setattr(qkv.cache.pages.paged, "new_tokens", encoded)
         thread = threading.Thread(target=cache.append, args=(tokens(1, 4), tokens(1, 4)))
         thread.start()
         thread.join()
         seen.append(read(cache))
-        return encode(*arguments)
+        return encoded(*arguments)
 
-    monkeypatch.setattr(qkv.cache.pages.paged, "encode", while_another_appends)
+    monkeypatch.setattr(qkv.cache.pages.paged, "new_tokens", while_another_appends)
     with pytest.raises(qkv.ArgumentError, match="another thread has changed the cache"):
         cache.append(tokens(1, 9), tokens(1, 9))
     assert seen == [[[1, 2, 3, 4]]]
@@ -112,16 +112,16 @@ def test_two_threads_in_one_cache_never_mix_their_rows(
 
 def test_an_append_in_the_middle_of_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = ContiguousCache()
-    encode, errors = qkv.cache.consecutive.buffered.encode, []
+    encoded, errors = qkv.cache.consecutive.buffered.new_tokens, []
 
     def while_a_finalizer_appends(*arguments: Any) -> Any:
         try:
             cache.append(tokens(1, 4), tokens(1, 4))
         except qkv.UnsupportedError as error:
             errors.append(str(error))
-        return encode(*arguments)
+        return encoded(*arguments)
 
-    monkeypatch.setattr(qkv.cache.consecutive.buffered, "encode", while_a_finalizer_appends)
+    monkeypatch.setattr(qkv.cache.consecutive.buffered, "new_tokens", while_a_finalizer_appends)
     cache.append(tokens(1, 9), tokens(1, 9))
     assert "in the middle of a call of the same thread" in errors[0]
     assert cache.read().key[0, 0, :, 0].tolist() == [9]

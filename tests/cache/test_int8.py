@@ -52,10 +52,11 @@ def test_another_device_has_the_same_numbers(dtype: str) -> None:
     rows, _ = rows_of("torch", dtype)
     rows[0, 0, 3], rows[0, 1, 4, 5], rows[0, 2, 6, 7] = 0, np.inf, np.nan
     offset = rows[0, :, 7].float()
+    memory = TorchMemory()
     for given in (None, offset):
-        here = TorchMemory().int8_with_scales(rows, given)
-        there = TorchMemory().int8_with_scales_by_torch(rows, given)
-        for found, expected in zip(here, there, strict=True):
+        [here] = memory.int8_with_scales([memory.rows_of(rows, "rows")], given)
+        [there] = memory.int8_with_scales([rows], given)
+        for found, expected in zip(map(memory.restored, here), there, strict=True):
             assert found.dtype == expected.dtype
             np.testing.assert_array_equal(found, expected)
 
@@ -166,16 +167,44 @@ def test_two_forks_of_an_empty_pool_keep_one_offset(
     """The second is the first to write, while the other has encoded its rows."""
     root = PagedCache(4, dtype="int8")
     one, two = root.fork(), root.fork()
-    encode = qkv.cache.pages.paged.encode
+    encoded = qkv.cache.pages.paged.new_tokens
     near, far = of_mean(1.0), of_mean(-40.0, tokens=first)
 
     def while_another_appends(*arguments: Any) -> Any:
-        monkeypatch.setattr(qkv.cache.pages.paged, "encode", encode)
-        encoded = encode(*arguments)
+        monkeypatch.setattr(qkv.cache.pages.paged, "new_tokens", encoded)
+        arrived = encoded(*arguments)
         two.append(far, far)
-        return encoded
+        return arrived
 
-    monkeypatch.setattr(qkv.cache.pages.paged, "encode", while_another_appends)
+    monkeypatch.setattr(qkv.cache.pages.paged, "new_tokens", while_another_appends)
     one.append(near, near)
     np.testing.assert_allclose(dense_keys(one), near[0, 0], atol=0.25)
     np.testing.assert_allclose(dense_keys(two), far[0, 0], atol=0.25)
+
+
+@pytest.mark.parametrize("v_head_dim", [16, 24], ids=["one size", "two sizes"])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_keys_and_values_change_by_half_a_step_of_their_own(library: str, v_head_dim: int) -> None:
+    """Also those of a parameter, and with a row that holds infinity beside them."""
+    key, exact_key = rows_of(library, "float32")
+    exact_value = np.tile(exact_key[..., :1], v_head_dim)
+    exact_value[0, 0, 3, 1] = np.inf
+    held, value = ContiguousCache(dtype="int8"), exact_value.astype(np.float32)
+    if library == "torch":
+        import torch
+
+        key, value = torch.nn.Parameter(key), torch.from_numpy(value)
+        with torch.no_grad():
+            rows = held.append(key, value)
+    else:
+        rows = held.append(key, value)
+    offset = np.asarray(rows.key.offset, np.float64)[:, None]
+    for stored, exact, less in ((rows.key, exact_key, offset), (rows.value, exact_value, 0.0)):
+        assert type(stored.values) is type(value)
+        values, scales = np.asarray(stored.values), np.asarray(stored.scales, np.float64)
+        finite = np.isfinite(exact).all(-1)
+        kept = (exact - less)[finite]
+        error = np.abs(values[finite] * scales[finite, None] - kept)
+        step = np.abs(kept).max(-1, keepdims=True) / 127
+        assert (error <= step / 2 * (1 + 1e-4)).all()
+        assert not np.isfinite(scales[~finite]).any()

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
 from qkv.arrays.roles import variable
@@ -17,12 +18,15 @@ from qkv.errors import DTypeError, ShapeError, UnsupportedError
 
 def check_dense(array: torch.Tensor, role: str) -> None:
     """Raise for a tensor whose elements do not lie in memory with a stride for each dimension."""
-    name = variable(role)
+    is_plain = type(array) is torch.Tensor and array.layout is torch.strided
+    if is_plain and not (array.is_nested or array.is_quantized):
+        return
     if is_lazy(array):
         raise DTypeError(
             f"{role} is a parameter that has no shape yet.",
             action="Run its module once, so that it learns its shapes.",
         )
+    name = variable(role)
     if array.is_nested:
         raise DTypeError(
             f"{role} is a nested tensor, whose rows have lengths of their own.",
@@ -68,7 +72,8 @@ class TorchArrays:
         if type(array) in _PLAIN and array.dtype in _NUMPY_DTYPES:
             try:
                 if array.data_ptr() or not array.numel():
-                    memory: NDArray[Any] = array.detach().numpy()
+                    plain = array.detach() if array.requires_grad else array
+                    memory: NDArray[Any] = plain.numpy()
                     return memory
             except (RuntimeError, TypeError, ValueError):
                 pass  # The checks below raise an error that explains the reason.
@@ -137,7 +142,7 @@ class TorchArrays:
         hidden = (
             type(array) not in (torch.Tensor, torch.nn.Parameter)
             or array.is_meta
-            or torch._C._functorch.is_functorch_wrapped_tensor(array)
+            or _is_transformed(array)
         )
         if not hidden:
             return self.view(array.detach().cpu(), role)
@@ -153,11 +158,10 @@ class TorchArrays:
     def is_tracked(self, array: Any) -> bool:
         """Whether autograd, in reverse or forward mode, or `torch.func` tracks the tensor."""
         return (
-            (torch.is_grad_enabled() and array.requires_grad)
-            or torch._C._functorch.is_functorch_wrapped_tensor(array)
+            (array.requires_grad and torch.is_grad_enabled())
+            or _is_transformed(array)
             or (
-                torch.autograd.forward_ad._current_level >= 0
-                and torch.autograd.forward_ad.unpack_dual(array).tangent is not None
+                forward_ad._current_level >= 0 and forward_ad.unpack_dual(array).tangent is not None
             )
         )
 
@@ -181,6 +185,9 @@ _DTYPES = {
     torch.float16: np.dtype("float16"),
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
 }
-_NUMPY_DTYPES = (torch.float32, torch.float64, torch.float16)
+_NUMPY_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.int8, torch.int32, torch.int64, torch.bool,
+)  # fmt: skip
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 _OPERANDS = ("query", "key", "value")

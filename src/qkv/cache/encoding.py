@@ -6,7 +6,7 @@ to the length, so that storage can keep them side by side without knowing what t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from qkv.cache.arguments import Lengths
@@ -31,8 +31,10 @@ class Encoding(Protocol):
         """
         ...
 
-    def encode(self, rows: Any, memory: Memory, offset: Any) -> tuple[Any, ...]:
-        """The arrays to keep for these rows less an offset, None for none."""
+    def encode(
+        self, key: Any, value: Any, memory: Memory, offset: Any
+    ) -> Sequence[tuple[Any, ...]]:
+        """The arrays to keep for keys less an offset, None for none, and those for values."""
         ...
 
     def decode(self, stored: tuple[Any, ...], offset: Any) -> Any:
@@ -47,9 +49,11 @@ class Unquantized:
         """None: keys stay as they are."""
         return None
 
-    def encode(self, rows: Any, memory: Memory, offset: Any) -> tuple[Any, ...]:
+    def encode(
+        self, key: Any, value: Any, memory: Memory, offset: Any
+    ) -> Sequence[tuple[Any, ...]]:
         """The rows themselves."""
-        return (rows,)
+        return (key,), (value,)
 
     def decode(self, stored: tuple[Any, ...], offset: Any) -> Any:
         """The array itself."""
@@ -67,9 +71,11 @@ class Int8:
         """The mean, or None."""
         return memory.mean_of_rows(keys, new_lens, FEWEST_ROWS)
 
-    def encode(self, rows: Any, memory: Memory, offset: Any) -> tuple[Any, ...]:
-        """`(values, scales)`."""
-        return memory.int8_with_scales(rows, offset)
+    def encode(
+        self, key: Any, value: Any, memory: Memory, offset: Any
+    ) -> Sequence[tuple[Any, ...]]:
+        """`(values, scales)` of each."""
+        return memory.int8_with_scales((key, value), offset)
 
     def decode(self, stored: tuple[Any, ...], offset: Any) -> Any:
         """`Quantized` rows."""
@@ -127,11 +133,12 @@ def quantize(rows: Any) -> Quantized:
     (array([[[   1, -127,   62]]], dtype=int8), array([[0.1]], dtype=float32))
     """
     memory = memory_of(rows, "rows")
-    own = memory.own_array(rows, "rows")
+    own = memory.rows_of(rows, "rows")
     kind = str(own.dtype).removeprefix("torch.")
     if not kind.startswith(("float", "bfloat")):
         raise DTypeError(
             f"rows have dtype {kind}, not a floating type.",
             action="Convert them, to float32 for example.",
         )
-    return Quantized(*memory.int8_with_scales(own))
+    [(values, scales)] = memory.int8_with_scales([own])
+    return Quantized(memory.restored(values), memory.restored(scales))

@@ -6,6 +6,7 @@ JAX arrays cannot be written to, so the rows of a JAX cache lie in NumPy arrays,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, Protocol
 
@@ -20,8 +21,8 @@ __all__ = ["Memory", "memory_of", "memory_with"]
 class Memory(Protocol):
     """The few operations on arrays that caches need, in one library."""
 
-    def own_array(self, array: Any, role: str) -> Any:
-        """The array as one of this library, without a copy where that is possible.
+    def rows_of(self, array: Any, role: str) -> Any:
+        """Rows to be written: a NumPy view where they lie in main memory, else the array.
 
         Raises
         ------
@@ -30,24 +31,27 @@ class Memory(Protocol):
         """
         ...
 
+    def restored(self, rows: Any) -> Any:
+        """Rows of this memory as an array of the library."""
+        ...
+
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
         """Memory of the dtype and on the device of `like`."""
         ...
 
     def written(self, array: Any) -> Any:
-        """The array, or a view of it, to write a few rows into."""
+        """The array, or a view of it, that rows can be assigned to."""
         ...
 
-    def as_read(self, array: Any) -> Any:
-        """Rows as an array that can be assigned to one that is `written`."""
-        ...
+    def int8_with_scales(self, rows: Sequence[Any], offset: Any = None) -> list[tuple[Any, Any]]:
+        """`(values, scales)` of `qkv.cache.quantize` for each of these arrays of rows.
 
-    def int8_with_scales(self, rows: Any, offset: Any = None) -> tuple[Any, Any]:
-        """`(values, scales)` of `qkv.cache.quantize`, of rows less an offset (heads, dim)."""
+        The first of them less an offset (heads, dim).
+        """
         ...
 
     def mean_of_rows(self, rows: Any, counts: Any, fewest: int) -> Any:
-        """The float32 mean (heads, dim) of the first `counts` rows of each sequence.
+        """The float32 mean (heads, dim) of the first `counts` rows of each sequence, restored.
 
         None if they are fewer than `fewest` in all, or one of them is not finite.
         """
@@ -65,9 +69,13 @@ def too_large(shape: tuple[int, ...], itemsize: int) -> ArgumentError:
 class HostMemory:
     """NumPy arrays."""
 
-    def own_array(self, array: Any, role: str) -> Any:
+    def rows_of(self, array: Any, role: str) -> Any:
         """A view of an array of NumPy or JAX."""
         return library_of(array, role).view(array, role)
+
+    def restored(self, rows: Any) -> Any:
+        """The array itself."""
+        return rows
 
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
         """An array that is not initialised."""
@@ -77,10 +85,6 @@ class HostMemory:
             raise too_large(shape, like.dtype.itemsize) from error
 
     def written(self, array: Any) -> Any:
-        """The array itself."""
-        return array
-
-    def as_read(self, array: Any) -> Any:
         """The array itself."""
         return array
 
@@ -96,17 +100,36 @@ class HostMemory:
             offset = mean.astype(np.float32)
         return offset if np.isfinite(offset).all() else None
 
-    def int8_with_scales(self, rows: Any, offset: Any = None) -> tuple[Any, Any]:
-        """See `qkv.cache.quantize`."""
-        wide = rows if rows.dtype == np.float64 else rows.astype(np.float32)
-        if offset is not None:
-            wide = wide - offset[:, None]
-        # A row with NaN or infinity gets a scale that is not finite, so that it is read as NaN.
-        with np.errstate(invalid="ignore", over="ignore"):
-            scales = (np.abs(wide).max(-1, initial=0) / 127).astype(np.float32)
-            divisor = np.where(scales > 0, scales, np.float32(1)).astype(wide.dtype)
-            steps = np.clip(np.round(wide / divisor[..., None]), -127, 127)
-        return np.where(np.isfinite(steps), steps, 0).astype(np.int8), scales
+    def int8_with_scales(self, rows: Sequence[Any], offset: Any = None) -> list[tuple[Any, Any]]:
+        """See `Memory`; arrays of one shape are rounded together."""
+        dtype = np.float64 if rows[0].dtype == np.float64 else np.float32
+        alike = all(each.shape == rows[0].shape for each in rows)
+        groups = [rows] if alike else [[each] for each in rows]
+        pairs: list[tuple[Any, Any]] = []
+        for n, group in enumerate(groups):
+            wide = np.empty((len(group), *group[0].shape), dtype)
+            for target, each in zip(wide, group, strict=True):
+                target[...] = each
+            if offset is not None and n == 0:
+                wide[0] -= offset[:, None]
+            pairs += zip(*_rounded(wide), strict=True)
+        return pairs
+
+
+def _rounded(wide: Any) -> tuple[Any, Any]:
+    """See `qkv.cache.quantize`; `wide` is written to.
+
+    Of one token, calls take longer than what they compute: these are the quickest of NumPy's.
+    """
+    # A row with NaN or infinity gets a scale that is not finite, so that it is read as NaN.
+    with np.errstate(invalid="ignore", over="ignore"):
+        scales = (np.maximum.reduce(np.abs(wide), axis=-1, initial=0) / 127).astype(np.float32)
+        wide /= (scales + (scales == 0))[..., None]
+        np.rint(wide, out=wide)
+        np.maximum(np.minimum(wide, 127, out=wide), -127, out=wide)
+        if not np.isfinite(np.add.reduce(scales, axis=None)):
+            wide[~np.isfinite(wide)] = 0
+    return wide.astype(np.int8), scales
 
 
 class TorchMemory:
@@ -121,11 +144,12 @@ class TorchMemory:
         from qkv.arrays.torch_arrays import check_dense
 
         self.torch, self.check_dense = torch, check_dense
+        self.plain = torch.Tensor, torch.nn.Parameter
         self.library = library_of(torch.empty(0), "rows")
         self.on_host = HostMemory()
 
-    def own_array(self, array: Any, role: str) -> Any:
-        """The tensor, detached; an error if it is not dense, or torch would differentiate it."""
+    def rows_of(self, array: Any, role: str) -> Any:
+        """See `Memory`; an error if the tensor is not dense, or torch would differentiate it."""
         self.check_dense(array, role)
         if self.library.is_tracked(array):
             raise UnsupportedError(
@@ -133,20 +157,29 @@ class TorchMemory:
                 [(role, f"{array.dtype} {tuple(array.shape)} on {array.device}")],
                 "Call it under torch.no_grad(), or train without a cache.",
             )
-        return array.detach()
+        return self.library.view(array, role) if self._is_on_host(array) else array.detach()
+
+    def restored(self, rows: Any) -> Any:
+        """A tensor."""
+        return self.library.restore(rows) if type(rows) is np.ndarray else rows
 
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
         """A tensor that is not initialised."""
+        dtype, device = like.dtype, "cpu"
+        if type(like) is np.ndarray:
+            dtype = self.library.restore(np.empty(0, dtype)).dtype
+        else:
+            device = like.device
         # torch does not allow writing to inference-mode tensors outside of inference mode.
         with self.torch.inference_mode(False):
             try:
-                return self.torch.empty(shape, dtype=like.dtype, device=like.device)
+                return self.torch.empty(shape, dtype=dtype, device=device)
             except (RuntimeError, TypeError) as error:
                 raise too_large(shape, like.dtype.itemsize) from error
 
     def _is_on_host(self, array: Any) -> bool:
         """Whether NumPy can have a view; a tensor that stands for one in a trace has none."""
-        return type(array) is self.torch.Tensor and array.device.type == "cpu"
+        return type(array) in self.plain and array.is_cpu
 
     def written(self, array: Any) -> Any:
         """A view of a tensor in main memory; torch is told that its derivatives may be stale."""
@@ -155,12 +188,11 @@ class TorchMemory:
         self.torch.autograd.graph.increment_version(array)
         return self.library.view(array, "rows")
 
-    def as_read(self, array: Any) -> Any:
-        """A view of a tensor in main memory."""
-        return self.library.view(array, "rows") if self._is_on_host(array) else array
-
     def mean_of_rows(self, rows: Any, counts: Any, fewest: int) -> Any:
         """See `Memory`."""
+        if type(rows) is np.ndarray:
+            mean = self.on_host.mean_of_rows(rows, counts, fewest)
+            return None if mean is None else self.library.restore(mean)
         torch = self.torch
         counts = torch.as_tensor(np.asarray(counts), device=rows.device)
         real = torch.arange(rows.shape[-2], device=rows.device) < counts[..., None]
@@ -172,15 +204,14 @@ class TorchMemory:
         offset = mean.float()
         return offset if bool(offset.isfinite().all()) else None
 
-    def int8_with_scales(self, rows: Any, offset: Any = None) -> tuple[Any, Any]:
-        """See `qkv.cache.quantize`."""
-        if not self._is_on_host(rows):
-            return self.int8_with_scales_by_torch(rows, offset)
-        read = None if offset is None else self.as_read(offset)
-        values, scales = self.on_host.int8_with_scales(self.as_read(rows), read)
-        return self.library.restore(values), self.library.restore(scales)
+    def int8_with_scales(self, rows: Sequence[Any], offset: Any = None) -> list[tuple[Any, Any]]:
+        """See `Memory`."""
+        if type(rows[0]) is np.ndarray:
+            seen = None if offset is None else self.library.view(offset, "offset")
+            return self.on_host.int8_with_scales(rows, seen)
+        return [self._rounded(each, None if n else offset) for n, each in enumerate(rows)]
 
-    def int8_with_scales_by_torch(self, rows: Any, offset: Any = None) -> tuple[Any, Any]:
+    def _rounded(self, rows: Any, offset: Any) -> tuple[Any, Any]:
         """The same on another device."""
         torch = self.torch
         wide = rows if rows.dtype is torch.float64 else rows.float()
@@ -188,8 +219,7 @@ class TorchMemory:
             wide = wide - offset[:, None]
         largest = wide.abs().amax(-1) if wide.shape[-1] else wide.new_zeros(wide.shape[:-1])
         scales = (largest / 127).float()
-        divisor = torch.where(scales > 0, scales, 1.0).to(wide.dtype)
-        steps = (wide / divisor[..., None]).round().clamp(-127, 127)
+        steps = (wide / (scales + (scales == 0))[..., None]).round().clamp(-127, 127)
         return torch.where(steps.isfinite(), steps, 0.0).to(torch.int8), scales
 
 

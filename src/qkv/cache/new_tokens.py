@@ -14,7 +14,7 @@ from qkv.cache.encoding import Encoding
 from qkv.cache.memory import memory_with
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 
-__all__ = ["NewTokens", "RowFormat", "check", "encode"]
+__all__ = ["NewTokens", "RowFormat", "new_tokens"]
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
@@ -73,7 +73,7 @@ class NewTokens:
     ----------
     row_format : RowFormat
     arrays : tuple
-        The stored form of the keys, then that of the values.
+        The stored form of the keys, then that of the values; of NumPy if it lies in main memory.
     of_key : int
         How many of the arrays belong to the keys.
     key_offset : array or None
@@ -96,25 +96,64 @@ class Holds(Protocol):
     def key_offset(self) -> Any: ...
 
 
-def check(
+def new_tokens(
     key: Any,
     value: Any,
     new_lens: Any,
     first: RowFormat | None,
     held: tuple[int, ...],
+    encoding: Encoding,
+    holds: Holds | None,
     batched: bool,
-) -> tuple[RowFormat, Lengths]:
-    """The format of new rows, checked against `first`, and the tokens of each sequence.
+) -> NewTokens:
+    """New rows, checked against those that came `first` and encoded to join what a cache `holds`.
 
     `held` are the batch dimensions of the sequences that are there, empty if there are none.
     `batched` asks for exactly four dimensions.
     """
     libraries = library_of(key, "key").name, library_of(value, "value").name
-    for name, array, library in zip(("key", "value"), (key, value), libraries, strict=True):
-        if library == "torch":
-            from qkv.arrays.torch_arrays import check_dense
+    memory = memory_with(libraries[0])
+    key_rows = memory.rows_of(key, "key")
+    value_rows = memory_with(libraries[1]).rows_of(value, "value")
+    row_format = first
+    if (
+        first is None
+        or first.batch_shape != held
+        or not first.is_of(0, key, libraries[0])
+        or not first.is_of(1, value, libraries[1])
+        or key.shape[-2] != value.shape[-2]
+    ):
+        row_format = _checked_format(key, value, libraries, first, held, batched)
+    assert row_format is not None
+    new = int(key.shape[-2])
+    if new_lens is None:
+        counts = np.empty(row_format.batch_shape, np.int64)
+        counts.fill(new)
+    else:
+        counts = whole_numbers("new_lens", new_lens, row_format.batch_shape)
+        if counts.size and (counts.min() < 0 or counts.max() > new):
+            raise ShapeError(
+                f"new_lens runs from {counts.min()} to {counts.max()}; {new} rows arrive.",
+                _seen(key, value),
+                "Give each sequence a number of tokens from 0 to the rows that arrive.",
+            )
+    if holds is None:
+        offset = encoding.key_offset(key_rows, memory, counts)
+    else:
+        offset = holds.key_offset
+    keys, values = encoding.encode(key_rows, value_rows, memory, offset)
+    return NewTokens(row_format, (*keys, *values), len(keys), offset, counts)
 
-            check_dense(array, name)
+
+def _checked_format(
+    key: Any,
+    value: Any,
+    libraries: tuple[str, str],
+    first: RowFormat | None,
+    held: tuple[int, ...],
+    batched: bool,
+) -> RowFormat:
+    """The format of new rows that are not known to be like the first ones."""
     if min(key.ndim, value.ndim) < 2 or key.shape[-2] != value.shape[-2]:
         raise ShapeError(
             "key and value are not rows of as many tokens.",
@@ -128,36 +167,6 @@ def check(
             _seen(key, value),
             "Pass (batch, num_kv_heads, new, dim).",
         )
-    if (
-        first is not None
-        and first.batch_shape == held
-        and first.is_of(0, key, libraries[0])
-        and first.is_of(1, value, libraries[1])
-    ):
-        row_format = first
-    else:
-        row_format = _checked_format(key, value, libraries, first, held)
-    new = int(key.shape[-2])
-    counts = np.full(row_format.batch_shape, new, np.int64)
-    if new_lens is not None:
-        counts = whole_numbers("new_lens", new_lens, row_format.batch_shape)
-        if counts.size and (counts.min() < 0 or counts.max() > new):
-            raise ShapeError(
-                f"new_lens runs from {counts.min()} to {counts.max()}; {new} rows arrive.",
-                _seen(key, value),
-                "Give each sequence a number of tokens from 0 to the rows that arrive.",
-            )
-    return row_format, counts
-
-
-def _checked_format(
-    key: Any,
-    value: Any,
-    libraries: tuple[str, str],
-    first: RowFormat | None,
-    held: tuple[int, ...],
-) -> RowFormat:
-    """The format of new rows that are not known to be like the first ones."""
     row_format = RowFormat(
         libraries[0],
         (tuple(key.shape[:-2]), tuple(value.shape[:-2])),
@@ -208,27 +217,6 @@ def _checked_format(
             "Move them to one device.",
         )
     return row_format
-
-
-def encode(
-    key: Any,
-    value: Any,
-    row_format: RowFormat,
-    new_lens: Lengths,
-    encoding: Encoding,
-    held: Holds | None,
-) -> NewTokens:
-    """Checked rows, encoded to join those that are held; an error if gradients are tracked."""
-    memory = memory_with(row_format.library)
-    rows = [memory.own_array(t, name) for name, t in (("key", key), ("value", value))]
-    key_rows, value_rows = rows
-    if held is None:
-        offset = encoding.key_offset(key_rows, memory, new_lens)
-    else:
-        offset = held.key_offset
-    keys = encoding.encode(key_rows, memory, offset)
-    values = encoding.encode(value_rows, memory, None)
-    return NewTokens(row_format, (*keys, *values), len(keys), offset, new_lens)
 
 
 def _compare(

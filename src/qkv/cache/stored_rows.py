@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 
 import qkv
+from qkv._api import attention_of
 from qkv.arguments.readable_checks import checked_flag
 from qkv.arrays import is_array
 from qkv.arrays.views import view
 from qkv.cache.arguments import Lengths, longest
 from qkv.cache.query_positions import check_row_count, check_window, q_len_of, without_end
+from qkv.call.binding.options import OptionValues
 from qkv.errors import UnsupportedError
 
 __all__ = ["Part", "Rows", "as_offset"]
@@ -89,6 +91,8 @@ class Rows:
     q_offset: Any
     new: int | None = None
     window: int | None = None
+    _is_new_at_end: bool = field(default=False, repr=False)
+    """Whether the last row that was appended is the last token of each sequence."""
     _cache: Any = field(default=None, repr=False)
 
     @property
@@ -170,27 +174,14 @@ class Rows:
         for each token of the longest sequence, or for each row of the pages.
         """
         return_lse = checked_flag("return_lse", return_lse)
-        variants, q_offset = self._positions(query, variants, q_offset)
+        variants, q_offset, at_end = self._positions(query, variants, q_offset)
         partials = []
         for i, part in enumerate(self.parts):
-            part_variants = [
-                _over_rows(v, part) for v in variants if not (i and isinstance(v, qkv.Sinks))
-            ]
-            every = (*part_variants, *part.masks)
-            first_query, first_key = _as_differences(q_offset, part.kv_offset, every)
-            partials.append(
-                qkv.attention(
-                    query,
-                    part.key,
-                    part.value,
-                    *every,
-                    scale=scale,
-                    q_offset=first_query,
-                    kv_offset=first_key,
-                    return_lse=return_lse or len(self.parts) > 1,
-                    backend=backend,
-                )
-            )
+            own = [_over_rows(v, part) for v in variants if not (i and isinstance(v, qkv.Sinks))]
+            places = _places(q_offset, part, own, at_end=at_end and len(self.parts) == 1)
+            options = OptionValues(scale, "bhld", *places, backend)
+            every, lse = (*own, *part.masks), return_lse or len(self.parts) > 1
+            partials.append(attention_of(query, part.key, part.value, every, options, lse))
         if len(partials) == 1:
             return partials[0]
         merged = qkv.merge(*partials)
@@ -198,22 +189,23 @@ class Rows:
 
     def _positions(
         self, query: Any, variants: tuple[Any, ...], q_offset: Any
-    ) -> tuple[tuple[Any, ...], Any]:
-        """The variants, and the position of query row 0 among the tokens."""
+    ) -> tuple[tuple[Any, ...], Any, bool]:
+        """The variants, the position of query row 0, and whether the last row is the last token."""
         q_len = q_len_of(query)
-        if q_len is None:
-            return variants, self.q_offset  # `attention` says what is wrong with the query.
+        if q_len is None:  # `attention` says what is wrong with the query.
+            return variants, self.q_offset, False
+        at_end = False
         # `attention` counts "end" in key rows; here they need not begin at position 0.
         if q_offset is None or (isinstance(q_offset, str) and q_offset == "end"):
             bare = tuple([without_end(v) for v in variants])
             if q_offset is None and all(a is b for a, b in zip(bare, variants, strict=True)):
                 if self.new is not None:
                     check_row_count(q_len, self.new)
-                return variants, self.q_offset
-            variants, q_offset = bare, as_offset(self._stop() - q_len)
+                return variants, self.q_offset, self._is_new_at_end
+            variants, q_offset, at_end = bare, as_offset(self._stop() - q_len), True
         if self.window is not None:
             check_window(q_offset, self.window, np.asarray(self.parts[-1].kv_offset))
-        return variants, q_offset
+        return variants, q_offset, at_end
 
     def _stop(self) -> Lengths:
         """Position behind the last token of each sequence."""
@@ -225,27 +217,32 @@ class Rows:
 
 
 _READ_DIFFERENCES = frozenset(
-    {
-        qkv.ALiBi, qkv.Causal, qkv.KeyLengths, qkv.RelativeBias, qkv.Sinks, qkv.SlidingWindow,
-        qkv.Softcap,
-    }
-)  # fmt: skip
+    {qkv.ALiBi, qkv.Causal, qkv.RelativeBias, qkv.Sinks, qkv.SlidingWindow, qkv.Softcap}
+)
 """Variants that read no position of a query or a key, only how far they are apart."""
 
 
-def _as_differences(q_offset: Any, kv_offset: Any, variants: tuple[Any, ...]) -> tuple[Any, Any]:
+def _places(q_offset: Any, part: Part, variants: list[Any], *, at_end: bool) -> tuple[Any, Any]:
     """`q_offset` and `kv_offset`, counted from key row 0 if that changes nothing.
 
-    A rolling cache has another `kv_offset` after each token. Counted from its first row, all of its
-    steps are alike, and are not checked anew.
+    The positions grow with each token. Counted from the first or to the last row, all steps of a
+    cache are alike, and are not checked anew. `at_end` says that the last query stands at the last
+    token of each sequence.
     """
+    kv_offset = part.kv_offset
+    for variant in (*variants, *part.masks):
+        reads_differences = type(variant) in _READ_DIFFERENCES and (
+            getattr(variant, "align", None) is None
+        )
+        if not (reads_differences or type(variant) is qkv.KeyLengths):
+            return q_offset, kv_offset
+    # Lengths that the caller gives would be the end.
+    if at_end and not any(type(variant) is qkv.KeyLengths for variant in variants):
+        return "end", 0
     if type(kv_offset) is int and kv_offset == 0:
         return q_offset, kv_offset
     if not (type(q_offset) is int or (type(q_offset) is np.ndarray and q_offset.dtype == np.int64)):
         return q_offset, kv_offset
-    for variant in variants:
-        if type(variant) not in _READ_DIFFERENCES or getattr(variant, "align", None) is not None:
-            return q_offset, kv_offset
     try:
         return as_offset(np.asarray(q_offset - kv_offset)), 0
     except ValueError:  # `attention` says which shape does not fit the batch.
@@ -285,7 +282,7 @@ def _page_size(paged: qkv.Paged) -> int:
 
 
 def as_offset(positions: Lengths) -> Any:
-    """One int where all sequences agree, else the array."""
+    """One int where all sequences agree, else a copy of the array."""
     if positions.size > 1 and not (positions == positions.flat[0]).all():
-        return positions
+        return positions.copy()
     return int(positions.flat[0]) if positions.size else 0

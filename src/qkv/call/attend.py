@@ -26,7 +26,7 @@ from qkv.call.repeated.preparing import prepare
 from qkv.call.repeated.stored_steps import stored_step
 from qkv.partial import Partial
 
-__all__ = ["Attended", "attend", "run_alike"]
+__all__ = ["Attended", "attend", "restored", "run_alike", "run_known"]
 
 Array = NDArray[Any]
 
@@ -83,17 +83,17 @@ def attend(
     if entry is not None and views is not None and form is not None:
         known = entry.calls.get(form)
         if known is not None:
-            results = _run(known, bound, views, rows)
+            results = run_known(known, bound, views, rows)
             if results is not None:
                 if not backward:  # It is tried first when there is another one.
                     entry.first_of_arrays = known if known.if_alike else None
-                return _restored(results, bound)
+                return restored(results, bound)
             CALLS.discard(bound.structure, known)
     stored = None if backward or views is not None else stored_step(bound)
     if stored is not None:
         results = stored.run(entry, rows)
         if results is not None:
-            out, lse, *_ = _restored(results, bound)
+            out, lse, *_ = restored(results, bound)
             restore = stored.library.restore
             return Attended(restore(out), None if lse is None else restore(lse))
     call = check_call(bound, given, backward=differentiable)
@@ -121,11 +121,11 @@ def run_alike(prepared: PreparedCall, bound: BoundCall, rows: bool) -> Attended 
     views = heads_first(bound)
     if views is None or not has_form(bound, views, prepared.form):
         return None
-    results = _run(prepared, bound, views, rows)
-    return None if results is None else _restored(results, bound)
+    results = run_known(prepared, bound, views, rows)
+    return None if results is None else restored(results, bound)
 
 
-def _run(known: PreparedCall, bound: BoundCall, views: Views, rows: bool) -> Any:
+def run_known(known: PreparedCall, bound: BoundCall, views: Views, rows: bool) -> Any:
     """The results of a prepared call; None if something is not as it was prepared for."""
     known.used = CALLS.clock
     if known.step is None:
@@ -162,10 +162,11 @@ def _repeat(first: PreparedCall, bound: BoundCall, rows: bool) -> Attended | Non
     if results is None:
         return None
     first.used = CALLS.clock
-    return _restored(results, bound)
+    return restored(results, bound)
 
 
-def _restored(results: Sequence[Any], bound: BoundCall) -> Attended:
+def restored(results: Sequence[Any], bound: BoundCall) -> Attended:
+    """Results of prepared calls in the layout of the call."""
     attended = Attended(*results)
     if bound.structure.layout != "blhd":
         return attended

@@ -208,9 +208,17 @@ def views_of(bound: BoundCall) -> tuple[ArrayLibrary, tuple[Array, ...]]:
     """The query's library, and all leaves as NumPy views."""
     if all(type(leaf) is np.ndarray for leaf in bound.leaves):  # They are views of themselves.
         return library_named("numpy"), tuple(bound.leaves)
-    library = library_of(bound.leaves[0], "query")
+    library, kind = library_of(bound.leaves[0], "query"), type(bound.leaves[0])
+    views: list[Any] = []
     try:
-        return library, tuple([view_beside(library, leaf, "an array") for leaf in bound.leaves])
+        for leaf in bound.leaves:
+            if type(leaf) is np.ndarray:
+                views.append(leaf)
+            elif type(leaf) is kind:
+                views.append(library.view(leaf, "an array"))
+            else:
+                views.append(view_beside(library, leaf, "an array"))
+        return library, tuple(views)
     except QkvError:
         # The message needs the names of the arrays. Finding them takes longer than all else here,
         # so it is left until an array is refused.

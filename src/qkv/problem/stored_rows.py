@@ -28,8 +28,8 @@ __all__ = [
     "StoredRows",
     "plain",
     "read_rows",
+    "scores_of_offset",
     "whole_rows",
-    "without_offset",
 ]
 
 
@@ -231,7 +231,7 @@ def as_stored_rows(
 ) -> StoredRows:
     """Check what can be checked alone: types, dimensions and sizes; page numbers come later."""
     if isinstance(given, Quantized):
-        return _quantized(given, role, layout)
+        return StoredRows(*_parts(given, role, layout))
     inner, table = given.pages, given.page_table
     for name, array in (("pages", inner), ("page_table", table)):
         if not isinstance(array, Paged | Quantized) and not hasattr(array, "ndim"):
@@ -244,19 +244,18 @@ def as_stored_rows(
             f"the pages of {role} are Paged themselves.",
             action="Pass an array, or Quantized, as pages.",
         )
-    rows = (
-        _quantized(inner, f"{role} pages", layout)
-        if isinstance(inner, Quantized)
-        else StoredRows(_heads_first(inner, layout))
-    )
+    if isinstance(inner, Quantized):
+        values, scales, _, offset = _parts(inner, f"{role} pages", layout)
+    else:
+        values, scales, offset = _heads_first(inner, layout), None, None
 
     def seen() -> list[tuple[str, str]]:
         pages = [("pages", f"{inner.dtype} {inner.shape}")] if isinstance(inner, np.ndarray) else []
         return [*pages, ("page_table", f"{table.dtype} {table.shape}")]
 
-    if rows.values.ndim != 4:
+    if values.ndim != 4:
         raise ShapeError(
-            f"the pages of {role} have {rows.values.ndim} dimensions, not 4.",
+            f"the pages of {role} have {values.ndim} dimensions, not 4.",
             seen(),
             "Pass (num_pages, num_kv_heads, page_size, dim).",
         )
@@ -270,11 +269,12 @@ def as_stored_rows(
         raise ShapeError(
             f"the page_table of {role} is one number.", seen(), "Pass (..., pages_per_slot)."
         )
-    # Kernels read the table in C order, which `astype` alone would not make of a transposed one.
-    return StoredRows(rows.values, rows.scales, table.astype(np.int64, order="C"), rows.offset)
+    # Kernels read the table in C order.
+    return StoredRows(values, scales, np.ascontiguousarray(table, np.int64), offset)
 
 
-def _quantized(given: Quantized, role: str, layout: str) -> StoredRows:
+def _parts(given: Quantized, role: str, layout: str) -> tuple[Array, Array, None, Array | None]:
+    """Checked values, scales and offset of `StoredRows`, without a table."""
     values, scales, offset = given.values, given.scales, given.offset
     for name, array in (("values", values), ("scales", scales)):
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
@@ -304,7 +304,7 @@ def _quantized(given: Quantized, role: str, layout: str) -> StoredRows:
     elif layout == "blhd":
         values, scales = _heads_first(values, layout), scales.swapaxes(-2, -1)
     if offset is None:
-        return StoredRows(values, scales)
+        return values, scales, None, None
     if role.startswith("value"):
         raise ArgumentError(
             "value has an offset, which only keys may have.", seen(), "Leave it out."
@@ -316,27 +316,25 @@ def _quantized(given: Quantized, role: str, layout: str) -> StoredRows:
             seen(),
             "Pass (num_kv_heads, dim), whatever the layout.",
         )
-    return StoredRows(values, scales, offset=offset)
+    return values, scales, None, offset
 
 
 def _heads_first(array: Array, layout: str) -> Array:
     return array.swapaxes(-3, -2) if layout == "blhd" and array.ndim > 2 else array
 
 
-def without_offset(query: Array, rows: StoredRows, scale: float) -> tuple[StoredRows, Array]:
-    """Keys without their offset, and what it adds to all scores of a query.
+def scores_of_offset(query: Array, offset: Array, scale: float) -> Array:
+    """What the offset `(num_kv_heads, dim)` of keys adds to all scores of a query.
 
     Returns
     -------
-    (StoredRows, array (*batch, num_heads, q_len, 1))
+    array (*batch, num_heads, q_len, 1)
         In float32, float64 for float64 queries.
     """
-    assert rows.offset is not None
     wide: np.dtype[Any] = np.dtype(np.float64 if query.dtype == np.float64 else np.float32)
-    per_head: Array = np.repeat(rows.offset, query.shape[-3] // len(rows.offset), axis=0)
-    scaled: Array = per_head.astype(wide) * wide.type(scale)
-    added = np.matmul(query.astype(wide), scaled[..., None])
-    return replace(rows, offset=None), np.asarray(added)
+    scaled: Array = offset.astype(wide) * wide.type(scale)
+    group = query.shape[-3] // len(offset)
+    return np.asarray(np.matmul(query.astype(wide), scaled.repeat(group, axis=0)[..., None]))
 
 
 def checked_pages(rows: Rows, kv_lens: Array | None, role: str) -> Rows:

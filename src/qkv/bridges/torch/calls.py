@@ -38,8 +38,7 @@ def attention(
         return compiled.attention(query, key, value, variants, options, return_lse, attention)
     bound = bind(query, key, value, variants, options)
     try:
-        # `call.attend` looks steps over stored rows up, by their NumPy views.
-        entry = CALLS.entry(bound.structure) if bound.structure.is_plain else None
+        entry = CALLS.entry(bound.structure)
         if entry is not None:
             results = run_prepared(entry, bound, return_lse)
             if results is not None:

@@ -72,14 +72,14 @@ class RowBuffer:
     def write(self, new_tokens: NewTokens, start: Lengths, counts: Lengths) -> None:
         """Put the first `counts` of the new rows at row `start` of each sequence."""
         runs = _runs(start, None, counts)
-        memory = memory_with(self.library)
+        written = memory_with(self.library).written
         for stored, new in zip(self.arrays, new_tokens.arrays, strict=True):
-            _copy(memory.written(stored), memory.as_read(new), runs, self.axis)
+            _copy(written(stored), new, runs, self.axis)
 
     def read(self, start: int, stop: int, encoding: Encoding) -> tuple[Any, Any]:
         """Key and value rows from `start` to `stop` of all sequences, without a copy."""
         index = (slice(None),) * self.axis + (slice(start, stop),)
-        stored = tuple(a[index] for a in self.arrays)
+        stored = tuple([a[index] for a in self.arrays])
         key, value = stored[: self.of_key], stored[self.of_key :]
         return encoding.decode(key, self.key_offset), encoding.decode(value, None)
 

@@ -10,7 +10,7 @@ import numpy as np
 from qkv.cache.arguments import Lengths, sequence_indices, shorter_lengths
 from qkv.cache.consecutive.buffer import RowBuffer
 from qkv.cache.encoding import encoding_of
-from qkv.cache.new_tokens import NewTokens, RowFormat, check, encode
+from qkv.cache.new_tokens import NewTokens, RowFormat, new_tokens
 from qkv.cache.stored_rows import Rows, as_offset
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.process.forks import RenewedLock, on_one_torch_thread
@@ -42,6 +42,11 @@ class Stored(NamedTuple):
     origin: Lengths
     first: RowBuffer | None
 
+    def of_batch(self, shape: tuple[int, ...]) -> Stored:
+        """The same before the first tokens of sequences in these dimensions."""
+        lengths, origin = (np.broadcast_to(n, shape) for n in (self.lengths, self.origin))
+        return self._replace(lengths=lengths, origin=origin)
+
 
 _NOTHING = Stored(None, None, np.zeros((), np.int64), np.zeros((), np.int64), None)
 
@@ -67,7 +72,7 @@ class BufferedCache(ABC):
     @property
     def q_offset(self) -> Any:
         """Position of the next token: an int, or an int64 array where sequences differ."""
-        return as_offset(self.lengths)
+        return as_offset(self._stored.lengths)
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +88,7 @@ class BufferedCache(ABC):
         ArgumentError
             If the cache is empty.
         """
-        return self._rows(self._stored, self._stored.lengths, None)
+        return self._rows(self._stored, self._stored.lengths, None, at_end=False)
 
     @on_one_torch_thread
     def append(self, key: Any, value: Any, new_lens: Any = None) -> Rows:
@@ -92,7 +97,6 @@ class BufferedCache(ABC):
         Parameters, result and errors are those of `qkv.cache.Cache.append`.
         """
         stored = self._stored
-        held = stored.lengths.shape
         if self._writing.is_mine():
             raise UnsupportedError(
                 "a cache is written to in the middle of a call of the same thread.",
@@ -102,16 +106,17 @@ class BufferedCache(ABC):
         # Two threads that write behind the same tokens would mix their rows.
         with self._writing.lock:
             self._require(stored)
-            row_format, counts = check(key, value, new_lens, stored.row_format, held, batched=False)
-            before = stored.lengths
-            if held != row_format.batch_shape:
-                before = np.broadcast_to(before, row_format.batch_shape)
-            self._check_room(before, counts)
-            new_tokens = encode(key, value, row_format, counts, self._encoding, stored.buffer)
+            held = stored.lengths.shape
+            arrived = new_tokens(
+                key, value, new_lens, stored.row_format, held, self._encoding, stored.buffer, False
+            )
+            batch_shape = arrived.new_lens.shape
+            before = stored if held == batch_shape else stored.of_batch(batch_shape)
+            self._check_room(before.lengths, arrived.new_lens)
             # Rows behind the tokens that are there count once they are all there.
-            after = self._written(stored, before, new_tokens)
+            after = self._written(before, arrived)
             self._replace(stored, after)
-        return self._rows(after, before, int(key.shape[-2]))
+        return self._rows(after, before.lengths, int(key.shape[-2]), at_end=new_lens is None)
 
     def truncate(self, lengths: Any) -> None:
         """Forget all tokens but the first `lengths` of each sequence.
@@ -166,12 +171,15 @@ class BufferedCache(ABC):
         """`(kv_len, kv_offset)` of the rows that `append` of `new` tokens would hand out."""
 
     @abstractmethod
-    def _written(self, stored: Stored, before: Lengths, new_tokens: NewTokens) -> Stored:
+    def _written(self, stored: Stored, arrived: NewTokens) -> Stored:
         """What is stored when new tokens have been written behind those that are there."""
 
     @abstractmethod
-    def _rows(self, stored: Stored, before: Lengths, new: int | None) -> Rows:
-        """Rows of what is stored, for `new` queries, or any, from position `before`."""
+    def _rows(self, stored: Stored, before: Lengths, new: int | None, *, at_end: bool) -> Rows:
+        """Rows of what is stored, for `new` queries, or any, from position `before`.
+
+        `at_end` says that the last of `new` is the last token of each sequence.
+        """
 
     def _check_room(self, before: Lengths, counts: Lengths) -> None:
         """An error if there is none for as many tokens."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 import qkv
 from qkv.arguments.declarations import checked_size
 from qkv.cache.arguments import MOST_ROWS, Lengths, longest
@@ -74,20 +72,22 @@ class ContiguousCache(BufferedCache):
             action="Make one with a larger capacity.",
         )
 
-    def _written(self, stored: Stored, before: Lengths, new_tokens: NewTokens) -> Stored:
-        after = before + new_tokens.new_lens
-        needed, origin, buffer = longest(after), np.zeros_like(before), stored.buffer
+    def _written(self, stored: Stored, arrived: NewTokens) -> Stored:
+        _, buffer, before, origin, first = stored
+        after = before + arrived.new_lens
+        needed = longest(after)
         if buffer is None:
-            buffer = RowBuffer.like(new_tokens, needed if self.capacity is None else self.capacity)
+            buffer = RowBuffer.like(arrived, needed if self.capacity is None else self.capacity)
         elif needed > buffer.capacity:
             buffer = buffer.grown(max(needed, 2 * buffer.capacity), origin, before)
-        buffer.write(new_tokens, before, new_tokens.new_lens)
-        return Stored(new_tokens.row_format, buffer, after, origin, None)
+        buffer.write(arrived, before, arrived.new_lens)
+        return Stored(arrived.row_format, buffer, after, origin, first)
 
-    def _rows(self, stored: Stored, before: Lengths, new: int | None) -> Rows:
+    def _rows(self, stored: Stored, before: Lengths, new: int | None, *, at_end: bool) -> Rows:
         after = stored.lengths
         stop = longest(after)
         key, value = nonempty(stored.buffer).read(0, stop, self._encoding)
         same_length = after.size == 1 or bool((after == stop).all())
         masks: tuple[Any, ...] = () if same_length else (qkv.KeyLengths(after.copy()),)
-        return Rows((Part(key, value, masks, 0),), as_offset(before.copy()), new)
+        part = Part(key, value, masks, 0)
+        return Rows((part,), as_offset(before), new, _is_new_at_end=at_end)

@@ -83,29 +83,28 @@ class RollingCache(BufferedCache):
         before = min(length, self.window - 1)
         return before + new, length - before
 
-    def _written(self, stored: Stored, before: Lengths, new_tokens: NewTokens) -> Stored:
-        counts = new_tokens.new_lens
+    def _written(self, stored: Stored, arrived: NewTokens) -> Stored:
+        _, buffer, before, origin, first = stored
+        counts = arrived.new_lens
         after = before + counts
-        origin, buffer = np.broadcast_to(stored.origin, before.shape), stored.buffer
         if buffer is None:
-            buffer = RowBuffer.like(new_tokens, max(longest(after), 1))
+            buffer = RowBuffer.like(arrived, max(longest(after), 1))
         elif longest(after - origin) > buffer.capacity:
             dropped, origin = origin, self._oldest(before)
             needed = longest(after - origin)
             buffer = buffer.grown(max(needed, 2 * self.window), origin - dropped, before - dropped)
-        first = stored.first
         if self.sinks:
-            first = RowBuffer.like(new_tokens, self.sinks) if first is None else first
+            first = RowBuffer.like(arrived, self.sinks) if first is None else first
             start = np.minimum(before, self.sinks)
-            first.write(new_tokens, start, np.minimum(counts, self.sinks - start))
-        buffer.write(new_tokens, before - origin, counts)
-        return Stored(new_tokens.row_format, buffer, after, origin, first)
+            first.write(arrived, start, np.minimum(counts, self.sinks - start))
+        buffer.write(arrived, before - origin, counts)
+        return Stored(arrived.row_format, buffer, after, origin, first)
 
     def _oldest(self, position: Lengths) -> Lengths:
         """The first position in the window of a query."""
         return np.maximum(position - (self.window - 1), 0)
 
-    def _rows(self, stored: Stored, before: Lengths, new: int | None) -> Rows:
+    def _rows(self, stored: Stored, before: Lengths, new: int | None, *, at_end: bool) -> Rows:
         after, origin = stored.lengths, stored.origin
         start = _smallest(self._oldest(before) - origin)
         stop = max(start, longest(after - origin))
@@ -119,7 +118,7 @@ class RollingCache(BufferedCache):
             key, value = stored.first.read(0, self.sinks, self._encoding)
             before_others = qkv.KeyLengths(np.minimum(self.sinks, kv_offset))
             parts.insert(0, Part(key, value, (before_others,), 0))
-        return Rows(tuple(parts), as_offset(before.copy()), new, self.window)
+        return Rows(tuple(parts), as_offset(before), new, self.window, at_end)
 
     def _mask(self, first: int) -> qkv.MaskVariant:
         """Which keys from position `first` on a query reads."""

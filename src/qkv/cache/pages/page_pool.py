@@ -295,8 +295,8 @@ class PagePool:
         entries: list[tuple[Any, ...]] = [(pages, rows, batch, new)]
         if len(pages) <= _FEW:
             entries = list(zip(*(each.tolist() for each in entries[0]), strict=True))
-        memory = memory_with(new_tokens.row_format.library)
+        written = memory_with(new_tokens.row_format.library).written
         for stored_array, new_array in zip(self.storage.arrays, new_tokens.arrays, strict=True):
-            stored, read = memory.written(stored_array), memory.as_read(new_array)
+            stored = written(stored_array)
             for page, row, sequence, token in entries:
-                stored[page, :, row] = read[sequence, :, token]
+                stored[page, :, row] = new_array[sequence, :, token]

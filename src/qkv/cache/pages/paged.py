@@ -17,7 +17,7 @@ from qkv.cache.arguments import (
     whole_numbers,
 )
 from qkv.cache.encoding import encoding_of
-from qkv.cache.new_tokens import NewTokens, check, encode
+from qkv.cache.new_tokens import NewTokens, new_tokens
 from qkv.cache.pages.page_pool import EMPTY, Held, PagePool, Storage
 from qkv.cache.stored_rows import Part, Rows, as_offset
 from qkv.errors import ArgumentError, ShapeError
@@ -102,7 +102,7 @@ class PagedCache:
     @property
     def q_offset(self) -> Any:
         """Position of the next token: an int, or an int64 array where sequences differ."""
-        return as_offset(self.lengths)
+        return as_offset(self._holder.held.lengths)
 
     @property
     def page_table(self) -> Lengths:
@@ -137,7 +137,7 @@ class PagedCache:
         held, storage = self._holder.held, self._pool.storage
         if storage.row_format is None or not held.lengths.ndim:
             raise ArgumentError("the cache is empty.", action="Append keys and values first.")
-        return self._rows(held, storage, held.lengths, None)
+        return self._rows(held, storage, held.lengths, None, at_end=False)
 
     @on_one_torch_thread
     def append(self, key: Any, value: Any, new_lens: Any = None) -> Rows:
@@ -158,7 +158,9 @@ class PagedCache:
             after, replaced = self._with_room(held, before, new_tokens)
             self._write(after.table, before, new_tokens)
             pool.change(self._holder, after, [], replaced)
-            return self._rows(after, pool.storage, before, int(key.shape[-2]))
+            return self._rows(
+                after, pool.storage, before, int(key.shape[-2]), at_end=new_lens is None
+            )
 
     def _new_tokens(
         self, key: Any, value: Any, new_lens: Any, held: Held, storage: Storage
@@ -167,9 +169,10 @@ class PagedCache:
         first = storage.row_format
         if first is not None:  # The pool is shared with forks, which may have another batch size.
             first = first.with_batch(_batch_size(key))
-        row_format, counts = check(key, value, new_lens, first, held.lengths.shape, batched=True)
-        holds = None if storage.row_format is None else storage
-        return encode(key, value, row_format, counts, self._pool.encoding, holds)
+        holds = None if first is None else storage
+        return new_tokens(
+            key, value, new_lens, first, held.lengths.shape, self._pool.encoding, holds, True
+        )
 
     def truncate(self, lengths: Any) -> None:
         """Forget all tokens but the first `lengths` of each sequence, and release their pages.
@@ -346,10 +349,12 @@ class PagedCache:
         slot, row = np.divmod(before[batch] + new, self.page_size)
         self._pool.write(new_tokens, table[batch, slot], row, batch, new)
 
-    def _rows(self, held: Held, storage: Storage, before: Lengths, new: int | None) -> Rows:
+    def _rows(
+        self, held: Held, storage: Storage, before: Lengths, new: int | None, *, at_end: bool
+    ) -> Rows:
         key, value = storage.paged(self._pool.encoding, held.table.copy())
         part = Part(key, value, (qkv.KeyLengths(held.lengths.copy()),), 0)
-        return Rows((part,), as_offset(before.copy()), new, _cache=self)
+        return Rows((part,), as_offset(before), new, _is_new_at_end=at_end, _cache=self)
 
 
 def _batch_size(key: Any) -> int:

@@ -114,8 +114,10 @@ def flatten(value: Any, leaves: Leaves, role: Role = "value", whole: Whole | Non
         parts = []
         for name, field_role in named:
             part = getattr(value, name)
-            # Most fields stand for themselves, and need no call.
-            if whole is not None or not (part is None or type(part) is str or type(part) is int):
+            # Most fields stand for themselves or are arrays, and need no call.
+            if whole is None and type(part) in ARRAY_TYPES:
+                part = _place(part, leaves, field_role)
+            elif whole is not None or not (part is None or type(part) is str or type(part) is int):
                 part = flatten(part, leaves, field_role, whole)
             parts.append(part)
         if kind in _declared:

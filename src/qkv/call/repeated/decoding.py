@@ -20,7 +20,7 @@ from qkv.call.repeated.numpy_port import run_on_arrays, run_on_stored_rows
 from qkv.problem.building.builder import INDEX_LIMIT
 from qkv.problem.building.check import KEY_OFFSET
 from qkv.problem.spec import Problem
-from qkv.problem.stored_rows import without_offset
+from qkv.problem.stored_rows import scores_of_offset
 
 __all__ = ["arrays_from_lengths", "arrays_from_offset", "position", "run_step"]
 
@@ -47,7 +47,8 @@ def run_step(
     arrays = in_place(bound, is_step=True)
     if step.lengths:
         lens = bound.leaves[bound.structure.lengths[0]].astype(np.int64)
-        if lens.min() < 0 or lens.max() > kv_len:
+        # Negative ones are large without a sign.
+        if lens.size and np.maximum.reduce(lens.view(np.uint64), axis=None) > kv_len:
             return None  # The checked call raises the error.
         batch_shape = query.shape[:-3]
         if lens.shape != batch_shape:
@@ -68,7 +69,7 @@ def run_step(
                 return None
             arrays = (*arrays, ends)
     if step.offset_scale is not None:
-        arrays = (*arrays, without_offset(query, key, step.offset_scale)[1])
+        arrays = (*arrays, scores_of_offset(query, key.offset, step.offset_scale))
     if bound.structure.is_plain:
         return run_on_arrays(steps, views, arrays, rows=rows, q_shift=q_shift)
     return run_on_stored_rows(steps, views, arrays, rows=rows, q_shift=q_shift)

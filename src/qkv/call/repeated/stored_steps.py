@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays import ArrayLibrary
@@ -54,12 +55,10 @@ class StoredStep(NamedTuple):
         if known is None or known.step is None:
             return None
         known.used = CALLS.clock
-        key, value = (_with_real_pages(each) for each in self.views[1:])
-        if key is None or value is None:
+        _, key, value = self.views
+        if not (_names_pages(key) and (_share_pages(key, value) or _names_pages(value))):
             return None
-        results = run_step(
-            known.prepared, known.step, self.bound, (self.views[0], key, value), rows
-        )
+        results = run_step(known.prepared, known.step, self.bound, self.views, rows)
         if results is None:
             CALLS.discard(self.bound.structure, known)
         return results
@@ -114,10 +113,17 @@ def _layout_of_pages(rows: Rows) -> Hashable:
     return rows.values.shape[1:], rows.values.strides, scales
 
 
-def _with_real_pages(rows: Rows) -> Rows | None:
-    """Rows of which every entry of the table is a page; None if one is not."""
-    if isinstance(rows, StoredRows) and rows.page_table is not None:
-        table, pages = rows.page_table, len(rows.values)
-        if not table.size or table.min() < 0 or table.max() >= pages:
-            return None
-    return rows
+def _share_pages(key: Rows, value: Rows) -> bool:
+    """Whether the same entries of one table name pages of both."""
+    if not (isinstance(key, StoredRows) and isinstance(value, StoredRows)):
+        return False
+    return key.page_table is value.page_table and len(key.values) == len(value.values)
+
+
+def _names_pages(rows: Rows) -> bool:
+    """Whether every entry of the table, if there is one, is a page."""
+    if not isinstance(rows, StoredRows) or rows.page_table is None:
+        return True
+    # Negative entries are large without a sign.
+    entries = rows.page_table.view(np.uint64)
+    return bool(entries.size and np.maximum.reduce(entries, axis=None) < len(rows.values))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -26,8 +26,8 @@ from qkv.problem.stored_rows import (
     StoredRows,
     as_stored_rows,
     checked_pages,
+    scores_of_offset,
     storage_of,
-    without_offset,
 )
 
 Array = NDArray[Any]
@@ -67,7 +67,8 @@ def check(
     # Rotated keys are widened before they are rotated, and their offset with them.
     if isinstance(rows, StoredRows) and rows.offset is not None and builder.rotation is None:
         at_scale = _scale(scale, shape.head_dim)
-        views["key"], added = without_offset(q_rows, rows, at_scale)
+        added = scores_of_offset(q_rows, rows.offset, at_scale)
+        views["key"] = replace(rows, offset=None)
         builder = _lowered(shape, (_KeyOffset(added), *variants))
     positions, definitions = positions_of(builder, q_offset, kv_offset)
     scores = tuple(Stage(s.label, substitute(s.node, definitions)) for s in builder.scores)

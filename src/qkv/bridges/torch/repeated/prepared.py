@@ -14,12 +14,14 @@ import numpy as np
 
 from qkv.bridges.torch.observers import looks_on
 from qkv.bridges.torch.openmp import on_torch_threads
-from qkv.bridges.torch.operands import view_of
+from qkv.bridges.torch.operands import LIBRARY, view_of
 from qkv.bridges.torch.repeated.layouts import are_dense, gradients_wanted, leaf_values
 from qkv.bridges.torch.repeated.runs import Run, Step, run_of
+from qkv.call.attend import restored, run_known
 from qkv.call.binding.bound import BoundCall
 from qkv.call.repeated.cache import CALLS, Entry, PreparedCall
 from qkv.call.repeated.forms import Views, form_of, has_form, heads_first
+from qkv.call.repeated.stored_steps import stored_step
 from qkv.errors import QkvError
 
 __all__ = ["run_alike", "run_prepared", "step_of"]
@@ -43,11 +45,19 @@ def run_prepared(entry: Entry, bound: BoundCall, rows: bool) -> Any:
                 run.common.prepared.used = CALLS.clock
                 return results
     with on_torch_threads():
-        run = _look_up(entry, bound)
-        if run is None:
+        if not bound.structure.is_plain:
+            return _run_stored(entry, bound, rows)
+        found = _look_up(entry, bound)
+        if found is None:
             return None
-        entry.first_of_tensors = run
-        return run.compute(bound, bound.read_in_place, rows)
+        prepared, seen, views, wanted = found
+        read = bound.read_in_place
+        run = _run_of(prepared, bound, read, wanted)
+        if run is not None:
+            entry.first_of_tensors = run
+            return run.compute(bound, read, rows)
+        results = None if wanted else run_known(prepared, seen, views, rows)
+        return None if results is None else _tensors(results, seen)
 
 
 def run_alike(prepared: PreparedCall, bound: BoundCall, rows: bool) -> Any:
@@ -70,7 +80,11 @@ def run_alike(prepared: PreparedCall, bound: BoundCall, rows: bool) -> Any:
 def step_of(bound: BoundCall) -> Step | None:
     """The decoding step that is prepared for a call like this, for those who hold it themselves."""
     entry = None if looks_on() else CALLS.entry(bound.structure)
-    run = None if entry is None else _look_up(entry, bound)
+    found = None if entry is None else _look_up(entry, bound)
+    if found is None:
+        return None
+    prepared, *_, wanted = found
+    run = _run_of(prepared, bound, bound.read_in_place, wanted)
     return run if type(run) is Step else None
 
 
@@ -90,8 +104,11 @@ def _fits(run: Run, bound: BoundCall, read: Sequence[Any]) -> bool:
         return False
 
 
-def _look_up(entry: Entry, bound: BoundCall) -> Run | None:
-    """The run of calls with the form of this one, made if this is the first of tensors."""
+def _look_up(
+    entry: Entry, bound: BoundCall
+) -> tuple[PreparedCall, BoundCall, Views, tuple[bool, ...]] | None:
+    """What is prepared for calls with the form of this one, this call of NumPy views, its
+    operands with heads before rows, and which gradients are wanted."""
     read = bound.read_in_place
     seen = _seen(bound) if are_dense(*read) else None
     if seen is None:
@@ -102,7 +119,24 @@ def _look_up(entry: Entry, bound: BoundCall) -> Run | None:
     if prepared is None:
         return None
     prepared.used = CALLS.clock
-    return _run_of(prepared, bound, read, wanted)
+    return prepared, *seen, wanted
+
+
+def _run_stored(entry: Entry, bound: BoundCall, rows: bool) -> Any:
+    """Output, with lse if `rows`, of a decoding step over stored rows; None if it is checked."""
+    tensors = [leaf for leaf in bound.leaves if type(leaf) is not np.ndarray]
+    if not are_dense(*tensors) or gradients_wanted(tensors):
+        return None
+    step = stored_step(bound)
+    results = None if step is None else step.run(entry, rows)
+    return None if results is None else _tensors(results, bound)
+
+
+def _tensors(results: Sequence[Any], bound: BoundCall) -> Any:
+    """Output, with lse if there is one, as tensors."""
+    out, lse, *_ = restored(results, bound)
+    tensor = LIBRARY.restore(out)
+    return tensor if lse is None else (tensor, LIBRARY.restore(lse))
 
 
 def _alike(read: Sequence[Any], wanted: tuple[bool, ...]) -> Hashable:

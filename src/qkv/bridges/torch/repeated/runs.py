@@ -168,12 +168,12 @@ def run_of(
     prepared: PreparedCall, bound: BoundCall, read: Sequence[Tensor], wants_gradients: bool
 ) -> Run | None:
     """How a prepared call runs on tensors like these; None if it is to be told of NumPy views."""
+    if prepared.step is not None:
+        return None if wants_gradients else _step(prepared, bound, read)
     values, given = leaf_values(bound), bound.structure.options.q_offset
     if values is None:
         return None
-    fixed = given if type(given) is int and prepared.step is None else None
-    if prepared.step is not None:
-        return None if wants_gradients else _step(prepared, bound, read, values)
+    fixed = given if type(given) is int else None
     if wants_gradients:
         by_value = {n: _copied(bound.leaves[n]) for n in bound.structure.by_value}
         passes = PreparedPasses(bound.structure, len(bound.leaves), prepared.prepared)
@@ -184,14 +184,15 @@ def run_of(
     return OnePass(common, made.run, bool(made.brief_keys), *makers, rows_first)
 
 
-def _step(
-    prepared: PreparedCall, bound: BoundCall, read: Sequence[Tensor], values: tuple[ArrayValue, ...]
-) -> Step | None:
+def _step(prepared: PreparedCall, bound: BoundCall, read: Sequence[Tensor]) -> Step | None:
     """The step, if it is told addresses, sizes and strides alone."""
     form, structure = prepared.step, bound.structure
     if form is None or not form.every_length or form.lengths:
         return None
     if structure.per_step or structure.layout != "bhld":
+        return None
+    values = leaf_values(bound)
+    if values is None:
         return None
     common, q_len = Common(prepared, form_guard(*read), values, None), read[0].shape[-2]
     empty_out, empty_lse = _makers(read)
