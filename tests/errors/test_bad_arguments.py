@@ -585,6 +585,10 @@ BAD_PARTS = [
     (((FLAT, FLAT),), ShapeError),
     (((FLAT, FLAT[:, 0]), (FLAT[:3], FLAT[:3, 0])), ShapeError),
     (((FLAT.tolist(), FLAT[:, 0]),), DTypeError),
+    (((FLAT.astype(int), FLAT[:, 0]), (FLAT, FLAT[:, 0])), DTypeError),
+    (((FLAT, FLAT[:, 0]), (FLAT, FLAT[:, 0] > 0)), DTypeError),
+    (((FLAT.astype(complex), FLAT[:, 0]),), DTypeError),
+    (((torch.ones(2, 3, dtype=torch.int64), torch.zeros(2)),), DTypeError),
 ]
 
 

@@ -87,6 +87,23 @@ def test_large_values_in_float64(backend, q_len) -> None:
     np.testing.assert_allclose(found, 1e308, rtol=1e-12)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "blocked", "reference"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.sampled(("q_len", "sinks"), list(product([1, 30], [False, True])), one_in=2)
+def test_means_of_the_largest_number(backend, dtype, q_len, sinks) -> None:
+    """Weights whose sum is rounded to more than 1 made it infinite."""
+    largest = np.finfo(dtype).max
+    query, key = normal(4, q_len, 8, dtype=dtype), normal(4, 50, 8, dtype=dtype, seed=1)
+    value = np.full((4, 50, 3), largest)
+    variants = (qkv.Sinks(1.0),) if sinks else ()
+    for _ in range(3):
+        out, lse = qkv.attention(
+            query, key, value, *variants, backend=backend, return_lse=True
+        )  # fmt: skip
+        shares = 1 - np.exp(1.0 - lse[..., None]) if sinks else 1.0
+        np.testing.assert_allclose(out / largest, np.broadcast_to(shares, out.shape), rtol=1e-5)
+
+
 @pytest.mark.parametrize("backend", ["cpu", "blocked"])
 @pytest.mark.parametrize("q_len", [1, 40])
 @pytest.mark.sampled("variant", ["none", "causal", "sinks", "rope", "dropout"], one_in=5)

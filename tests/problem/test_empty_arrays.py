@@ -51,6 +51,13 @@ def test_every_function_takes_arrays_of_no_size() -> None:
         qkv.explain(q, k, k)
 
 
+@pytest.mark.parametrize("batch", [(), (2,), (0,)])
+def test_the_gradient_of_one_sink_of_no_heads(batch) -> None:
+    query, sinks = np.ones((*batch, 0, 3, 4)), qkv.Sinks(0.5)
+    out, pullback = qkv.vjp(query, query, query, sinks)
+    assert pullback(out, wrt=[sinks]).of(sinks) == 0
+
+
 def test_merge_with_attention_over_no_keys_changes_no_bit() -> None:
     whole = qkv.attention(QUERY, KEY, VALUE, return_lse=True)
     nothing = qkv.attention(QUERY, KEY[..., :0, :], VALUE[..., :0, :], return_lse=True)

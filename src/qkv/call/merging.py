@@ -12,7 +12,7 @@ from qkv._dynamo import ends_graph
 from qkv.arguments.readable_checks import array_shape
 from qkv.arrays import is_array, library_of, namespace
 from qkv.arrays.views import view
-from qkv.errors import ShapeError
+from qkv.errors import DTypeError, ShapeError
 from qkv.partial import Partial, merge
 from qkv.problem.building.check import Layout
 
@@ -36,6 +36,7 @@ def merge_parts(
     for out, lse in parts:
         for name, given in (("out", out), ("lse", lse)):
             array_shape(name, given)  # raises where there is none, as that of a nested tensor
+            _require_floats(name, given)
         array, lse_array = (view(out, "out"), view(lse, "lse")) if xp is np else (out, lse)
         array = array.swapaxes(-3, -2) if is_blhd else array
         expected = partials[0].out.shape if partials else array.shape
@@ -55,6 +56,17 @@ def merge_parts(
     if xp is not np:
         return out, merged.lse
     return library.restore(np.ascontiguousarray(out)), library.restore(merged.lse)
+
+
+def _require_floats(name: str, given: Any) -> None:
+    """Integers would cut off what the merged output has behind the point."""
+    dtype = getattr(given, "dtype", None)
+    text = getattr(dtype, "name", "") or f"{dtype}".removeprefix("torch.")
+    if dtype is not None and text not in FLOATS:
+        raise DTypeError(
+            f"{name} of a part has dtype {text}; attention returns {', '.join(FLOATS)}.",
+            action="Pass what attention returns with return_lse=True.",
+        )
 
 
 def _cast(array: Any, dtype: Any) -> Any:

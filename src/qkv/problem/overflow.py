@@ -58,5 +58,8 @@ def recomputed(problem: Problem, out: Array, run: Callable[[Problem], Array]) ->
         smaller = np.ldexp(wide, -exponent).astype(operands.value.dtype)
     again = run(replace(problem, operands=replace(operands, value=smaller)))
     with np.errstate(over="ignore", invalid="ignore"):
-        again = np.ldexp(again.astype(spec.compute_dtype), exponent).astype(out.dtype)
-    return np.where(np.isfinite(out), out, again)
+        scaled = np.ldexp(again.astype(spec.compute_dtype), exponent)
+        if operands.dropout is None:
+            # Weights add to one but for rounding, which must not make the largest number infinite.
+            scaled = np.where(np.isfinite(again), np.clip(scaled, -largest, largest), scaled)
+    return np.where(np.isfinite(out), out, scaled.astype(out.dtype))

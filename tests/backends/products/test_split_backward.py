@@ -123,6 +123,15 @@ def test_gradients_scale_as_the_cotangent_does(size) -> None:
         assert np.abs(found - right).max() <= limit * up + unit
 
 
+def test_a_tiny_cotangent_beside_large_values() -> None:
+    """Lifted by 2^64 as others are, it made gradients NaN that are near 1e18."""
+    arrays = operands(200, 170)
+    arrays["grad_out"] *= np.float32(2.0**-63)
+    arrays["value"] *= np.float32(2.0**122)
+    for found, right in zip(gradients(arrays), formula(arrays), strict=True):
+        assert np.abs(found - right).max() <= 2.0**-18 * np.abs(right).max()
+
+
 @pytest.mark.parametrize("name", ["query", "key"])
 @pytest.mark.parametrize("size", [1e-28, 1e-36])
 def test_tiny_operands(name, size) -> None:

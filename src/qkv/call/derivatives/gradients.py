@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -159,5 +160,5 @@ def gradient_of_sinks(sinks: Array, inputs: BackwardInputs) -> Array:
         delta = along.sum(axis=-1) - inputs.grad_lse
         shares = shares_of_sinks(sinks[:, None], inputs.lse) * delta
         total = -shares.sum(axis=-1)
-    by_head: Array = total.reshape(-1, len(sinks)).sum(axis=0)
+    by_head: Array = total.reshape(math.prod(total.shape[:-1]), len(sinks)).sum(axis=0)
     return by_head

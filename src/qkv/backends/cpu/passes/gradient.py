@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +20,9 @@ Array = NDArray[Any]
 _MOST_QUERIES = 12
 """With at most this many queries of a head that see a key, delta is corrected. With more queries,
 the error of one row is seldom the largest."""
-_FAINT, _LIFT = 2.0**-60, 2.0**64
-"""If all cotangents are smaller than the first number, they are multiplied by the second."""
+_FAINT, _LIFT, _LIFTED = 2.0**-60, 2.0**64, 2.0**100
+"""If all cotangents are smaller than the first number, they are multiplied by the second, or by as
+much less as keeps their products with operands below the third."""
 
 
 def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
@@ -37,8 +39,11 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         out_dtype=inputs.out.dtype,
         inputs=inputs,
     )
+    lift = 1.0
     if backward_pass.splits_float32 and is_faint(inputs.grad_out, inputs.grad_lse):
-        return _lifted_gradients(problem, inputs)
+        lift = _lift(problem, inputs)
+        up = np.float32(lift)
+        inputs = replace(inputs, grad_out=inputs.grad_out * up, grad_lse=inputs.grad_lse * up)
     results = Results(problem, backward_pass)
     rows = RowArrays(problem, inputs, backward_pass.splits if corrects_delta else 0)
     workers = backward_pass.workers()
@@ -47,7 +52,8 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         backward_pass.launch(backward_pass.delta_correction(), arguments, workers)
         rows.correct(problem, inputs)
     backward_pass.launch(backward_pass.kernel(), arguments, workers)
-    return results.finish()
+    gradients = results.finish()
+    return gradients if lift == 1 else _times(gradients, np.float32(1 / lift))
 
 
 def recomputes_lse(problem: Problem) -> bool:
@@ -73,17 +79,29 @@ def is_faint(grad_out: Array, grad_lse: Array) -> bool:
     return any(of.any() for of in rows)
 
 
-def _lifted_gradients(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
-    """Gradients of cotangents times 2^64, divided by it: both are exact, gradients being linear."""
-    up, down = np.float32(_LIFT), np.float32(1 / _LIFT)
-    gradients = backward(
-        problem, replace(inputs, grad_out=inputs.grad_out * up, grad_lse=inputs.grad_lse * up)
-    )
+def _lift(problem: Problem, inputs: BackwardInputs) -> float:
+    """A power of two by which cotangents are multiplied, and gradients, being linear, divided."""
+    spec, operands = problem.spec, problem.operands
+    query, key, value = map(_largest, (operands.query, operands.key, operands.value))
+    cotangent = max(_largest(inputs.grad_out), _largest(inputs.grad_lse))
+    of_scores = cotangent * max(1.0, spec.v_head_dim * value)
+    product = of_scores * max(1.0, abs(operands.scale) * max(query, key))
+    return min(_LIFT, max(1.0, 2.0 ** math.floor(math.log2(_LIFTED / product))))
+
+
+def _largest(array: Any) -> float:
+    """The largest finite magnitude."""
+    magnitudes = np.abs(array)
+    return float(np.max(magnitudes, where=np.isfinite(magnitudes), initial=0))
+
+
+def _times(gradients: OperandGradients, factor: np.float32) -> OperandGradients:
+    """The gradients times a number."""
     return OperandGradients(
-        gradients.query * down,
-        gradients.key * down,
-        gradients.value * down,
-        {name: array * array.dtype.type(down) for name, array in gradients.tables.items()},
+        gradients.query * factor,
+        gradients.key * factor,
+        gradients.value * factor,
+        {name: array * array.dtype.type(factor) for name, array in gradients.tables.items()},
     )
 
 
