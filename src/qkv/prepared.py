@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
@@ -118,12 +119,13 @@ class PreparedAttention:
         q_offset: int | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """Output, with lse if asked for, of arrays of the same form.
+        """Output, with lse if asked for, of arrays of the same form, in the library of `query`.
 
         Parameters
         ----------
         query, key, value : array
-            As `form` says.
+            As `form` says. A call that was prepared with arrays of NumPy takes tensors of torch
+            too, which torch differentiates as usual, and the other way round.
         q_offset : int, optional
             The position of query row 0, if a number was prepared for; else that number holds.
         return_lse : bool
@@ -133,6 +135,8 @@ class PreparedAttention:
         ------
         DTypeError, ShapeError
             If an array is not as it was prepared for; the message says which and how.
+        UnsupportedError
+            If `query` is an array of JAX.
         """
         structure = self._bound.structure
         if q_offset is not None:
@@ -147,9 +151,9 @@ class PreparedAttention:
                 self._require_form(bound)
                 attended = attend(bound, rows=return_lse)
             return (attended.out, attended.lse) if return_lse else attended.out
-        results = None
-        if hasattr(bridge, "run_alike"):
-            results = bridge.run_alike(self._prepared, bound, return_lse)
+        if not hasattr(bridge, "run_alike"):
+            raise _not_prepared(library_of(query, "query").name)
+        results = bridge.run_alike(self._prepared, bound, return_lse)
         if results is None:
             self._require_form(bound)
             whole = bound.unflatten()
@@ -280,10 +284,7 @@ def _prepared(bound: BoundCall, passes: Passes, free: bool) -> tuple[PreparedCal
         )
     library, leaves = views_of(bound)
     if library.name not in ("numpy", "torch"):
-        raise UnsupportedError(
-            f"arrays of {library.name} are compiled by {library.name}, not prepared.",
-            action="Call qkv.attention inside of jax.jit.",
-        )
+        raise _not_prepared(library.name)
     seen = bound._replace(leaves=leaves)
     call = check_call(seen, backward=passes == "residuals")
     views = heads_first(seen)
@@ -316,6 +317,13 @@ def _prepared(bound: BoundCall, passes: Passes, free: bool) -> tuple[PreparedCal
     return made, call
 
 
+def _not_prepared(library: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"arrays of {library} are compiled by {library}, not prepared.",
+        action="Call qkv.attention inside of jax.jit.",
+    )
+
+
 def _prepared_again(
     library: str, views: Sequence[Any], variants: Any, options: Any, passes: Passes, free: bool
 ) -> PreparedAttention:
@@ -337,6 +345,8 @@ def _form_of(array: Any, has_free_rows: bool, layout: str) -> ArrayForm:
     shape: list[int | None] = list(array.shape)
     if hasattr(array, "stride"):
         strides = tuple(array.stride())
+    elif not hasattr(array, "strides"):  # of JAX, beside a query of another library
+        strides = tuple([prod(shape[axis + 1 :]) for axis in range(len(shape))])
     else:
         strides = tuple([step // array.itemsize for step in array.strides])
     if has_free_rows and len(shape) > 2:

@@ -248,3 +248,11 @@ def test_an_empty_cache(kind: str) -> None:
 def test_impossible_caches(make: Any) -> None:
     with pytest.raises(qkv.ArgumentError):
         make()
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_tensors_without_values_are_refused_where_rows_are_rounded(kind: str) -> None:
+    torch = pytest.importorskip("torch", reason="tensors on meta")
+    key = torch.empty(2, 2, 4, 8, device="meta")
+    with pytest.raises(qkv.UnsupportedError, match="key is on meta"):
+        CACHES[kind](dtype="int8").append(key, key)

@@ -241,3 +241,18 @@ def test_messages_of_different_passes_are_not_confused(tmp_path: Path, what: str
             assert re.match(rf"DistributedError: rank {1 - rank} (did not|closed)", said), said
     finally:
         ranks.close()
+
+
+def test_long_words_of_ranks_are_cut_and_still_differ() -> None:
+    """They were cut in the middle of what was sent, which no rank could read then."""
+    from types import SimpleNamespace
+
+    from qkv.distributed.agreement import compare, tell
+
+    words = {f"name {n}": "\N{GREEK SMALL LETTER ALPHA}\n" * 3000 for n in range(10)}
+    said = [{"own error": "", **words}, {"own error": "", **words, "name 9": words["name 9"] + "x"}]
+    links: Any = SimpleNamespace(number=0, all_to_all=lambda tensor: [tensor])
+    heard = [tell(links, of, torch.device("cpu"))[0] for of in said]
+    assert heard[0]["name 0"].startswith(words["name 0"][:20])
+    with pytest.raises(qkv.DistributedError, match="name 9 differs between ranks"):
+        compare([{**of, "own last number": 0} for of in heard])

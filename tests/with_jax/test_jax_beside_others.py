@@ -81,3 +81,18 @@ def test_tensors_beside_jax_arrays() -> None:
             f(lambda x: qkv.attention(x, query, v))(jnp.asarray(q))
     with pytest.raises(qkv.UnsupportedError, match="jax differentiates or traces"):
         jax.jit(lambda x: qkv.attention(tensor(q), x, x))(jnp.asarray(k))
+
+
+def test_a_prepared_call_takes_arrays_of_other_libraries_beside_its_query() -> None:
+    q, k, v = ARRAYS
+    prepared = qkv.prepare(q, k, v, qkv.Causal(), BIAS)
+    near(prepared(q, jnp.asarray(k), v), RIGHT)
+    for call in (prepared, jax.jit(prepared)):
+        with pytest.raises(qkv.UnsupportedError, match="arrays of jax are compiled by jax"):
+            call(jnp.asarray(q), k, v)
+    torch = pytest.importorskip("torch")
+    query = torch.from_numpy(q.copy()).requires_grad_()
+    found = prepared(query, jnp.asarray(k), torch.from_numpy(v))
+    near(found.detach(), RIGHT)
+    found.sum().backward()
+    near(query.grad, qkv.vjp(q, k, v, BIAS, qkv.Causal())[1](np.ones_like(q)).query)

@@ -47,19 +47,20 @@ def check_beside(array: torch.Tensor, role: str, query: torch.Tensor) -> None:
     """Raise for an array of a call that is neither in main memory nor where the query is."""
     if array.device.type == "cpu" or array.device == query.device:
         return
-    if array.is_meta:
-        raise _no_values(role)
+    check_values(array, role)
     raise UnsupportedError(
         f"{role} is on {array.device} and query on {query.device}.",
         action=f"Move it there, as in {variable(role)}.to(query.device).",
     )
 
 
-def _no_values(role: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{role} is on meta, where tensors have no values.",
-        action=f"Pass {variable(role)} with values, as one that was made on the CPU has.",
-    )
+def check_values(array: torch.Tensor, role: str) -> None:
+    """Raise for a tensor on meta, where only types and shapes are known."""
+    if array.is_meta:
+        raise UnsupportedError(
+            f"{role} is on meta, where tensors have no values.",
+            action=f"Pass {variable(role)} with values, as one that was made on the CPU has.",
+        )
 
 
 class TorchArrays:
@@ -79,8 +80,7 @@ class TorchArrays:
                 pass  # The checks below raise an error that explains the reason.
         check_dense(array, role)
         name = variable(role)
-        if array.is_meta:
-            raise _no_values(role)
+        check_values(array, role)
         if array.device.type != "cpu":
             instead = (
                 ", or call qkv.attention, which torch's own kernels can run where the tensors are"

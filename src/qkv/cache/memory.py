@@ -54,6 +54,11 @@ class Memory(Protocol):
         """The float32 mean (heads, dim) of the first `counts` rows of each sequence, restored.
 
         None if they are fewer than `fewest` in all, or one of them is not finite.
+
+        Raises
+        ------
+        UnsupportedError
+            They have no values, as tensors on meta.
         """
         ...
 
@@ -141,9 +146,9 @@ class TorchMemory:
     def __init__(self) -> None:
         import torch
 
-        from qkv.arrays.torch_arrays import check_dense
+        from qkv.arrays.torch_arrays import check_dense, check_values
 
-        self.torch, self.check_dense = torch, check_dense
+        self.torch, self.check_dense, self.check_values = torch, check_dense, check_values
         self.plain = torch.Tensor, torch.nn.Parameter
         self.library = library_of(torch.empty(0), "rows")
         self.on_host = HostMemory()
@@ -194,6 +199,7 @@ class TorchMemory:
             mean = self.on_host.mean_of_rows(rows, counts, fewest)
             return None if mean is None else self.library.restore(mean)
         torch = self.torch
+        self.check_values(rows, "key")
         counts = torch.as_tensor(np.asarray(counts), device=rows.device)
         real = torch.arange(rows.shape[-2], device=rows.device) < counts[..., None]
         total = int(real.sum())

@@ -32,6 +32,11 @@ def where(allowed: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda scores: scores.masked_fill(~allowed, -torch.inf)
 
 
+def compared(position: Any, n: Any) -> Any:
+    left = (position < n) + 2 * (position <= n) + 4 * (position == n) + 8 * (position != n)
+    return left + 16 * (n < position) + 32 * (n <= position) + 64 * (n == position)
+
+
 Function = Callable[[torch.Tensor, Any], torch.Tensor]
 NUMBERS: dict[str, tuple[Function, Callable[[Any], Any], tuple[Any, ...]]] = {
     "Softcap": (
@@ -78,6 +83,18 @@ NUMBERS: dict[str, tuple[Function, Callable[[Any], Any], tuple[Any, ...]]] = {
         lambda q, n: qkv.attention(q, q, q, qkv.ScoreMod(lambda s, b, h, i, j: n * s + j * n)),
         lambda n: lambda scores: n * scores + key_at * n,
         (1, 2, 5, 0.5, 0.25),
+    ),
+    "comparisons of positions": (
+        lambda q, n: qkv.attention(q, q, q, qkv.ScoreMod(lambda s, b, h, i, j: s + compared(j, n))),
+        lambda n: lambda scores: scores + compared(key_at, n),
+        (1, 2, 5, 0.5, 0.25),
+    ),
+    "Mask that compares with a size": (
+        lambda q, n: qkv.attention(
+            q, q, q, qkv.Mask(lambda b, h, i, j: (j == q.new_zeros(n).shape[0]) | (i != j))
+        ),
+        lambda n: where((key_at == n) | (query_at != key_at)),
+        (1, 2, 5),
     ),
 }
 

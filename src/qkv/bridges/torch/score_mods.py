@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from qkv._dynamo import as_constant, constant_result
+from qkv.bridges.torch.comparisons import let_compare
 from qkv.errors import ArgumentError, QkvError
 from qkv.problem.language import score_functions
 from qkv.problem.language.expressions import Var, as_node
@@ -37,6 +38,7 @@ def read(fn: Any, arguments: tuple[str, ...]) -> tuple[str, tuple[Tensor, ...]] 
     """The text of a function's expression, and its tensors; None if Dynamo cannot read it."""
     if not _can_be_read(_code_of(fn)):
         return None
+    let_compare(_Symbol)
     reading = _Reading()
     symbols = [reading.note(("var", name)) for name in arguments]
     with reading:

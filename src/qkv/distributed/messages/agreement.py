@@ -19,7 +19,7 @@ from qkv.problem.spec import Problem
 __all__ = ["compare", "fingerprint", "in_words", "tell"]
 
 _SIZE = 4096
-"""Bytes of one description."""
+"""Bytes of one description: a dozen texts of the lengths to which they are cut."""
 _READ_WHOLE = 2**24
 """Arrays of up to this many bytes are compared whole, larger ones by evenly spaced entries."""
 
@@ -27,9 +27,7 @@ _READ_WHOLE = 2**24
 def tell(links: Links, said: Mapping[str, Any], device: torch.device) -> list[dict[str, Any]]:
     """What every rank says, in the order of ranks; messages after it have a number of their own."""
     said = {"version": __version__, "own last number": Links.last_number, **said}
-    written = json.dumps(said).encode()
-    if len(written) > _SIZE:  # Text of variants may be long; its fingerprint is compared as well.
-        written = json.dumps({k: str(v)[:200] for k, v in said.items()}).encode()[:_SIZE]
+    written = _written({name: _cut(name, value) for name, value in said.items()})
     buffer = np.zeros(_SIZE, np.uint8)
     buffer[: len(written)] = np.frombuffer(written, np.uint8)
     links.number = 0
@@ -37,6 +35,21 @@ def tell(links: Links, said: Mapping[str, Any], device: torch.device) -> list[di
     everyone = [json.loads(bytes(one.cpu().numpy()).rstrip(b"\0")) for one in buffers]
     links.number = Links.last_number = 1 + max(int(of["own last number"]) for of in everyone)
     return everyone
+
+
+def _cut(name: str, value: Any) -> Any:
+    """A long text as its beginning and a digest, so that what differs further on still differs."""
+    longest = 480 if name.startswith("own ") else 160
+    if not isinstance(value, str) or len(_written(value)) <= longest:
+        return value
+    kept = value
+    while len(_written(kept)) > longest:
+        kept = kept[: len(kept) * 3 // 4]
+    return f"{kept} ... {blake2b(value.encode(), digest_size=8).hexdigest()}"
+
+
+def _written(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace")
 
 
 def compare(everyone: Sequence[Mapping[str, Any]]) -> None:
