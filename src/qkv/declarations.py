@@ -60,13 +60,13 @@ def checked_size(name: str, given: Any, least: int = 1) -> int:
     whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
     if whole and least <= given <= LARGEST:
         return given if isinstance(given, int) else int(given)
+    advice = f"{name} >= {least}" if least >= 0 else f"{name} as an integer"
     if whole and given > LARGEST:
-        what = f"at most {LARGEST}"
+        what, advice = f"at most {LARGEST}", f"a smaller {name}"
     elif least == 1:
         what = "a positive integer"
     else:
         what = f"a whole number of {least} or more" if least >= 0 else "a whole number"
-    advice = f"{name} >= {least}" if least >= 0 else f"{name} as an integer"
     raise ArgumentError(f"{name}={shown(given)} is not {what}.", action=f"Pass {advice}.")
 
 
