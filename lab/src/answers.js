@@ -53,7 +53,12 @@ function compared({ right, mistakes, near }, answer) {
   if (found) return { right: true, why: found.why };
   const mistake = mistakes.find(isNear);
   if (mistake) return { right: false, why: mistake.why };
-  if (!sizes.length) return { right: false, why: `${general(given[0], 6)} is too ${given[0] < right[0].numbers ? "small" : "large"}.` };
+  if (!sizes.length) {
+    const wanted = right[0].numbers;
+    // So near, it is likely a rounded number.
+    const more = Math.abs(given[0] - wanted) <= 0.01 * Math.abs(wanted) ? " by less than 1 %; write it with more digits" : "";
+    return { right: false, why: `${general(given[0], 6)} is too ${given[0] < wanted ? "small" : "large"}${more}.` };
+  }
   const off = distances(right[0].numbers);
   const worst = off.indexOf(Math.max(...off));
   const columns = sizes.at(-1);

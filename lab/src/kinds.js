@@ -3,8 +3,8 @@
 import { UNKNOWN } from "./language.js";
 
 /**
- * Means over the queries that have such a key, NaN where none has; docs/inspect-models.md has the formulas.
- * Unknown tokens share an id, and none of them is a duplicate.
+ * Means over the queries that have such a key, NaN where none has, and how many have; docs/inspect-models.md has the
+ * formulas. Unknown tokens share an id, and none of them is a duplicate.
  * @param {Float64Array[]} weights by query, of a causal head @param {number[]} ids
  */
 export function scoresOf(weights, ids) {
@@ -16,15 +16,21 @@ export function scoresOf(weights, ids) {
     own: (i) => [i],
     sink: () => [0],
   };
-  const meanOf = (keys) => {
-    const rows = weights.flatMap((row, i) => (keys(i).length ? [keys(i).reduce((sum, j) => sum + row[j], 0)] : []));
-    return rows.reduce((sum, x) => sum + x, 0) / rows.length;
+  const rowsOf = (keys) => weights.flatMap((row, i) => (keys(i).length ? [keys(i).reduce((sum, j) => sum + row[j], 0)] : []));
+  const rows = Object.entries(keysOf).map(([name, keys]) => [name, rowsOf(keys)]);
+  return {
+    means: Object.fromEntries(rows.map(([name, each]) => [name, each.reduce((sum, x) => sum + x, 0) / each.length])),
+    counts: Object.fromEntries(rows.map(([name, each]) => [name, each.length])),
   };
-  return Object.fromEntries(Object.entries(keysOf).map(([name, keys]) => [name, meanOf(keys)]));
 }
 
-/** The largest score that reaches the threshold, or the sink where no other does. @param {Record<string, number>} scores */
-export function kindOf(scores, threshold) {
-  const reached = Object.keys(scores).filter((name) => scores[name] >= threshold);
-  return reached.sort((a, b) => (a === "sink") - (b === "sink") || scores[b] - scores[a])[0] ?? null;
+/** The largest mean that reaches the threshold, or the sink where no other does. @param {Record<string, number>} means */
+export function kindOf(means, threshold) {
+  const reached = Object.keys(means).filter((name) => means[name] >= threshold);
+  return reached.sort((a, b) => (a === "sink") - (b === "sink") || means[b] - means[a])[0] ?? null;
+}
+
+/** What a mean is of. @param {number} count @param {string} one @param {string} more */
+export function withSuchAKey(count, one, more) {
+  return count === 1 ? `the one ${one} that has such a key` : `the ${count} ${more} that have such a key`;
 }

@@ -10,7 +10,8 @@ const answers = JSON.parse(readFileSync(0, "utf8")).map(({ text, off, temperatur
   const { logits, weights } = model.run(ids, new Set(off));
   return {
     ids, logits: logits.map((row) => [...row]), losses: losses(logits, ids), weights: weights.map((layer) => layer.map((head) => head.map((row) => [...row]))),
-    kinds: weights.map((layer) => layer.map((head) => kindOf(scoresOf(head, ids), threshold))),
+    kinds: weights.map((layer) => layer.map((head) => kindOf(scoresOf(head, ids).means, threshold))),
+    counts: ids.length ? scoresOf(weights[0][0], ids).counts : {},
     next: logits.length ? [...probabilities(logits.at(-1), temperature)] : [],
   };
 });

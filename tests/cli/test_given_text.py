@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from qkv.cli import main
@@ -186,6 +187,22 @@ def test_a_head_that_reads_another_token_is_explained_first(
         f"language, layer {layer} of 0..3: head {head}, which puts {weight:.2f} of its weight on "
         "the token before"
     )
+
+
+def test_a_head_that_is_of_a_kind_by_one_query_alone_comes_after_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One head reads what followed "she" by chance, others the token before 18 times."""
+    text = "The nurse told her that she was late because she had slept"
+    record = language_model().inspect(text)
+    repeated = np.unique(np.asarray(record.tokens), return_counts=True)[1] - 1
+    assert repeated.sum() == 1  # so that a mean of induction is that of one query
+    previous = max((row["previous"], row["layer"], row["head"]) for row in record.rows())
+    assert 0.4 <= previous[0] < max(row["induction"] for row in record.rows())
+    assert main(["explain", text]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert f"layer {previous[1]} of 0..3: head {previous[2]}, " in first
+    assert first.endswith("the token before (mean of 18 queries)")
 
 
 def test_where_only_rests_are_clear_they_are_explained(capsys: pytest.CaptureFixture[str]) -> None:

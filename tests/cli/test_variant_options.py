@@ -221,6 +221,8 @@ def test_a_file_after_an_option_that_may_stand_alone_is_a_file(
     [
         (["qkv.npz", "--heads", "4"], "--heads"),
         (["--q-len", "-4"], "--q-len -4"),
+        (["--q-len", str(10**20)], f"--q-len {10**20} is beyond 2147483647"),
+        (["--batch-size", str(2**31 - 1), "--heads", str(2**31 - 1)], "no array is as large as"),
         (["--heads", "3", "--kv-heads", "2"], "kv"),
     ],
 )

@@ -192,7 +192,8 @@ def test_parameters_are_those_that_transformers_makes(
         wanted -= 32 * 32 + 32  # the pooler of ViTModel, which the published weights lack
         ours = without_classifier(tmp_path)
     assert model_cost(ours, 8).parameters == wanted
-    assert not ours.notes
+    # DeepSeek-V3 has a layer that predicts a second token, which transformers does not make either.
+    assert all("num_nextn_predict_layers 1 is not counted" in note for note in ours.notes)
     if hasattr(config, "layer_types") and config.layer_types:
         local = [t == "sliding_attention" for t in config.layer_types]
         assert [layer.attention.window is not None for layer in ours.layers] == local

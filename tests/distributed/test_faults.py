@@ -247,7 +247,7 @@ def test_long_words_of_ranks_are_cut_and_still_differ() -> None:
     """They were cut in the middle of what was sent, which no rank could read then."""
     from types import SimpleNamespace
 
-    from qkv.distributed.agreement import compare, tell
+    from qkv.distributed.messages.agreement import compare, tell
 
     words = {f"name {n}": "\N{GREEK SMALL LETTER ALPHA}\n" * 3000 for n in range(10)}
     said = [{"own error": "", **words}, {"own error": "", **words, "name 9": words["name 9"] + "x"}]

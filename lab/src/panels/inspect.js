@@ -9,6 +9,7 @@ import { HeadPictures, usePictures } from "../parts/heads.js";
 import { Lines } from "../parts/lines.js";
 import { Shown } from "../parts/shown.js";
 import { Words } from "../parts/words.js";
+import { withSuchAKey } from "../kinds.js";
 import { UNCHOSEN } from "../view.js";
 import { shown } from "../format.js";
 
@@ -35,7 +36,8 @@ const aboutOf = (score, meanings) => SCORES[score] ?? `Weight on ${meanings[scor
 function meanOf(score, { counted, q_len: length }) {
   const count = counted[score];
   if (score === "max_logit") return "The largest of all queries";
-  return count === length ? `Mean of all ${length} queries` : `Mean of the ${count} queries that have such a key`;
+  if (count === length) return length === 1 ? "That of the one query" : `Mean of all ${length} queries`;
+  return `Mean of ${withSuchAKey(count, "query", "queries")}`;
 }
 
 function HeadGrid({ layers, score, layer, head, onOpen }) {
@@ -211,7 +213,7 @@ export function Inspect() {
     <h3 class="part">${layers.length > 1 ? `Layer ${layer}, head ${head}` : `Head ${head}`}${kind ? html` <span class="kind">${kind}</span>` : ""}</h3>
     <div class="row">${layers.length > 1 && html`<${Select} label="Layer" value=${layer} onChange=${(to) => set({ layer: Number(to), kkey: UNCHOSEN })} options=${layers.map(({ index, name }) => [index, name ? `${index}: ${name}` : String(index)])} />`}
       <${Select} label="Head" value=${head} onChange=${(to) => set({ head: Number(to), kkey: UNCHOSEN })} options=${current.heads.map((each, i) => [i, each.kind ? `${i}: ${each.kind}` : String(i)])} /></div>
-    ${kind && html`<p class="faint">On average over the queries that have such a key, it puts ${model.threshold} or more of its weight on ${model.meanings[kind]}, which is what the word says and no more.</p>`}
+    ${kind && html`<p class="faint">On average over ${withSuchAKey(current.counted[kind], "query", "queries")}, it puts ${model.threshold} or more of its weight on ${model.meanings[kind]}, which is what the word says and no more.</p>`}
     <div class="two">
       ${hasMap ? html`<${WeightMap} key=${client.opening} name=${nameOf(layers, layer, head)} layer=${layer} head=${head} query=${query} chosenKey=${key} qLen=${qLen} kvLen=${kvLen} levels=${current.levels} tokens=${tokens} onOpen=${read} />` : html`<p class="faint">The map of weights is not in this page; it needs Python: <code>qkv lab</code>.</p>`}
       <div ref=${text}><${TopKeys} best=${best} query=${query} tokens=${tokens} qLen=${qLen} kvLen=${kvLen} />

@@ -7,7 +7,7 @@ import { HeadPictures, pictureOf } from "../parts/heads.js";
 import { Lines } from "../parts/lines.js";
 import { Words } from "../parts/words.js";
 import { quoted, size } from "../format.js";
-import { kindOf, scoresOf } from "../kinds.js";
+import { kindOf, scoresOf, withSuchAKey } from "../kinds.js";
 import { fromBase64, losses, probabilities } from "../language.js";
 import { UNCHOSEN } from "../view.js";
 
@@ -40,9 +40,9 @@ function Reader({ model, meanings, threshold }) {
   const plain = useMemo(() => timed(() => model.run(ids)), [text]);
   const run = useMemo(() => (off.size ? model.run(ids, off) : plain), [text, view.off]);
   const heads = useMemo(() => run.weights.map((layer) => layer.map((weights) => {
-    const scores = scoresOf(weights, ids);
-    const kind = kindOf(scores, threshold);
-    return { weights, kind, share: scores[kind] };
+    const { means, counts } = scoresOf(weights, ids);
+    const kind = kindOf(means, threshold);
+    return { weights, kind, share: means[kind], count: counts[kind] };
   })), [run]);
   const tokens = ids.map((id) => model.pieces[id]);
   const layer = inside(view.llayer, model.layers.length);
@@ -103,11 +103,11 @@ function Heads({ heads, meanings, threshold, off, layer, head }) {
     set({ off: [...next].sort().join(" ") });
     announce(`head ${name} ${next.has(name) ? "off" : "on"}`);
   };
-  const pictures = useMemo(() => heads.map((each) => each.map(({ weights, kind, share }) => ({ picture: pictureOf(weights), note: kind ? `${kind} ${share.toFixed(2)}` : "" }))), [heads]);
+  const pictures = useMemo(() => heads.map((each) => each.map(({ weights, kind, share, count }) => ({ picture: pictureOf(weights), note: kind ? `${kind} ${share.toFixed(2)} of ${count}` : "" }))), [heads]);
   const layers = pictures.map((row, i) => ({ name: `layer ${i}`, heads: row.map((each, j) => ({ ...each, name: `${i}.${j}`, off: off.has(`${i}.${j}`) })) }));
   return html`<${Block} title="Every head: layers down, heads across">
     <p class="faint">Each picture is one head: a row for each token, and the stronger a colour, the more it reads of an earlier one. Choose a head to see it below; switch heads off, and what comes next is computed without them.</p>
-    <p class="faint">Under a picture stand the kind of its head, where one has ${threshold} or more of the weight, and how much that is. The kinds are ${Object.entries(meanings).map(([kind, meaning]) => `${kind}: ${meaning}`).join("; ")}.</p>
+    <p class="faint">Under a picture stand the kind of its head, where one has ${threshold} or more of the weight, how much that is, and of how many tokens it is the mean: one or two say little. The kinds are ${Object.entries(meanings).map(([kind, meaning]) => `${kind}: ${meaning}`).join("; ")}.</p>
     <${HeadPictures} layers=${layers} chosen=${[layer, head]} onChoose=${(i, j) => set({ llayer: i, lhead: j })} below=${(i, j) => {
       const { name } = layers[i].heads[j];
       return html`<label><input type="checkbox" checked=${!off.has(name)} aria-label=${`Head ${name} is on`} onChange=${() => toggle(name)} /> on</label>`;
@@ -115,12 +115,12 @@ function Heads({ heads, meanings, threshold, off, layer, head }) {
     <div class="row"><button type="button" disabled=${!off.size} onClick=${() => set({ off: "" })}>All heads on</button></div></${Block}>`;
 }
 
-function Head({ head: { weights, kind }, meanings, threshold, tokens, query, title, more }) {
+function Head({ head: { weights, kind, count }, meanings, threshold, tokens, query, title, more }) {
   const { set } = useLab();
   const row = weights[query];
   const best = [...row.keys()].sort((a, b) => row[b] - row[a]).slice(0, 6);
   return html`<${Block} title=${title} rows=${() => [["query", "key", "weight"], ...weights.flatMap((keys, i) => [...keys].map((weight, j) => [tokens[i], tokens[j], weight]))]}>
-    ${kind && html`<p class="faint">Its kind is ${kind}: on average over the tokens that have such a key, it puts ${threshold} or more of its weight on ${meanings[kind]}, which is what the word says and no more.</p>`}
+    ${kind && html`<p class="faint">Its kind is ${kind}: on average over ${withSuchAKey(count, "token", "tokens")}, it puts ${threshold} or more of its weight on ${meanings[kind]}, which is what the word says and no more.</p>`}
     ${more !== undefined && html`<p class="faint">Without this head alone, the model loses <${Num} x=${more} /> nats more for each token of the text that was held out.</p>`}
     <div class="two wide-left"><div><${Words} tokens=${tokens} query=${query} strength=${new Map(row.entries())} onChoose=${(to) => set({ lquery: to })} />
       <p><${Quoted} text=${tokens[query]} /> reads:</p>

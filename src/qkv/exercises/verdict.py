@@ -18,6 +18,9 @@ Array = NDArray[np.float64]
 _NEAR = 0.0051
 """Half a unit of the second decimal, and a little for numbers whose third decimal is 5."""
 
+_CLOSE = 0.01
+"""A number that is off by less, relative to the right one, is likely a rounded one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -98,7 +101,9 @@ class Numbers:
                 return Verdict(False, reason)
         if wanted.ndim == 0:
             side = "small" if given < wanted else "large"
-            return Verdict(False, f"{float(given):g} is too {side}.")
+            close = abs(given - wanted) <= _CLOSE * abs(wanted)
+            more = " by less than 1 %; write it with more digits" if close else ""
+            return Verdict(False, f"{float(given):g} is too {side}{more}.")
         off = np.abs(given - wanted)
         where = tuple(int(i) for i in np.unravel_index(int(off.argmax()), off.shape))
         count, place = int((off > self.near).sum()), _place(where)

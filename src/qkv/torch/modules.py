@@ -168,7 +168,7 @@ class MultiHeadAttention(nn.Module):
     """Multi-head attention: projections of query, key and value, heads, and a projection back.
 
         head_h = attention(x W_q[h], y W_k[h'], y W_v[h']),  h' = h // group_size
-        out    = [head_0, ..., head_n] W_o
+        out    = [head_0, head_1, ...] W_o
 
     Parameters
     ----------

@@ -128,14 +128,18 @@ def test_the_kinds_of_heads_are_those_of_inspect(lab: Any) -> None:
         ):
             assert kind == row["kind"], (text, row["layer"], row["head"])
             seen.add(kind)
+        counted = model.inspect(text)[0].scores.counted
+        assert found["counts"] == {name: counted[name].sum() for name in found["counts"]}
     assert seen == {None, "induction", "duplicate", "previous", "own", "sink"}
+    counted = model.inspect(texts[2])[0].scores.counted
     page = lab.open("language", text=texts[2], llayer=1, lhead=1)
     page.wait_for_selector(".smallheads canvas")
     notes = page.locator(".smallheads small").all_inner_texts()
     for note, row in zip(notes, model.inspect(texts[2]).rows(), strict=True):
-        kind, _, share = note.partition(" ")
+        kind, share, _, count = note.split() or ("", "", "", "")
         assert kind == (row["kind"] or "")
         assert not kind or abs(float(share) - row[kind]) < 0.0051
+        assert not kind or int(count) == counted[kind].sum()
     words = page.inner_text("main")
     assert "puts 0.4 or more of its weight on the token before," in words
     assert all(f"{kind}: {meaning}" in words for kind, meaning in MEANINGS.items())

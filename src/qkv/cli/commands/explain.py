@@ -11,6 +11,7 @@ from qkv.cli.inputs.arrays import CommandInput, InputArrays, checked_index
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.files.contents import shown
 from qkv.inspection.heads.head_scores import KINDS, MEANINGS, THRESHOLD
+from qkv.inspection.rendering.counts import counted
 from qkv.inspection.summaries.model import beside_threshold
 from qkv.inspection.summaries.terminal import Page
 
@@ -21,6 +22,8 @@ _MOST_ROWS = 16
 """Rows that are printed at once."""
 _RANKS = {"sink": 0, "own": 1}
 """Kinds of head that tell less of a text than the others, which are 2."""
+_ENOUGH_QUERIES = 3
+"""A mean over fewer is mostly chance: any head can give its weight to one key once."""
 _MOST_KEYS, _TOP = 32, 12
 """Of more keys than these, so many are printed unless `--top` says otherwise."""
 
@@ -90,21 +93,26 @@ def _of_model(options: argparse.Namespace) -> InputArrays:
 def _choose_head(options: argparse.Namespace) -> str:
     """Choose the head of a shipped model that is most clearly of one kind on this text; its kind.
 
-    Heads that read another token come first, and those that rest on the first one last. Other
-    models would have to be loaded twice.
+    Heads that read another token come first, of them those that do so for several queries, and
+    heads that rest on the first token last. Other models would have to be loaded twice.
     """
     from qkv.cli.inputs.model import inspect_model
 
     record = inspect_model(options, lambda done, of: None)
     entries = [(row[kind], kind, row) for kind in KINDS if (row := record.best(kind)) is not None]
 
-    def order(entry: tuple[float, str, dict[str, Any]]) -> tuple[bool, int, float]:
-        weight, kind, _ = entry
-        return weight >= THRESHOLD, _RANKS.get(kind, 2), weight
+    def queries(kind: str, row: dict[str, Any]) -> int:
+        return int(record[row["layer"]].scores.counted[kind].sum())
+
+    def order(entry: tuple[float, str, dict[str, Any]]) -> tuple[bool, int, bool, float]:
+        weight, kind, row = entry
+        enough = queries(kind, row) >= _ENOUGH_QUERIES
+        return weight >= THRESHOLD, _RANKS.get(kind, 2), enough, weight
 
     weight, kind, row = max(entries, key=order)
     options.layer, options.head = row["layer"], row["head"]
-    return f"which puts {beside_threshold(weight)} of its weight on {MEANINGS[kind]}"
+    of = counted(queries(kind, row), "query", "queries")
+    return f"which puts {beside_threshold(weight)} of its weight on {MEANINGS[kind]} (mean of {of})"
 
 
 def _of_file(options: argparse.Namespace) -> InputArrays:

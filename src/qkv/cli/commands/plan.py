@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +16,7 @@ from qkv.cli.variants import variants_of
 from qkv.errors import ArgumentError
 from qkv.files import read_arrays
 from qkv.inspection.summaries.terminal import Page
+from qkv.problem.building.builder import INDEX_LIMIT
 
 __all__ = ["run"]
 
@@ -25,6 +27,8 @@ SCHEMA, VERSION = "qkv-plan", 1
 _SIZES = {
     "batch_size": 1, "heads": 8, "kv_heads": 8, "q_len": 1024, "kv_len": 1024, "head_dim": 64,
 }  # fmt: skip
+_LARGEST_ARRAY = 2**63 - 1
+"""Bytes."""
 _LIKE = {"kv_heads": "heads", "kv_len": "q_len"}
 """Sizes that are, unless given, those of the query."""
 
@@ -69,12 +73,22 @@ def _arrays(options: argparse.Namespace) -> tuple[Array, Array, Array]:
             sizes[name] = sizes[_LIKE[name]]
         if sizes[name] < 0:
             raise ArgumentError(f"{_flag(name)} {value} is below zero.", action="Pass 0 or more.")
+        if sizes[name] > INDEX_LIMIT:
+            raise ArgumentError(
+                f"{_flag(name)} {value} is beyond {INDEX_LIMIT}.", action="Pass a smaller size."
+            )
     if sizes["kv_heads"] and sizes["heads"] % sizes["kv_heads"]:
         raise ArgumentError(
             f"--heads {sizes['heads']} is not a multiple of --kv-heads {sizes['kv_heads']}.",
             action="Groups of query heads of one size share a key head.",
         )
     nothing = np.zeros((), _dtype(options.dtype or "float32"))
+    longest = max("q_len", "kv_len", key=sizes.__getitem__)
+    axes = {name: sizes[name] for name in ("batch_size", "heads", longest, "head_dim")}
+    # NumPy counts an axis of no rows as one row here.
+    if math.prod(max(size, 1) for size in axes.values()) * nothing.itemsize > _LARGEST_ARRAY:
+        written = " ".join(f"{_flag(name)} {size}" for name, size in axes.items())
+        raise ArgumentError(f"no array is as large as {written}.", action="Pass smaller sizes.")
 
     def rows(heads: int, length: int) -> Array:
         """An array of these sizes that takes no memory."""

@@ -80,8 +80,11 @@ def read_config(
     path = None if isinstance(config, Mapping) else Path(config)
     fields: Mapping[str, Any] = config if isinstance(config, Mapping) else _contents(Path(config))
     notes = []
-    if "text_config" in fields and isinstance(fields["text_config"], Mapping):
-        fields = fields["text_config"]
+    if isinstance(text := fields.get("text_config"), Mapping):
+        tied = fields.get("tie_word_embeddings")  # of the whole model, which has the output head
+        fields = text if tied is None else {**text, "tie_word_embeddings": tied}
+        notes.append("only the text model is counted")
+    elif "vision_config" in fields:
         notes.append("only the text model is counted")
     kind = str(fields.get("model_type", ""))
     encoder = None

@@ -18,7 +18,7 @@ _NO_ATTENTION = re.compile(
 """Fields of models some of whose layers are not attention."""
 
 _MEANS_MORE = re.compile(
-    r"alibi|parallel|multi_query|multi_query_|new_decoder|expan|(^|_)qk_?(layer)?norm|num_ln|swin"
+    r"alibi|type_vocab|embedding_size|parallel|multi_query|multi_query_|new_decoder|expan|(^|_)qk_?(layer)?norm|num_ln|swin"
     r"|cross|shared_|first_k|moe|expert|chunk_size$|attention_types|attention_window|sparse"
     r"|kv_shared|q_lora|o_lora|index_|(^|_)bias$|layer_norm|(^|_)ngram|per_layer|mup|gate"
 )

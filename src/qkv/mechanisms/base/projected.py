@@ -54,7 +54,7 @@ class ProjectedAttention(AttentionMechanism):
     """Multi-head attention with named projections, which subclasses give masks and positions.
 
         head_h = attention(x W_q[h], y W_k[h'], y W_v[h']),  h' = h // group_size
-        out    = [head_0, ..., head_n] W_o
+        out    = [head_0, head_1, ...] W_o
 
     Parameters
     ----------
@@ -293,7 +293,7 @@ class ProjectedAttention(AttentionMechanism):
         lines = [Line(f"x of {token.name}", token.query[token.index].tolist())]
         lines += head_lines(token, query, key, value)
         norm = "RMSNorm({})" if self.qk_norm else "{}"
-        formula = f"q = {norm.format('W_q x')}, k = {norm.format('W_k x')}, v = W_v x"
+        formula = f"q = {norm.format('x W_q')}, k = {norm.format('x W_k')}, v = x W_v"
         return [Step("Project", formula, tuple(lines))]
 
     def steps_after(self, out: Any, index: int) -> list[Step]:
@@ -304,7 +304,7 @@ class ProjectedAttention(AttentionMechanism):
             steps.append(Step("Join", "the heads side by side", (Line("o", row),)))
         if self.out_proj:
             row = self.join(out)[index].tolist()
-            steps.append(Step("Project back", "W_o o", (Line("out", row),)))
+            steps.append(Step("Project back", "o W_o", (Line("out", row),)))
         return steps
 
     @classmethod

@@ -41,7 +41,7 @@ class GroupedQuery(LlamaAttention):
 
     name = "grouped-query"
     paper = "Ainslie et al., GQA: Training Generalized Multi-Query Transformer Models (2023)"
-    formula = "[head_0, ..., head_n] W_o, head_h = softmax(Q_h K_g^T / sqrt(d)) V_g, g = h // group"
+    formula = "[head_0, head_1, ...] W_o, head_h = softmax(Q_h K_g^T / sqrt(d)) V_g, g = h // group"
 
     def __init__(
         self,

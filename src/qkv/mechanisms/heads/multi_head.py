@@ -13,7 +13,7 @@ class MultiHead(ProjectedAttention):
     """Several heads side by side, each with projections of its own.
 
         head_h = softmax(Q_h K_h^T / sqrt(head_dim)) V_h,   Q_h = x W_q[h], ...
-        out    = [head_0, ..., head_n] W_o
+        out    = [head_0, head_1, ...] W_o
 
     A single head averages what it reads; several can read different tokens at once.
 
@@ -38,7 +38,7 @@ class MultiHead(ProjectedAttention):
 
     name = "multi-head"
     paper = "Vaswani et al., Attention Is All You Need (2017), section 3.2.2"
-    formula = "[head_0, ..., head_n] W_o, head_h = softmax(Q_h K_h^T / sqrt(d)) V_h"
+    formula = "[head_0, head_1, ...] W_o, head_h = softmax(Q_h K_h^T / sqrt(d)) V_h"
 
     @classmethod
     def example(cls) -> Self:

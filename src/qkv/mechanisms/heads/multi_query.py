@@ -50,7 +50,7 @@ class MultiQuery(ProjectedAttention):
 
     name = "multi-query"
     paper = "Shazeer, Fast Transformer Decoding: One Write-Head is All You Need (2019)"
-    formula = "[head_0, ..., head_n] W_o, head_h = softmax(Q_h K^T / sqrt(d)) V"
+    formula = "[head_0, head_1, ...] W_o, head_h = softmax(Q_h K^T / sqrt(d)) V"
 
     def __init__(self, embed_dim: Size, num_heads: Size, **options: Unpack[Options]) -> None:
         if options.setdefault("num_kv_heads", 1) != 1:
