@@ -14,6 +14,7 @@ from qkv.arrays import is_array, library_of, namespace
 from qkv.arrays.views import view
 from qkv.errors import DTypeError, ShapeError
 from qkv.partial import Partial, merge
+from qkv.problem.building.builder import FLOATS
 from qkv.problem.building.check import Layout
 
 __all__ = ["merge_parts"]
