@@ -129,6 +129,20 @@ class _Decode:
 
     # --- Products --------------------------------------------------------------------------------
 
+    def most_keys(self, arguments: Value, name: str) -> Value:
+        """The most keys that a function for rows is given at once.
+
+        A block of values has its own sum, pages prefetch one block ahead, and a block of rows whose
+        elements are not adjacent is moved.
+        """
+        e = self.e
+        if name == "value" or self.frame.paged[name]:
+            return e.index(BLOCK_KV)
+        element = self.frame.field(arguments, f"{name}_element")
+        item = e.index(storage.ITEM_BYTES[self.frame.dtypes[name]])
+        adjacent = e.builder.icmp_signed("==", element, item)
+        return e.builder.select(adjacent, e.index(STRETCH_KV), e.index(BLOCK_KV))
+
     def block_function(self, name: str, functions: dict[str, Value]) -> Value:
         """A function that multiplies Q with a block of K, or weights with a block of V.
 
@@ -143,13 +157,15 @@ class _Decode:
             pages = self.frame.pages(arguments_, name, batch)
             dim = self.frame.field(arguments_, "head_dim" if name == "key" else "v_head_dim")
             scattered = b.icmp_signed("!=", place.element, e.index(item))
-
             block_row = self.frame.block_row_bytes(dim)
             only = b.icmp_signed("==", self.frame.field(arguments_, "kv_len"), e.index(1))
             step, total = e.index(PART_KV), self.frame.bytes_of(arguments_, name)
+            most = self.most_keys(arguments_, name)
             for size in self.products.tiles:
                 is_one_tile = b.icmp_signed("==", rows, e.index(size))
-                step = b.select(is_one_tile, e.index(BLOCK_KV), step)
+                step = b.select(is_one_tile, most, step)
+
+            reach = e.least(step, BLOCK_KV)
 
             def multiply_tiles(*segment: Value) -> None:
                 pointer, row, scores, keys, done = segment
@@ -163,7 +179,7 @@ class _Decode:
                     def multiply_tile(size: int, i: Value) -> None:
                         stop, p = e.add(i, size), e.at(to, e.mul(i, score_row))
                         prefetch = self.products.prefetch_share(
-                            row, e.mul(dim, item), i, stop, rows, step, total, ahead
+                            row, e.mul(dim, item), i, stop, rows, reach, total, ahead
                         )
                         if name == "key":
                             q = e.at(matrix, e.mul(i, dim, self.query_bytes))
@@ -254,7 +270,7 @@ class _Decode:
             panel_rows = e.least(panel, e.sub(rows, first))
 
             def for_each_block(name: str, matrix: Value, forbidden: Value) -> None:
-                def multiply_blocks(function: str, most: int, *more: Value) -> None:
+                def multiply_blocks(function: str, most: Value | int, *more: Value) -> None:
                     def multiply_block(k: Value, _: list[Value]) -> None:
                         where = [arguments, batch, kv_head, e.add(kv_start, k)]
                         keys = e.least(most, e.sub(count, k))
@@ -266,7 +282,8 @@ class _Decode:
 
                     e.loop(0, count, most, [], multiply_block)
 
-                by_rows = functools.partial(multiply_blocks, name, BLOCK_KV, forbidden)
+                most = self.most_keys(arguments, name)
+                by_rows = functools.partial(multiply_blocks, name, most, forbidden)
                 if self.tiles is None or name not in self.tiles.names:
                     by_rows()
                     return
