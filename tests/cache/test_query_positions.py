@@ -208,3 +208,14 @@ def test_a_layer_of_torch() -> None:
     ):
         layer(tokens[:, -1:], tokens, cache=cache)
     assert cache.length == 0
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_lengths_of_the_caller_are_not_the_end(kind: str) -> None:
+    """The query stands at the last token, whose window has none of the first three."""
+    cache = CACHES[kind]()
+    tokens = np.ones((1, 1, 3, 8), np.float32)
+    cache.append(tokens, tokens)
+    rows = cache.append(tokens, tokens)
+    out = rows.attention(tokens, qkv.SlidingWindow(1, 0), qkv.KeyLengths(3))
+    assert np.array_equal(out[0, 0].any(-1), [True, False, False])

@@ -36,6 +36,7 @@ def normal(*shape, seed=0, dtype="float32"):
 
 def rows_of(stored, batch: int) -> np.ndarray:
     """The rows of one batch row in float64, gathered one by one."""
+    stored = as_arrays(stored)
     scales = offset = None
     if isinstance(stored, qkv.Paged):
         pages, table = stored.pages, stored.page_table[batch]
@@ -52,6 +53,16 @@ def rows_of(stored, batch: int) -> np.ndarray:
         if scales is not None:
             rows = rows * scales[..., None]
     return rows if offset is None else rows + offset[:, None]
+
+
+def as_arrays(stored):
+    """The same of NumPy arrays."""
+    if isinstance(stored, qkv.Paged):
+        return qkv.Paged(as_arrays(stored.pages), stored.page_table)
+    if isinstance(stored, qkv.Quantized):
+        offset = None if stored.offset is None else np.asarray(stored.offset)
+        return qkv.Quantized(np.asarray(stored.values), np.asarray(stored.scales), offset)
+    return np.asarray(stored)
 
 
 def defined(query, rows, allowed) -> np.ndarray:
@@ -99,6 +110,38 @@ def test_a_cache_that_grows(watched, kind, mask, is_ragged, dtype) -> None:
     assert watched.prepared("forward", any_length=True) == forms
     forget_prepared_calls()
     assert rows.attention(query, *variants).tobytes() == out.tobytes()
+
+
+@pytest.mark.parametrize("is_ragged", [False, True], ids=["together", "of several lengths"])
+@pytest.mark.parametrize("kind", CACHES)
+def test_tensors_in_a_cache_that_grows(watched, kind, is_ragged) -> None:
+    """Also a query of other strides; one that wants a gradient gets it, or an error."""
+    cache, lens = CACHES[kind](), np.array([9, 10]) if is_ragged else None
+    first = torch.from_numpy(normal(BATCH, KV_HEADS, 10, DIM))
+    cache.append(first, first, lens)
+    for step in range(8):
+        token, query = (
+            torch.from_numpy(normal(BATCH, heads, 1, DIM, seed=step)) for heads in (KV_HEADS, HEADS)
+        )
+        if step == 6:
+            query = query.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0)
+        rows = cache.append(token, -token)
+        out, lse = rows.attention(query, qkv.Causal(), return_lse=True)
+        assert type(out) is type(lse) is torch.Tensor
+        expected = defined(query.numpy(), rows, lambda back: back >= 0)
+        np.testing.assert_allclose(out, expected, atol=2e-6)
+        assert torch.equal(out, rows.attention(query, qkv.Causal()))
+    assert watched.computed == 2
+    query.requires_grad_()
+    if kind in ("arrays", "rolling"):
+        rows.attention(query, qkv.Causal())[0, 0].sum().backward()
+        assert query.grad[0, 0].abs().min() > 0
+        assert not query.grad[1].any()
+    else:
+        with pytest.raises(qkv.UnsupportedError, match="torch differentiates this call"):
+            rows.attention(query, qkv.Causal())
+    with torch.no_grad():
+        assert torch.equal(rows.attention(query, qkv.Causal()), out)
 
 
 def test_every_page_table_is_checked(watched) -> None:

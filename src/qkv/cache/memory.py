@@ -39,8 +39,8 @@ class Memory(Protocol):
         """Memory of the dtype and on the device of `like`."""
         ...
 
-    def written(self, array: Any) -> Any:
-        """The array, or a view of it, that rows can be assigned to."""
+    def written(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """The arrays of one cache, or views of them, that rows can be assigned to."""
         ...
 
     def int8_with_scales(self, rows: Sequence[Any], offset: Any = None) -> list[tuple[Any, Any]]:
@@ -89,9 +89,9 @@ class HostMemory:
         except (MemoryError, ValueError) as error:
             raise too_large(shape, like.dtype.itemsize) from error
 
-    def written(self, array: Any) -> Any:
-        """The array itself."""
-        return array
+    def written(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """The arrays themselves."""
+        return arrays
 
     def mean_of_rows(self, rows: Any, counts: Any, fewest: int) -> Any:
         """See `Memory`."""
@@ -186,12 +186,12 @@ class TorchMemory:
         """Whether NumPy can have a view; a tensor that stands for one in a trace has none."""
         return type(array) in self.plain and array.is_cpu
 
-    def written(self, array: Any) -> Any:
-        """A view of a tensor in main memory; torch is told that its derivatives may be stale."""
-        if not self._is_on_host(array):
-            return array
-        self.torch.autograd.graph.increment_version(array)
-        return self.library.view(array, "rows")
+    def written(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Views of tensors in main memory; torch is told that their derivatives may be stale."""
+        if not self._is_on_host(arrays[0]):
+            return arrays
+        self.torch.autograd.graph.increment_version(arrays)
+        return [self.library.view(array, "rows") for array in arrays]
 
     def mean_of_rows(self, rows: Any, counts: Any, fewest: int) -> Any:
         """See `Memory`."""

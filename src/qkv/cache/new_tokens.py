@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -65,8 +65,7 @@ class RowFormat:
         return replace(self, leading=(key, value))
 
 
-@dataclass(frozen=True, slots=True)
-class NewTokens:
+class NewTokens(NamedTuple):
     """Keys and values of new tokens, as the cache stores them.
 
     Attributes

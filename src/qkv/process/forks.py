@@ -93,21 +93,25 @@ importing = ForkLock()
 """Held by every thread that imports a module during a call."""
 atexit.register(alone_in_llvm.take_for_good)
 
+
+def _began_as_fork() -> bool:
+    """Whether multiprocessing forked this process, before qkv was imported."""
+    multiprocessing = sys.modules.get("multiprocessing")
+    if multiprocessing is None or multiprocessing.parent_process() is None:
+        return False
+    return multiprocessing.get_start_method(allow_none=True) in (None, "fork")
+
+
 _FIRST_PROCESS = os.getpid()
+_BEGAN_AS_FORK = _began_as_fork()
 
 
 def is_forked() -> bool:
     """Whether this process is a fork of one that may have started threads.
 
-    Libraries do not notice that these are gone, and would wait for them for ever. A process of
-    multiprocessing may import qkv only after the fork.
+    Libraries do not notice that these are gone, and would wait for them for ever.
     """
-    if os.getpid() != _FIRST_PROCESS:
-        return True
-    multiprocessing = sys.modules.get("multiprocessing")
-    if multiprocessing is None or multiprocessing.parent_process() is None:
-        return False
-    return multiprocessing.get_start_method(allow_none=True) in (None, "fork")
+    return _BEGAN_AS_FORK or os.getpid() != _FIRST_PROCESS
 
 
 def on_one_torch_thread(function: Callable[P, R]) -> Callable[P, R]:

@@ -72,9 +72,9 @@ class RowBuffer:
     def write(self, new_tokens: NewTokens, start: Lengths, counts: Lengths) -> None:
         """Put the first `counts` of the new rows at row `start` of each sequence."""
         runs = _runs(start, None, counts)
-        written = memory_with(self.library).written
-        for stored, new in zip(self.arrays, new_tokens.arrays, strict=True):
-            _copy(written(stored), new, runs, self.axis)
+        stored = memory_with(self.library).written(self.arrays)
+        for target, new in zip(stored, new_tokens.arrays, strict=True):
+            _copy(target, new, runs, self.axis)
 
     def read(self, start: int, stop: int, encoding: Encoding) -> tuple[Any, Any]:
         """Key and value rows from `start` to `stop` of all sequences, without a copy."""
@@ -129,7 +129,7 @@ def _runs(target: Lengths | None, source: Lengths | None, counts: Lengths) -> li
     """
     if not counts.size:
         return []
-    of_each = [n for n in (target, source, counts) if n is not None]
+    of_each = (n for n in (target, source, counts) if n is not None)
     if counts.size == 1 or all((n == n.flat[0]).all() for n in of_each):
         return [_Run((), _row(target, 0), _row(source, 0), _row(counts, 0))]
     return [

@@ -31,8 +31,6 @@ __all__ = ["EMPTY", "Held", "Holder", "PagePool", "Storage"]
 
 FIRST_PAGES = 16
 """Pages that a pool without a fixed number begins with."""
-_FEW = 8
-"""Rows up to which each is written by itself."""
 
 
 class Held(NamedTuple):
@@ -287,16 +285,13 @@ class PagePool:
         for array in self.storage.arrays:
             array[target] = array[source]
 
-    def write(
-        self, new_tokens: NewTokens, pages: Lengths, rows: Lengths, batch: Lengths, new: Lengths
-    ) -> None:
-        """New row `new[i]` of sequence `batch[i]` into row `rows[i]` of page `pages[i]`."""
-        # To index by arrays takes longer than to index by a few numbers.
-        entries: list[tuple[Any, ...]] = [(pages, rows, batch, new)]
-        if len(pages) <= _FEW:
-            entries = list(zip(*(each.tolist() for each in entries[0]), strict=True))
-        written = memory_with(new_tokens.row_format.library).written
-        for stored_array, new_array in zip(self.storage.arrays, new_tokens.arrays, strict=True):
-            stored = written(stored_array)
+    def write(self, new_tokens: NewTokens, entries: list[tuple[Any, ...]]) -> None:
+        """New rows into pages.
+
+        An entry `(page, row, sequence, token)` of numbers, or of arrays of them, names a row of a
+        page, and the new row that goes there.
+        """
+        stored = memory_with(new_tokens.row_format.library).written(self.storage.arrays)
+        for target, source in zip(stored, new_tokens.arrays, strict=True):
             for page, row, sequence, token in entries:
-                stored[page, :, row] = new_array[sequence, :, token]
+                target[page, :, row] = source[sequence, :, token]

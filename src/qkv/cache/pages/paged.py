@@ -149,14 +149,16 @@ class PagedCache:
         pool, held = self._pool, self._holder.held
         pool.count()
         storage = pool.storage
-        new_tokens = self._new_tokens(key, value, new_lens, held, storage)
-        before = np.broadcast_to(held.lengths, new_tokens.new_lens.shape)
+        arrived = self._new_tokens(key, value, new_lens, held, storage)
+        before = held.lengths
+        if before.shape != arrived.new_lens.shape:  # These are the first tokens.
+            before = np.broadcast_to(before, arrived.new_lens.shape)
         with pool.lock:
             pool.begin_change(self._holder, held)
             if pool.storage is not storage:  # A fork may have been the first to append.
-                new_tokens = self._new_tokens(key, value, new_lens, held, pool.storage)
-            after, replaced = self._with_room(held, before, new_tokens)
-            self._write(after.table, before, new_tokens)
+                arrived = self._new_tokens(key, value, new_lens, held, pool.storage)
+            after, replaced = self._with_room(held, before, arrived)
+            self._write(after.table, before, arrived)
             pool.change(self._holder, after, [], replaced)
             return self._rows(
                 after, pool.storage, before, int(key.shape[-2]), at_end=new_lens is None
@@ -295,15 +297,13 @@ class PagedCache:
         self._pool.change(self._holder, held, held.pages(self.page_size), [])
         return self
 
-    def _with_room(
-        self, held: Held, before: Lengths, new_tokens: NewTokens
-    ) -> tuple[Held, list[int]]:
+    def _with_room(self, held: Held, before: Lengths, arrived: NewTokens) -> tuple[Held, list[int]]:
         """Pages with room for what arrives, and those that were replaced by copies.
 
         Nobody else holds a page that will be written to.
         """
         size, table, opened, written = self.page_size, held.table, [], []
-        after = before + new_tokens.new_lens
+        after = before + arrived.new_lens
         spans = list(zip(before.tolist(), after.tolist(), strict=True))
         for i, (start, end) in enumerate(spans):
             if start % size and end > start:
@@ -312,7 +312,7 @@ class PagedCache:
                 opened.append((i, -(-start // size), -(-end // size)))
         copied = self._shared(table, written)
         count = sum(end - first for _, first, end in opened)
-        fresh = self._pool.take(count + len(copied), new_tokens)
+        fresh = self._pool.take(count + len(copied), arrived)
         if not fresh:
             return Held(table if held.lengths.ndim else _wider(table, len(spans), 0), after), []
         most = max(table.shape[1], *(end for _, _, end in opened), 0)
@@ -341,13 +341,21 @@ class PagedCache:
                 entries.append(entry)
         return entries
 
-    def _write(self, table: Lengths, before: Lengths, new_tokens: NewTokens) -> None:
-        counts = new_tokens.new_lens
-        batch = np.repeat(np.arange(len(before)), counts)
-        starts = np.repeat(np.cumsum(counts) - counts, counts)
-        new = np.arange(len(batch)) - starts
-        slot, row = np.divmod(before[batch] + new, self.page_size)
-        self._pool.write(new_tokens, table[batch, slot], row, batch, new)
+    def _write(self, table: Lengths, before: Lengths, arrived: NewTokens) -> None:
+        size, counts = self.page_size, arrived.new_lens
+        spans = list(zip(before.tolist(), counts.tolist(), strict=True))
+        if sum(count for _, count in spans) <= _FEW:
+            entries: list[tuple[Any, ...]] = []
+            for i, (start, count) in enumerate(spans):
+                for new in range(count):
+                    slot, row = divmod(start + new, size)
+                    entries.append((table.item(i, slot), row, i, new))
+        else:
+            batch = np.repeat(np.arange(len(before)), counts)
+            tokens = np.arange(len(batch)) - np.repeat(np.cumsum(counts) - counts, counts)
+            slots, rows = np.divmod(before[batch] + tokens, size)
+            entries = [(table[batch, slots], rows, batch, tokens)]
+        self._pool.write(arrived, entries)
 
     def _rows(
         self, held: Held, storage: Storage, before: Lengths, new: int | None, *, at_end: bool
@@ -355,6 +363,10 @@ class PagedCache:
         key, value = storage.paged(self._pool.encoding, held.table.copy())
         part = Part(key, value, (qkv.KeyLengths(held.lengths.copy()),), 0)
         return Rows((part,), as_offset(before), new, _is_new_at_end=at_end, _cache=self)
+
+
+_FEW = 8
+"""Rows up to which each is written by itself: to index by arrays takes longer."""
 
 
 def _batch_size(key: Any) -> int:
