@@ -9,7 +9,7 @@ offsets         the positions of rows
 padding         what to write for a mask of padding
 expressions, nodes, symbols
                 masks and score mods: their language, its graphs, and how Python writes it
-reading, replaced_values, score_functions
+reading, replaced_values, score_functions, elementary
                 functions of scores read as expressions, and what they may call
 evaluate, derivative
                 expressions computed on NumPy arrays, and differentiated
