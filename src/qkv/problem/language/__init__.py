@@ -4,7 +4,7 @@ nodes, expressions
                 graphs without arrays; the operations that build and read them
 symbols         how Python writes them
 reading         functions of scores and positions, read by calling them with symbols
-replaced_values, score_functions
+replaced_values, score_functions, elementary
                 what such functions capture, and what they may call
 evaluate        expressions computed on NumPy arrays
 derivative      expressions differentiated

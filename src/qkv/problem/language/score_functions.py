@@ -14,20 +14,25 @@ from typing import Any
 import numpy as np
 
 from qkv.errors import ArgumentError
-from qkv.problem.language.expressions import OPERATIONS, Const, Node, as_node, operation
+from qkv.problem.language.elementary import (
+    build,
+    cosine,
+    expm1,
+    is_whole,
+    log1p,
+    logarithm,
+    sigmoid,
+    sine,
+    whole_power,
+)
+from qkv.problem.language.expressions import OPERATIONS, Const, Node, as_node
 
 __all__ = ["ARRAY_AT_POSITION", "NAMES", "call", "power"]
 
 ARRAY_AT_POSITION = "an array is indexed with an expression"
 """The error of a tensor that is indexed with an expression; NumPy has its own for arrays."""
-_LN2 = math.log(2.0)
 _MAX_POWER = 64
 """The largest exponent that is written as products."""
-
-
-def build(name: str, *args: Any) -> Node:
-    """`operation` on anything that `as_node` takes."""
-    return operation(name, *map(as_node, args))
 
 
 def power(base: Any, exponent: Any) -> Node:
@@ -50,6 +55,8 @@ def power(base: Any, exponent: Any) -> Node:
             return build("div", 1.0, product) if value < 0 else product
         return build("exp", build("mul", exponent, build("log", base)))
     if isinstance(of_base, Const) and of_base.value > 0:
+        if node.kind != "float" and is_whole(of_base.value):
+            return whole_power(of_base.value, node)
         return build("exp", build("mul", exponent, math.log(of_base.value)))
     raise ArgumentError(
         "a power has an exponent that is no constant, and a base that is no positive one.",
@@ -66,26 +73,6 @@ def _product(base: Any, times: int) -> Node:
         times //= 2
         base = build("mul", base, base) if times else base
     return as_node(1) if product is None else as_node(product)
-
-
-_PI = (3.1414794921875, 0.00011315941810607910156, 1.9841872589410058936e-09)
-"""Pi in parts whose products with whole numbers below 4096 are exact in float32 (SLEEF's)."""
-_SINE = tuple((-1) ** n / math.factorial(2 * n + 1) for n in range(1, 11))
-"""Taylor's coefficients from the third power on; the first that is left out is below 3e-19."""
-
-
-def _sine(x: Any) -> Any:
-    """`sin(x)`: of what is left of the nearest multiple of pi, with its sign."""
-    turns = build("floor", build("add", build("mul", x, 1 / math.pi), 0.5))
-    rest = build("mul", x, 1.0)
-    for part in _PI:
-        rest = build("sub", rest, build("mul", turns, part))
-    square = build("mul", rest, rest)
-    series: Any = 0.0
-    for coefficient in reversed(_SINE):
-        series = build("mul", square, build("add", series, coefficient))
-    value = build("add", rest, build("mul", rest, series))
-    return build("where", build("eq", build("mod", turns, 2), 0), value, build("neg", value))
 
 
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
@@ -107,10 +94,6 @@ def _of_numbers(name: str) -> Callable[..., Any]:
         return build("where", build("ne", x, x), y, either)
 
     return chosen
-
-
-def _sigmoid(x: Any) -> Any:
-    return build("mul", 0.5, build("add", build("tanh", build("mul", 0.5, x)), 1.0))
 
 
 def _relu(x: Any, inplace: bool = False) -> Any:
@@ -240,10 +223,6 @@ def _same(x: Any, memory_format: Any = None) -> Any:
     return x
 
 
-def _scaled(name: str, factor: float) -> Callable[..., Any]:
-    return lambda x: build("mul", build(name, x), factor)
-
-
 _DIRECT = {
     "add": "add", "sub": "sub", "subtract": "sub", "mul": "mul", "multiply": "mul",
     "floor_divide": "floordiv", "floordiv": "floordiv", "remainder": "mod", "mod": "mod",
@@ -263,15 +242,12 @@ _OTHERS: Mapping[str, Callable[..., Any]] = {
     "greater_equal": _turned("le"), "rsub": _turned("sub"), "rdiv": _turned("div"),
     "pow": power, "power": power, "float_power": power, "rpow": lambda x, base: power(base, x),
     "square": lambda x: build("mul", x, x),
-    "exp2": lambda x: build("exp", build("mul", x, _LN2)),
-    "expm1": lambda x: build("sub", build("exp", x), 1.0),
-    "log2": _scaled("log", 1 / _LN2), "log10": _scaled("log", 1 / math.log(10.0)),
-    "log1p": lambda x: build("log", build("add", x, 1.0)),
+    "exp2": lambda x: power(2.0, x), "expm1": expm1, "log1p": log1p,
+    "log2": logarithm(2), "log10": logarithm(10),
     "rsqrt": lambda x: build("div", 1.0, build("sqrt", x)),
     "reciprocal": lambda x: build("div", 1.0, x),
     "ceil": lambda x: build("neg", build("floor", build("neg", x))),
-    "sin": _sine, "cos": lambda x: _sine(build("add", x, math.pi / 2)),
-    "sigmoid": _sigmoid, "relu": _relu,
+    "sin": sine, "cos": cosine, "sigmoid": sigmoid, "relu": _relu,
     "sign": _sign,
     "logical_xor": _where_xor, "bitwise_xor": _where_xor,
     **{name: _to_kind(name) for name in ("float", "double", "int", "long", "bool")},
