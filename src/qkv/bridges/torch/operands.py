@@ -46,7 +46,7 @@ def as_tensor(array: Any, role: str = "an array of the call") -> Any:
     if isinstance(array, Tensor):
         return array
     if torch.compiler.is_dynamo_compiling() and isinstance(array, np.ndarray):
-        return torch.as_tensor(array)  # Dynamo can trace this check.
+        return torch.as_tensor(array, device="cpu")  # Dynamo can trace this check.
     if not is_array(array):
         return array
     seen = view_beside(LIBRARY, array, role)

@@ -245,7 +245,8 @@ def _entry(reading: _Reading, tensor: Tensor, index: Any) -> Any:
     given = index if isinstance(index, tuple) else (index,)
     symbols = tuple([i for i in given if isinstance(i, _Symbol)])
     # Constant indices are applied by the graph; the others are those of the table.
-    tensor = torch.as_tensor(tensor)
+    if not isinstance(tensor, Tensor):
+        tensor = torch.as_tensor(tensor, device="cpu")
     rest = tensor[tuple([slice(None) if isinstance(i, _Symbol) else i for i in given])]
     if rest.ndim != tensor.ndim - len(given) + len(symbols):
         raise ArgumentError(
