@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from qkv._dynamo import as_constant, constant_result
 from qkv.bridges.torch.comparisons import let_compare
+from qkv.bridges.torch.operands import tensor_in_graph
 from qkv.errors import ArgumentError, QkvError
 from qkv.problem import score_functions
 from qkv.problem.expressions import Var, as_node
@@ -246,7 +247,7 @@ def _entry(reading: _Reading, tensor: Tensor, index: Any) -> Any:
     symbols = tuple([i for i in given if isinstance(i, _Symbol)])
     # Constant indices are applied by the graph; the others are those of the table.
     if not isinstance(tensor, Tensor):
-        tensor = torch.as_tensor(tensor, device="cpu")
+        tensor = tensor_in_graph(tensor)
     rest = tensor[tuple([slice(None) if isinstance(i, _Symbol) else i for i in given])]
     if rest.ndim != tensor.ndim - len(given) + len(symbols):
         raise ArgumentError(
