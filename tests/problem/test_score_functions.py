@@ -35,7 +35,7 @@ def check(mod: Mod, library: Any = np.asarray, query: Any = QUERY) -> None:
     right = expected(mod, library, query)
     for as_array in (np.asarray, torch.from_numpy):
         operands = [as_array(array) for array in (query, KEY, VALUE)]
-        for backend in ("cpu", "reference"):
+        for backend in ("cpu", "reference", *(["torch"] if as_array is torch.from_numpy else [])):
             out = np.asarray(qkv.attention(*operands, qkv.ScoreMod(mod), backend=backend))
             np.testing.assert_allclose(out, right, rtol=1e-6, atol=1e-6)
 
@@ -51,6 +51,8 @@ OF_NUMPY: dict[str, Mod] = {
     "astype bool": lambda s, b, h, i, j: s + (i - j).astype(bool) * 2.0,
     "astype by name": lambda s, b, h, i, j: s + (i >= j).astype(dtype="int64") / 2,
     "astype float": lambda s, b, h, i, j: s + i.astype(np.float32) / 8,
+    "an integer": lambda s, b, h, i, j: (i - j) // 4,
+    "sign": lambda s, b, h, i, j: np.sign(s) + 2 * np.sign(i - j),
 }
 OF_TORCH: dict[str, Mod] = {
     "clamp by name": lambda s, b, h, i, j: s + torch.clamp(i - j, min=0, max=3),
@@ -99,6 +101,13 @@ def test_numbers_that_are_none_are_ignored_where_numpy_does(function: Any) -> No
     check(lambda s, b, h, i, j: function(s, 0.25), query=query)
     check(lambda s, b, h, i, j: function(0.25, s), query=query)
     check(lambda s, b, h, i, j: function(i, j) + 0.0 * s)
+
+
+def test_the_sign_of_nan_is_that_of_the_library() -> None:
+    query = QUERY.copy()
+    query[0, 3, 0] = np.nan
+    check(lambda s, b, h, i, j: np.sign(s), query=query)
+    check(lambda s, b, h, i, j: torch.sign(s), torch.from_numpy, query)
 
 
 def test_the_derivative_of_fmax() -> None:

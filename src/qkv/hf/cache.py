@@ -284,13 +284,13 @@ class CacheLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence `repeats` times."""
         if self.is_initialized:
-            batch = torch.arange(len(self.cache.lengths))
+            batch = torch.arange(len(self.cache.lengths), device="cpu")
             self.cache.reorder(batch.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Only these sequences."""
         if self.is_initialized:
-            batch = torch.arange(len(self.cache.lengths))
+            batch = torch.arange(len(self.cache.lengths), device="cpu")
             self.cache.reorder(batch[indices.cpu()])
 
     def offload(self) -> None:

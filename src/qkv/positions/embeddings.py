@@ -100,7 +100,7 @@ class SinusoidalPositions:
         _check_width(x, self.embed_dim)
         added = self.encoding(_positions_of(x, positions))
         if xp.__name__ == "torch":
-            return x + xp.as_tensor(added).to(x)
+            return x + xp.as_tensor(added, device="cpu").to(x)
         return x + cast(xp.asarray(added), x.dtype)
 
 
@@ -210,7 +210,8 @@ class LearnedPositions:
             )
         rows = self.table[at.astype(np.int64)]  # torch takes uint8 for a mask
         if xp.__name__ == "torch":
-            return x + xp.as_tensor(rows).to(x)
+            known = isinstance(rows, xp.Tensor)
+            return x + (rows if known else xp.as_tensor(rows, device="cpu")).to(x)
         return x + cast(xp.asarray(rows), x.dtype)
 
 

@@ -87,7 +87,7 @@ def _cos_and_sin(xp: Any, x: Any, positions: Any, inv_freq: Any, factor: float) 
         if xp.__name__ != "torch":
             return xp.asarray(cos_sin[0]), xp.asarray(cos_sin[1])
         wide = xp.float64 if x.device.type == "cpu" else _compute_dtype(xp, x)
-        cos, sin = (xp.as_tensor(table).to(dtype=wide, device=x.device) for table in cos_sin)
+        cos, sin = (xp.as_tensor(table, dtype=wide, device=x.device) for table in cos_sin)
         return cos, sin
     if xp.__name__ != "torch":
         angle = xp.asarray(positions)[..., None] * xp.asarray(inv_freq)

@@ -126,7 +126,7 @@ def scaled_dot_product_attention(
     elif attn_mask is not None:
         variants.append(_mask(attn_mask))
     if dropout_p and dropout_p != 1:
-        variants.append(qkv.Dropout(dropout_p, torch.randint(2**63 - 1, ())))
+        variants.append(qkv.Dropout(dropout_p, torch.randint(2**63 - 1, (), device="cpu")))
     try:
         output: Tensor = qkv.attention(query, key, value, *variants, scale=scale)
     except ShapeError as error:

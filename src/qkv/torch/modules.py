@@ -351,7 +351,7 @@ class MultiHeadAttention(nn.Module):
         all_variants += [qkv.ALiBi()] if self.alibi else []
         drops = self.dropout if self.training else 0.0
         if 0 < drops < 1:
-            all_variants.append(qkv.Dropout(drops, torch.randint(2**63 - 1, ())))
+            all_variants.append(qkv.Dropout(drops, torch.randint(2**63 - 1, (), device="cpu")))
         out: Tensor
         if cache is None:
             out = qkv.attention(q, k, v, *all_variants, q_offset=0)

@@ -120,3 +120,23 @@ def test_compiled_packages_run_in_another_process(way: str, tmp_path: Path) -> N
     command = [sys.executable, "-c", LOADED, package, str(values)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_exported_programs_that_read_arrays_of_numpy(strict: bool) -> None:
+    """Strict ones were made without an error, and held tensors without values."""
+    bias = np.arange(9, dtype=np.float32)
+    inputs = QUERY, KEY, VALUE.nan_to_num(), ALLOWED
+    query, key, value = inputs[:3]
+    right = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=torch.arange(9.0)[None], enable_gqa=True
+    )
+    outside = Model(lambda q, k, v, m, sinks: qkv.attention(q, k, v, qkv.Bias(bias)))
+    inside = Model(lambda q, k, v, m, sinks: qkv.attention(q, k, v, qkv.Bias(np.arange(9.0))))
+    for model in (outside, inside):
+        if strict and model is outside:
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="reads an array of NumPy"):
+                torch.export.export(model, inputs, strict=True)
+            continue
+        program = torch.export.export(model, inputs, strict=strict)
+        torch.testing.assert_close(program.module()(*inputs), right)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
 import qkv
+import qkv.torch
 from qkv.bridges.torch.operations import operators
 
 # torch's compiler uses what torch has deprecated.
@@ -307,3 +309,22 @@ def test_stored_rows_of_tensors() -> None:
     found = qkv.attention(query, paged, paged, qkv.KeyLengths(torch.tensor([40])))
     expected = qkv.attention(query, whole[:, :, :40], whole[:, :, :40])
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["rotate", "sinusoidal", "learned", "dropout"])
+def test_torchs_default_device_is_not_that_of_the_arguments(name: str) -> None:
+    """Tables that the library makes are where the tensors of the call are."""
+    table = np.ones((9, 8), np.float32)
+    call: Any = {
+        "rotate": lambda x: qkv.RoPE().rotate(x, np.arange(9)),
+        "sinusoidal": qkv.SinusoidalPositions(8),
+        "learned": qkv.LearnedPositions(table),
+        "dropout": lambda x: qkv.torch.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+    }[name]
+    x = torch.randn(2, 9, 8)
+    torch.manual_seed(0)
+    right = call(x)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        found = call(x)
+    assert torch.equal(found, right)

@@ -119,7 +119,8 @@ class TensorAttention:
         indices = self._indices(start, stop) | {"score": scaled}
         evaluation = TensorEvaluation(indices, self.tables, self.dtype)
         allowed = evaluation.value(spec.mask)
-        scores = torch.where(allowed, evaluation.value(spec.score), -torch.inf)
+        # A score mod may give integers.
+        scores = torch.where(allowed, evaluation.value(spec.score).to(self.dtype), -torch.inf)
         scores = scores.expand(scaled.shape)
         weights, lse = softmax(scores, self.sinks)
         if self.problem.operands.dropout is not None:

@@ -14,6 +14,13 @@ from qkv.problem.language.expressions import Const, Load, Node, Op, Var, childre
 
 __all__ = ["TensorEvaluation"]
 
+
+def _floor(x: Tensor) -> Tensor:
+    """As `OPERATIONS` has it: NaN gives 0, and what is too large saturates."""
+    whole = x.floor().nan_to_num(0.0, torch.inf, -torch.inf)
+    return whole.clamp(-(2.0**62), 2.0**62).to(torch.int64)
+
+
 _OPERATIONS: Mapping[str, Callable[..., Tensor]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
     "floordiv": partial(torch.div, rounding_mode="floor"), "mod": torch.remainder,
@@ -21,7 +28,7 @@ _OPERATIONS: Mapping[str, Callable[..., Tensor]] = {
     "lt": torch.lt, "le": torch.le, "eq": torch.eq, "ne": torch.ne,
     "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not,
     "where": torch.where, "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt,
-    "tanh": torch.tanh, "floor": lambda x: x.floor().to(torch.int64),
+    "tanh": torch.tanh, "floor": _floor,
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qkv._dynamo import constant_result, ends_graph
 from qkv.arrays import is_array, library_of
 from qkv.arrays.torch_arrays import TorchArrays, check_dense
 from qkv.arrays.views import view_beside
@@ -23,6 +24,7 @@ __all__ = [
     "is_tracked",
     "kept_tensor",
     "operand",
+    "tensor_in_graph",
     "view_of",
 ]
 
@@ -46,12 +48,43 @@ def as_tensor(array: Any, role: str = "an array of the call") -> Any:
     if isinstance(array, Tensor):
         return array
     if torch.compiler.is_dynamo_compiling() and isinstance(array, np.ndarray):
-        return torch.as_tensor(array)  # Dynamo can trace this check.
+        return tensor_in_graph(array)  # Dynamo can trace this check.
     if not is_array(array):
         return array
     seen = view_beside(LIBRARY, array, role)
     dense = seen.flags.writeable and min(seen.strides, default=0) >= 0
     return LIBRARY.restore(seen if dense else seen.copy())
+
+
+def tensor_in_graph(array: Any) -> Tensor:
+    """An array of NumPy as a tensor of the graph that Dynamo writes.
+
+    Of arrays that were made outside, `torch.export` with strict=True keeps tensors without values.
+    """
+    if torch.compiler.is_exporting() and _graph_reads_numpy():
+        _refuse_numpy()
+    return torch.as_tensor(array, device="cpu")
+
+
+@constant_result
+def _graph_reads_numpy() -> bool:
+    """Whether the graph that Dynamo writes reads an array of NumPy that was made outside of it."""
+    from torch._dynamo.source import NumpyTensorSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    graph = InstructionTranslator.current_tx().output
+    return any(isinstance(argument.source, NumpyTensorSource) for argument in graph.graphargs)
+
+
+def _refuse_numpy() -> None:
+    raise UnsupportedError(_NUMPY_IN_EXPORT)
+
+
+_NUMPY_IN_EXPORT = (
+    "this call is exported with strict=True and reads an array of NumPy, whose values torch does "
+    "not keep. Make it a tensor before, as in torch.as_tensor(array), or export with strict=False"
+)
+ends_graph(_refuse_numpy, reason=_NUMPY_IN_EXPORT)
 
 
 def operand(array: Any, role: str) -> Tensor:

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from qkv._dynamo import as_constant, constant_result
 from qkv.bridges.torch.comparisons import let_compare
+from qkv.bridges.torch.operands import tensor_in_graph
 from qkv.errors import ArgumentError, QkvError
 from qkv.problem.language import score_functions
 from qkv.problem.language.expressions import Var, as_node
@@ -245,7 +246,8 @@ def _entry(reading: _Reading, tensor: Tensor, index: Any) -> Any:
     given = index if isinstance(index, tuple) else (index,)
     symbols = tuple([i for i in given if isinstance(i, _Symbol)])
     # Constant indices are applied by the graph; the others are those of the table.
-    tensor = torch.as_tensor(tensor)
+    if not isinstance(tensor, Tensor):
+        tensor = tensor_in_graph(tensor)
     rest = tensor[tuple([slice(None) if isinstance(i, _Symbol) else i for i in given])]
     if rest.ndim != tensor.ndim - len(given) + len(symbols):
         raise ArgumentError(

@@ -103,7 +103,7 @@ class HeadExchange:
         own = self.links.rank
         order = self._sorted()
         back = torch.empty_like(order)
-        back[order] = torch.arange(len(order))
+        back[order] = torch.arange(len(order), device="cpu")
         pieces = x.index_select(-2, back.to(x.device)).split(
             [len(rows) for rows in self.numbers], dim=-2
         )

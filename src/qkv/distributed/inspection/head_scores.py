@@ -105,7 +105,7 @@ def shard_head_scores(
     given = (query, key, without_dropout(variants), scale, rows, order, links, options)
     heads = _ShardedLayer(torch.float64 if query.dtype == torch.float64 else torch.float32, *given)
     # All ranks need the finer type where one of them does.
-    large = torch.tensor([float(needs_float64(heads.lse))])
+    large = torch.tensor([float(needs_float64(heads.lse))], device="cpu")
     if query.dtype != torch.float64 and links.summed(large).item():
         heads = _ShardedLayer(torch.float64, *given)
     scores = heads.scores(tokens, top, one_sequence)
@@ -140,7 +140,7 @@ class _ShardedLayer(LayerHeads):
         self.variants = variants
         real, real_queries, one_sequence = rows
         batch, num_kv_heads, own_rows, _ = key.shape
-        value = torch.ones((batch, num_kv_heads, own_rows, 2), dtype=dtype)
+        value = torch.ones((batch, num_kv_heads, own_rows, 2), dtype=dtype, device="cpu")
         length = order.length
         whole, _ = whole_call(
             self._query, self._key, value, variants, OptionValues(scale=scale),

@@ -129,6 +129,8 @@ class Expr:
         if ufunc in (np.greater, np.greater_equal):
             swapped = np.less if ufunc is np.greater else np.less_equal
             return self.__array_ufunc__(swapped, method, *inputs[::-1])
+        if ufunc is np.sign and as_node(inputs[0]).kind == "float":  # NaN, where torch has 0
+            return _called("where", inputs[0] == inputs[0], _called("sign", *inputs), inputs[0])
         name = _UFUNCS.get(ufunc)
         return _called(ufunc.__name__, *inputs) if name is None else build(name, *inputs)
 
