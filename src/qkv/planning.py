@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from qkv.backends import (
     Choice,
@@ -16,6 +21,13 @@ from qkv.ledger import attention_operations, memory
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem
 from qkv.problem.tiles import TileCounts, TileGrid, TileKind
+
+Array = NDArray[Any]
+
+_SIDE = 128
+"""Tiles, or squares of tiles, along each side of what is classified at once."""
+_TILES = 2**20
+"""Tiles that are classified at once where their number is not what takes time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +136,60 @@ def _count(grid: TileGrid, batches: int, heads: int) -> tuple[TileCounts, int]:
     repeats = (1 if per_batch else batches) * (1 if per_head else heads)
     for batch in range(batches if per_batch else 1):
         for head in range(heads if per_head else 1):
-            for i, kinds in grid.query_blocks(batch, head):
-                rows = min((i + 1) * grid.block_q, grid.q_len) - i * grid.block_q
-                for kind in TileKind:
-                    counts[kind] += int((kinds == kind).sum()) * repeats
-                pairs += rows * sum(run.stop - run.start for run in grid.runs(kinds)) * repeats
+            for kind, tiles, of_tiles in _parts(grid, batch, head):
+                counts[kind] += tiles * repeats
+                pairs += of_tiles * repeats if kind != TileKind.EMPTY else 0
     return (
         TileCounts(counts[TileKind.EMPTY], counts[TileKind.PARTIAL], counts[TileKind.FULL]),
         pairs,
     )
+
+
+def _parts(grid: TileGrid, batch: int, head: int) -> Iterator[tuple[TileKind, int, int]]:
+    """Kind, number of tiles and number of pairs of parts that make up a grid."""
+    if not grid.is_local:
+        step = max(1, _TILES // max(grid.kv_blocks, 1))
+        for first in range(0, grid.q_blocks, step):
+            rows = range(first, min(first + step, grid.q_blocks))
+            yield from _parts_of(grid, (batch, head), 1, rows, range(grid.kv_blocks))
+        return
+    factor = 1
+    while max(grid.q_blocks, grid.kv_blocks) > _SIDE * factor:
+        factor *= _SIDE
+    rows, columns = (range(-(-blocks // factor)) for blocks in (grid.q_blocks, grid.kv_blocks))
+    yield from _parts_of(grid, (batch, head), factor, rows, columns)
+
+
+def _parts_of(
+    grid: TileGrid, place: tuple[int, int], factor: int, rows: range, columns: range
+) -> Iterator[tuple[TileKind, int, int]]:
+    """The same of squares of `factor` tiles a side; only partial ones are looked into.
+
+    Where all pairs of a square are allowed, or none, so they are in each of its tiles.
+    """
+    coarse = replace(grid, block_q=factor * grid.block_q, block_kv=factor * grid.block_kv)
+    kinds = coarse.classify(*place, rows.start, rows.stop, columns.start, columns.stop)
+    q_sizes = _sizes(rows, coarse.block_q, grid.q_len)
+    kv_sizes = _sizes(columns, coarse.block_kv, grid.kv_len)
+    for kind in TileKind:
+        if kind != TileKind.PARTIAL or factor == 1:
+            chosen = kinds == kind
+            tiles = -(-q_sizes // grid.block_q) @ chosen @ -(-kv_sizes // grid.block_kv)
+            yield kind, int(tiles), int(q_sizes @ chosen @ kv_sizes)
+    if factor > 1:
+        inside = factor // _SIDE
+        q_blocks, kv_blocks = -(-grid.q_blocks // inside), -(-grid.kv_blocks // inside)
+        for i, j in np.argwhere(kinds == TileKind.PARTIAL).tolist():
+            part = _within(rows[i], q_blocks), _within(columns[j], kv_blocks)
+            yield from _parts_of(grid, place, inside, *part)
+
+
+def _sizes(blocks: range, size: int, length: int) -> Array:
+    """How many of `length` rows each of some blocks has."""
+    starts = np.arange(blocks.start, blocks.stop, dtype=np.int64) * size
+    return np.asarray(np.minimum(starts + size, length) - starts)
+
+
+def _within(block: int, blocks: int) -> range:
+    """The finer blocks of a block, of which there are `blocks` in all."""
+    return range(block * _SIDE, min((block + 1) * _SIDE, blocks))

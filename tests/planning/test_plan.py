@@ -62,6 +62,28 @@ def test_masks_that_differ_by_batch_and_head_are_counted_separately() -> None:
     assert (plan.tiles.empty, plan.tiles.full) == (2, 2)
 
 
+@pytest.mark.parametrize(
+    ("variants", "allowed"),
+    [
+        ([qkv.Causal()], lambda i, j: j <= i),
+        ([qkv.Causal(), qkv.SlidingWindow(900, 0)], lambda i, j: (j <= i) & (i - j <= 900)),
+        ([qkv.Segments(np.arange(20_000) // 4_000)], lambda i, j: i // 4_000 == j // 4_000),
+    ],
+)
+def test_squares_of_many_tiles_are_counted_as_their_tiles(variants: list, allowed: object) -> None:
+    """More tiles than are classified at once, by the largest and least of a mask of their pairs."""
+    x = zeros(20_000, 8)
+    plan = qkv.plan(x, x, x, *variants)
+    counts, found = plan.tiles, np.zeros(3, int)
+    starts = np.arange(0, 20_000, plan.block_kv)
+    for i in range(0, 20_000, plan.block_q):
+        mask = allowed(*np.ogrid[i : min(i + plan.block_q, 20_000), :20_000])
+        some = np.logical_or.reduceat(mask.any(axis=0), starts)
+        whole = np.logical_and.reduceat(mask.all(axis=0), starts)
+        found += [(~some).sum(), (some & ~whole).sum(), whole.sum()]
+    assert [counts.empty, counts.partial, counts.full] == found.tolist()
+
+
 def test_reasons_of_the_others_are_data_and_text() -> None:
     x = np.zeros((100_000, 8))
     plan = qkv.plan(x, x, x, qkv.Dropout(0.1, 0), backend="blocked")

@@ -71,15 +71,36 @@ class TileGrid:
         """The variables, among batch and head, on which the mask depends."""
         return variables(self.mask) & {"batch", "head"}
 
-    def classify(self, batch: int, head: int, first: int = 0, last: int | None = None) -> Array:
-        """`TileKind` of the query blocks [first, last) against every key block, as uint8."""
+    @property
+    def is_local(self) -> bool:
+        """Whether a tile has one kind, whatever tiles are classified with it, and at little cost.
+
+        A table that is read by query and key may be bounded as a whole, and takes as long.
+        """
+        loads = (node for node in walk(self.mask) if isinstance(node, Load))
+        return all(
+            sum(len(variables(index) & {"q_index", "kv_index"}) for index in load.indices) <= 1
+            for load in loads
+        )
+
+    def classify(
+        self,
+        batch: int,
+        head: int,
+        first: int = 0,
+        last: int | None = None,
+        first_kv: int = 0,
+        last_kv: int | None = None,
+    ) -> Array:
+        """`TileKind` of query blocks [first, last) and key blocks [first_kv, last_kv), as uint8."""
         last = self.q_blocks if last is None else last
-        shape = (last - first, self.kv_blocks)
+        last_kv = self.kv_blocks if last_kv is None else last_kv
+        shape = (last - first, last_kv - first_kv)
         if self.mask == TRUE or self.mask == FALSE or 0 in shape:
             kind = TileKind.FULL if self.mask == TRUE else TileKind.EMPTY
             return np.full(shape, kind, np.uint8)
         q_start = np.arange(first, last, dtype=np.int64)[:, None] * self.block_q
-        kv_start = np.arange(self.kv_blocks, dtype=np.int64)[None, :] * self.block_kv
+        kv_start = np.arange(first_kv, last_kv, dtype=np.int64)[None, :] * self.block_kv
         allowed = bound(
             self.mask,
             {

@@ -68,7 +68,7 @@ class Additive(Mechanism):
     """
 
     name = "additive"
-    paper = "Bahdanau et al., Neural Machine Translation by Jointly Learning to Align (2015)"
+    paper = "Bahdanau et al., NMT by Jointly Learning to Align and Translate (2015)"
     formula = "softmax(v . tanh(W q + U k)) V"
 
     def __init__(
