@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.problem.language.bounds import bound
-from qkv.problem.language.expressions import FALSE, TRUE, Node, variables
+from qkv.problem.language.expressions import FALSE, TRUE, Load, Node, variables, walk
 from qkv.problem.language.intervals import Interval
 
 Array = NDArray[Any]
