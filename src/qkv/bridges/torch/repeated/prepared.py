@@ -85,7 +85,7 @@ def step_of(bound: BoundCall) -> Step | None:
         return None
     prepared, *_, wanted = found
     run = _run_of(prepared, bound, bound.read_in_place, wanted)
-    return run if type(run) is Step else None
+    return run if type(run) is Step and run.lengths is None else None
 
 
 def _fits(run: Run, bound: BoundCall, read: Sequence[Any]) -> bool:
