@@ -168,6 +168,6 @@ def _seen(bound: BoundCall) -> tuple[BoundCall, Views] | None:
         leaves = [leaf if type(leaf) is np.ndarray else view_of(leaf) for leaf in bound.leaves]
     except QkvError:  # The checked call raises it again, with the name of the array.
         return None
-    seen = bound._replace(leaves=leaves)
+    seen = BoundCall(bound.structure, leaves)
     views = heads_first(seen)
     return None if views is None else (seen, views)
