@@ -332,9 +332,10 @@ def scores_of_offset(query: Array, offset: Array, scale: float) -> Array:
         In float32, float64 for float64 queries.
     """
     wide: np.dtype[Any] = np.dtype(np.float64 if query.dtype == np.float64 else np.float32)
-    scaled: Array = offset.astype(wide) * wide.type(scale)
+    scaled: Array = offset.astype(wide, copy=False) * wide.type(scale)
     group = query.shape[-3] // len(offset)
-    return np.asarray(np.matmul(query.astype(wide), scaled.repeat(group, axis=0)[..., None]))
+    per_head = scaled.repeat(group, axis=0)[..., None]
+    return np.asarray(np.matmul(query.astype(wide, copy=False), per_head))
 
 
 def checked_pages(rows: Rows, kv_lens: Array | None, role: str) -> Rows:

@@ -3,13 +3,14 @@
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import qkv  # noqa: E402
 from qkv.backends import register  # noqa: E402
-from qkv.errors import QkvError  # noqa: E402
+from qkv.errors import QkvError, ShapeError  # noqa: E402
 from watched import Watched, python_calls  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_prepared_calls")
@@ -307,3 +308,27 @@ def test_lse_that_is_not_asked_for_is_not_written(watched, arrays, length, maske
         assert ((found[0] if rows else found) == out).all()
         assert not rows or (found[1] == lse).all()
     assert backend.asked == [False, True, True, False]
+
+
+def test_steps_with_numbers_of_keys(watched) -> None:
+    """Each step has its own, also of other types, and refuses those that cannot be."""
+
+    def step(seed, lens):
+        tensors = operands(1, 20 + seed, seed=seed)
+        return qkv.attention(*tensors, qkv.Causal(), qkv.KeyLengths(lens), q_offset="end")
+
+    def near_torch(seed, lens):
+        query, key, value = (tensor.double() for tensor in operands(1, 20 + seed, seed=seed))
+        seen = torch.arange(20 + seed) < torch.as_tensor(lens)[:, None, None, None]
+        expected = sdpa(query, key, value, attn_mask=seen)
+        torch.testing.assert_close(step(seed, lens).double(), expected, atol=3e-6, rtol=0)
+
+    for seed in range(6):
+        near_torch(seed, np.array([seed + 1, 20]))
+    assert watched.computed == 2
+    for lens in (np.array([3, 7], np.int32), torch.tensor([5, 20]), np.array([20, 1])):
+        near_torch(0, lens)
+    for wrong in (np.array([-1, 5]), np.array([5, 99]), np.array([5, 6, 7])):
+        with pytest.raises(ShapeError):
+            step(0, wrong)
+    near_torch(7, np.array([1, 27]))

@@ -22,7 +22,7 @@ from qkv.problem.building.check import KEY_OFFSET
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import scores_of_offset
 
-__all__ = ["arrays_from_lengths", "arrays_from_offset", "position", "run_step"]
+__all__ = ["arrays_from_lengths", "arrays_from_offset", "position", "run_step", "told_lengths"]
 
 Array = NDArray[Any]
 
@@ -46,33 +46,45 @@ def run_step(
     q_shift = position(step, bound.structure.options.q_offset, q_len, kv_len)
     arrays = in_place(bound, is_step=True)
     if step.lengths:
-        lens = bound.leaves[bound.structure.lengths[0]].astype(np.int64)
-        # Negative ones are large without a sign.
-        if lens.size and np.maximum.reduce(lens.view(np.uint64), axis=None) > kv_len:
-            return None  # The checked call raises the error.
-        batch_shape = query.shape[:-3]
-        if lens.shape != batch_shape:
-            lens = np.broadcast_to(lens, batch_shape)
-        lens = lens.reshape(-1)
-        if step.at_end and len(lens) == 1:
-            q_shift = int(lens[0]) - q_len
-        elif step.lengths == 1 and bound.structure.options.q_offset is ReadByValue:
-            # All rows stood at one position when this was prepared: it is a number of the step.
-            given = _positions_of_rows(bound, batch_shape)
-            if given is None or not given.size or (given != given[0]).any():
-                return None
-            q_shift = int(given[0])
-        arrays = (*arrays, lens)
-        if step.lengths == 2:
-            ends = lens - q_len if step.at_end else _positions_of_rows(bound, batch_shape)
-            if ends is None:
-                return None
-            arrays = (*arrays, ends)
+        told = told_lengths(step, bound, query.shape[:-3], q_len, kv_len)
+        if told is None:
+            return None
+        q_shift, tables = (q_shift if told[0] is None else told[0]), told[1]
+        arrays = (*arrays, *tables)
     if step.offset_scale is not None:
         arrays = (*arrays, scores_of_offset(query, key.offset, step.offset_scale))
     if bound.structure.is_plain:
         return run_on_arrays(steps, views, arrays, rows=rows, q_shift=q_shift)
     return run_on_stored_rows(steps, views, arrays, rows=rows, q_shift=q_shift)
+
+
+def told_lengths(
+    step: StepForm, bound: BoundCall, batch_shape: tuple[int, ...], q_len: int, kv_len: int
+) -> tuple[int | None, tuple[Array, ...]] | None:
+    """What the numbers of keys of a step come to; None if the step has to be checked.
+
+    The position of query row 0, if they decide it, and the arrays that the step reads.
+    """
+    lens = bound.leaves[bound.structure.lengths[0]].astype(np.int64)
+    # Negative ones are large without a sign.
+    if lens.size and np.maximum.reduce(lens.view(np.uint64), axis=None) > kv_len:
+        return None  # The checked call raises the error.
+    if lens.shape != batch_shape:
+        lens = np.broadcast_to(lens, batch_shape)
+    lens = lens.reshape(-1)
+    q_shift: int | None = None
+    if step.at_end and len(lens) == 1:
+        q_shift = int(lens[0]) - q_len
+    elif step.lengths == 1 and bound.structure.options.q_offset is ReadByValue:
+        # All rows stood at one position when this was prepared: it is a number of the step.
+        given = _positions_of_rows(bound, batch_shape)
+        if given is None or not given.size or (given != given[0]).any():
+            return None
+        q_shift = int(given[0])
+    if step.lengths == 1:
+        return q_shift, (lens,)
+    ends = lens - q_len if step.at_end else _positions_of_rows(bound, batch_shape)
+    return None if ends is None else (q_shift, (lens, ends))
 
 
 def _positions_of_rows(bound: BoundCall, batch_shape: tuple[int, ...]) -> Array | None:

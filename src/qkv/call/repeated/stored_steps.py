@@ -8,7 +8,7 @@ the result.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from qkv.arrays import ArrayLibrary
 from qkv.call.binding.bound import BoundCall
-from qkv.call.binding.flatten import unflatten
+from qkv.call.binding.flatten import ReadByValue, ReadInPlace, Tree
 from qkv.call.checked import CheckedCall, views_of
 from qkv.call.repeated.cache import CALLS, Entry, Form
 from qkv.call.repeated.decoding import run_step
@@ -79,9 +79,9 @@ def stored_step(bound: BoundCall) -> StoredStep | None:
         return None
     try:
         library, leaves = views_of(bound)
-        bound = bound._replace(leaves=leaves)
+        bound = BoundCall(structure, leaves)
         following = iter(leaves)
-        query, key, value = (unflatten(tree, following.__next__) for tree in structure.operands)
+        query, key, value = (_operand(tree, following) for tree in structure.operands)
         views = (
             query.swapaxes(-3, -2) if layout == "blhd" else query,
             _heads_first(key, "key", layout),
@@ -94,7 +94,20 @@ def stored_step(bound: BoundCall) -> StoredStep | None:
     if form is None:
         return None
     pages = _layout_of_pages(views[1]), _layout_of_pages(views[2])
-    return StoredStep(bound, library, views, form._replace(layouts=(*form.layouts, *pages)))
+    form = Form(form.passes, form.any_length, form.values, (*form.layouts, *pages))
+    return StoredStep(bound, library, views, form)
+
+
+def _operand(tree: Tree, leaves: Iterator[Array]) -> Any:
+    """What `unflatten` makes of an operand that is an array, or rows in pages or as int8."""
+    if tree is None:
+        return None
+    if tree is ReadInPlace or tree is ReadByValue:
+        return next(leaves)
+    kind, *parts = tree
+    if kind is not Paged and kind is not Quantized:
+        raise TypeError(f"{kind} is no operand")
+    return kind(*[_operand(part, leaves) for part in parts])
 
 
 def _heads_first(given: Any, name: str, layout: Any) -> Rows:

@@ -85,7 +85,7 @@ def step_of(bound: BoundCall) -> Step | None:
         return None
     prepared, *_, wanted = found
     run = _run_of(prepared, bound, bound.read_in_place, wanted)
-    return run if type(run) is Step else None
+    return run if type(run) is Step and run.lengths is None else None
 
 
 def _fits(run: Run, bound: BoundCall, read: Sequence[Any]) -> bool:
@@ -168,6 +168,6 @@ def _seen(bound: BoundCall) -> tuple[BoundCall, Views] | None:
         leaves = [leaf if type(leaf) is np.ndarray else view_of(leaf) for leaf in bound.leaves]
     except QkvError:  # The checked call raises it again, with the name of the array.
         return None
-    seen = bound._replace(leaves=leaves)
+    seen = BoundCall(bound.structure, leaves)
     views = heads_first(seen)
     return None if views is None else (seen, views)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qkv.arrays.addresses import quick_address_of
 from qkv.backends import conditions
 from qkv.bridges.torch.observers import looks_on
 from qkv.bridges.torch.openmp import on_torch_threads
@@ -24,7 +25,7 @@ from qkv.bridges.torch.repeated.layouts import ArrayValue, empty_maker, leaf_val
 from qkv.bridges.torch.repeated.passes import PreparedPasses
 from qkv.call.binding.bound import BoundCall
 from qkv.call.repeated.cache import PreparedCall
-from qkv.call.repeated.decoding import position
+from qkv.call.repeated.decoding import position, told_lengths
 
 __all__ = ["Run", "Step", "run_of"]
 
@@ -93,7 +94,8 @@ class Step(NamedTuple):
     """A decoding step of tensors of any number of keys, any strides and any position.
 
     `run` and `brief_keys` are of its `Prepared`. `empty_rows_first` makes the output of models,
-    (*batch, q_len, num_heads, dim), in memory in the order of `empty_out`.
+    (*batch, q_len, num_heads, dim), in memory in the order of `empty_out`. `lengths` are dtype and
+    shape of the numbers of keys that each step brings as an array of NumPy, if it brings any.
     """
 
     common: Common
@@ -103,24 +105,36 @@ class Step(NamedTuple):
     empty_out: Empty
     empty_lse: Empty
     empty_rows_first: Empty
+    lengths: tuple[Any, ...] | None
 
     def compute(self, bound: BoundCall, read: Sequence[Any], rows: bool) -> Any:
         """See `OnePass`."""
-        common, run, brief_keys, q_len, empty_out, empty_lse, _ = self
+        common, run, brief_keys, q_len, empty_out, empty_lse, _, lengths = self
         layouts = _layouts(read)
         kv_len = layouts[2][-2]
         if q_len == kv_len:  # Then the positions may be left out, which is another call.
             return None
+        form: Any = common.prepared.step
+        shift = position(form, bound.structure.options.q_offset, q_len, kv_len)
+        tables: tuple[Any, ...] = ()
+        if lengths is not None:
+            if _lengths_of(bound) != lengths:
+                return None
+            told = told_lengths(form, bound, read[0].shape[:-3], q_len, kv_len)
+            if told is None:
+                return None
+            shift, tables = (shift if told[0] is None else told[0]), told[1]
         out = empty_out()
         lse = empty_lse() if rows else None
         addresses = _addresses(read, out, lse)
-        form: Any = common.prepared.step
-        shift = position(form, bound.structure.options.q_offset, q_len, kv_len)
+        for table in tables:  # They follow in memory without gaps.
+            addresses = (*addresses, quick_address_of(table))
+            layouts = (*layouts, table.shape, (1,))
         if kv_len <= brief_keys:
             done = run(addresses, (), layouts, shift, True)
         else:
             with on_torch_threads():
-                done = run(addresses, (read, out, lse), layouts, shift, True)
+                done = run(addresses, (read, out, lse, tables), layouts, shift, True)
         if not done:
             return None
         return out if lse is None else (out, lse)
@@ -187,11 +201,16 @@ def run_of(
 def _step(prepared: PreparedCall, bound: BoundCall, read: Sequence[Tensor]) -> Step | None:
     """The step, if it is told addresses, sizes and strides alone."""
     form, structure = prepared.step, bound.structure
-    if form is None or not form.every_length or form.lengths:
+    if form is None or not form.every_length:
         return None
     if structure.per_step or structure.layout != "bhld":
         return None
-    values = leaf_values(bound)
+    lengths, values = None, leaf_values(bound)
+    if form.lengths:
+        lengths = _lengths_of(bound)
+        if lengths is None or structure.by_value != structure.lengths:
+            return None
+        values = ()  # Each step has its own.
     if values is None:
         return None
     common, q_len = Common(prepared, form_guard(*read), values, None), read[0].shape[-2]
@@ -202,7 +221,13 @@ def _step(prepared: PreparedCall, bound: BoundCall, read: Sequence[Tensor]) -> S
     else:
         rows_first = partial(_turned, empty_out)
     made = prepared.prepared
-    return Step(common, made.run, made.brief_keys, q_len, empty_out, empty_lse, rows_first)
+    return Step(common, made.run, made.brief_keys, q_len, empty_out, empty_lse, rows_first, lengths)
+
+
+def _lengths_of(bound: BoundCall) -> tuple[Any, ...] | None:
+    """dtype and shape of the numbers of keys; None unless they are an array of NumPy."""
+    lens = bound.leaves[bound.structure.lengths[0]]
+    return (lens.dtype, lens.shape) if type(lens) is np.ndarray else None
 
 
 def _turned(empty: Empty) -> Tensor:
