@@ -405,6 +405,8 @@ DO_NOT_FIT = [
     (qkv.RelativeBias(np.zeros((8, 2))), ShapeError, "num_heads=4"),
     (qkv.RoPE(rotary_dim=10), ShapeError, "head_dim=8"),
     (qkv.RoPE(inv_freq=np.ones((2, 2))), ArgumentError, "(2, 2)"),
+    (qkv.RoPE(inv_freq=[np.inf, 0, 0, 0]), ArgumentError, "not finite"),
+    (qkv.RoPE(inv_freq=[np.nan, 1, 1, 1]), ArgumentError, "not finite"),
     (qkv.Causal(align="middle"), ArgumentError, "align='middle'"),
 ]
 

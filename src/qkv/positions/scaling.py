@@ -78,7 +78,13 @@ def given_frequencies(inv_freq: ArrayLike) -> Array:
             f"inv_freq has dtype {given.dtype}, not that of real numbers.",
             action="Pass one frequency for each pair: (rotary_dim / 2,).",
         )
-    return given.astype(np.float64)
+    frequencies = given.astype(np.float64)
+    if not np.isfinite(frequencies).all():
+        raise ArgumentError(
+            f"inv_freq holds numbers that are not finite: {str(given)[:60]}.",
+            action="Pass radians per position, as in base ** (-2 * n / rotary_dim).",
+        )
+    return frequencies
 
 
 @checked
