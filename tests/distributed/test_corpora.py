@@ -47,6 +47,35 @@ def texts() -> list[Any]:
     return found
 
 
+def test_dynamic_frequencies_are_those_of_each_text(tmp_path: Path) -> None:
+    """transformers keeps those of the longest text so far; a fresh model reads each text alone."""
+    import qkv.hf
+
+    def fresh() -> Any:
+        import transformers
+
+        made = model()
+        config = made.config.to_dict()
+        rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+        config |= {"max_position_embeddings": 8, "rope_parameters": rope}
+        other = transformers.LlamaModel(transformers.LlamaConfig(**config)).eval()
+        other.load_state_dict({name: 8 * of for name, of in made.state_dict().items()})
+        return other
+
+    ids = [torch.arange(length) % 11 for length in (30, 12, 6, 20)]
+    record = qkv.hf.inspect_corpus(fresh(), ids, tmp_path)
+    entropies = []
+    for text in ids:
+        eager = fresh()
+        eager.set_attn_implementation("eager")
+        with torch.no_grad():
+            weights = torch.stack(eager(text[None], output_attentions=True).attentions)
+        entropies.append(torch.special.entr(weights.double()).sum(-1)[:, 0])
+    right = torch.cat(entropies, -1).mean(-1).flatten()
+    found = [row["entropy"] for row in record.rows()]
+    np.testing.assert_allclose(found, right, rtol=1e-4)
+
+
 def digits(record: CorpusRecord) -> list[dict[str, Any]]:
     """The table with every bit of its numbers."""
     return [

@@ -49,6 +49,28 @@ def test_values(jit: Any) -> None:
     near(lse, known.lse)
 
 
+def test_arrays_that_a_traced_function_has_from_outside_are_constants_in_it() -> None:
+    q, k, v = arrays(2, 4)
+    known = truth(q, k, v, [qkv.Causal()])
+    kept = []
+
+    def branch() -> Any:
+        kept.append(qkv.inspect(q, k, v, qkv.Causal()).entropy)
+        return causal(q, k, v)
+
+    entropy = qkv.inspect(q, k, v, qkv.Causal()).entropy
+    for traced in (
+        jax.jit(branch),
+        lambda: jax.lax.cond(True, branch, branch),
+        lambda: jax.lax.scan(lambda carry, _: (branch(), None), branch(), length=2)[0],
+    ):
+        out, lse = traced()
+        near(out, known.out)
+        near(lse, known.lse)
+    for found in kept:  # They have values, also after the function has been traced.
+        near(found, entropy)
+
+
 def test_layout_and_shapes() -> None:
     q, k, v = arrays(2, 4)
     known = truth(q, k, v, [qkv.Causal()])

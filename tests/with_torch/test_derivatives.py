@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import qkv
@@ -32,9 +35,12 @@ ALLOWED = normal(HEADS, Q_LEN, KV_LEN, seed=9) < 0.7
 ALLOWED[:, 0] = False  # a row without keys
 
 # gradcheck scripts a function of its own.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+    # torch's compiler uses what torch has deprecated.
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
+]
 
 VARIANTS = {
     "none": ((), lambda: ()),
@@ -366,3 +372,44 @@ def test_the_third_derivative_is_refused() -> None:
 
     with pytest.raises(qkv.UnsupportedError, match="third derivative"):
         jacrev(second)(query)
+
+
+INSIDE: dict[str, Callable[..., Any]] = {
+    "jvp": lambda f, x: jvp(f, (x,), (x.cos(),))[1],
+    "grad": lambda f, x: grad(lambda y: f(y).sin().sum())(x),
+    "hessian": lambda f, x: hessian(lambda y: f(y).sin().sum())(x),
+    "vmap of grad": lambda f, x: vmap(grad(lambda y: f(y).sin().sum()))(x),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_derivatives_inside_of_compiled_functions(name: str) -> None:
+    """Changes along a direction were zero in silence, and gradients an error of torch's."""
+
+    def written(x: torch.Tensor) -> torch.Tensor:
+        scores = (x @ x.mT / x.shape[-1] ** 0.5).masked_fill(~torch.ones(4, 4).tril().bool(), -1e9)
+        return scores.softmax(-1) @ x
+
+    def called(x: torch.Tensor) -> torch.Tensor:
+        return qkv.attention(x, x, x, qkv.Causal())
+
+    derivative = INSIDE[name]
+    x = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: derivative(called, x), backend="aot_eager")
+    assert_close(compiled(x), derivative(written, x))
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: derivative(called, x), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Compile inside of the derivative"):
+        compiled(x)
+
+
+def test_forward_mode_around_compiled_functions() -> None:
+    x = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: qkv.attention(x, x, x), backend="aot_eager")
+    with forward_ad.dual_level():
+        out = compiled(forward_ad.make_dual(x, x.cos()))
+        found = forward_ad.unpack_dual(out).tangent
+    right = jvp(lambda x: (x @ x.mT / 3**0.5).softmax(-1) @ x, (x,), (x.cos(),))[1]
+    assert_close(found, right)

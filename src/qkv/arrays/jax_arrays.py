@@ -33,7 +33,11 @@ class JaxArrays:
         """A JAX array of the same values, in 32 bits unless `jax_enable_x64` is set."""
         if array.ctypes.data % _ALIGNMENT or not array.flags.c_contiguous:
             array = aligned(array)
-        return jax.device_put(array)
+        made = jax.device_put(array)
+        if isinstance(made, jax.core.Tracer):  # A function is traced in which this is a constant.
+            with jax.ensure_compile_time_eval():
+                made = jax.device_put(array)
+        return made
 
     def described(self, array: Any) -> NDArray[Any]:
         """The array itself."""

@@ -18,8 +18,16 @@ _NO_TEXT = re.compile(r"vision|image|visual|audio|speech")
 
 
 def positions_of(config: Any) -> int | None:
-    """`max_position_embeddings` of the text part; None where a configuration does not say it."""
-    longest = getattr(_text_config(config), "max_position_embeddings", None)
+    """`max_position_embeddings` of the text part.
+
+    None where a configuration does not say it, or frequencies are "dynamic": made for each length.
+    """
+    text = _text_config(config)
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [of.get("rope_type") for of in (rope, *rope.values()) if isinstance(of, dict)]
+    if {*kinds} - {None} == {"dynamic"}:
+        return None
+    longest = getattr(text, "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 0 else None
 
 

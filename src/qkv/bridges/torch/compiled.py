@@ -48,6 +48,8 @@ def attention(
             "torch compiles this call, and paged or quantised rows are no tensors.",
             action="Call it outside of torch.compile, or gather the rows into a tensor first.",
         )
+    if _is_differentiated_inside():
+        return _leave_to_derivatives(outside, query, key, value, variants, options, return_lse)
     _tell_dynamo()
     if _is_for_onnx():
         refuse_sizes()
@@ -66,6 +68,25 @@ def attention(
         return _node(*operands, tensors, text, return_lse)
     out, lse = functions.attend(*operands, tensors, text)
     return (out, lse) if return_lse else out
+
+
+@constant_result
+def _is_differentiated_inside() -> bool:
+    """Whether `torch.func` or forward mode differentiates what Dynamo reads.
+
+    An operator has no derivative of its own there: tangents of its results would be zeros.
+    """
+    kinds = torch._C._functorch.TransformType
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    return torch.autograd.forward_ad._current_level >= 0 or any(
+        transform.key() in (kinds.Grad, kinds.Jvp) for transform in transforms
+    )
+
+
+def _leave_to_derivatives(function: Callable[..., Any], *given: Any) -> Any:
+    from qkv.bridges.torch.outside import differentiate_outside
+
+    return differentiate_outside(function, *given)
 
 
 def leave(function: Callable[..., Any], *given: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["call_outside"]
+__all__ = ["call_outside", "differentiate_outside"]
 
 
 call_outside = torch.compiler.disable(
@@ -17,3 +17,11 @@ call_outside = torch.compiler.disable(
     "of torch, as torch.where; or compile without fullgraph=True, or export with strict=False",
 )
 """Make a call, a function and its arguments, where the compiler does not read it."""
+
+differentiate_outside = torch.compiler.disable(
+    lambda function, *given: function(*given),
+    reason="torch.func or forward mode differentiates a call of qkv.attention inside of the "
+    "compiled function. Compile inside of the derivative, as in torch.func.grad(torch.compile(f)); "
+    "or compile without fullgraph=True",
+)
+"""The same, for calls that are differentiated while the compiler reads them."""

@@ -18,6 +18,7 @@ from qkv.distributed.messages.agreement import compare, in_words, tell
 from qkv.distributed.messages.links import TIMEOUT, Links, group_of
 from qkv.errors import ArgumentError, DistributedError, FileError, QkvError
 from qkv.hf.inspection.record import inspect
+from qkv.hf.inspection.rotary_lengths import forget_longer_texts
 from qkv.hf.inspection.switching import inner_model
 from qkv.hf.inspection.text_inputs import inputs_of_text
 from qkv.inspection.heads.unknown_tokens import unknown_id_of
@@ -88,8 +89,9 @@ def inspect_corpus(
     Notes
     -----
     Numbers have the same bits for any number of ranks, and after any interruption, since each text
-    is computed by itself and texts are merged in their order. Products of matrices of torch may
-    depend on the number of threads: give each rank as many.
+    is computed by itself and texts are merged in their order; "dynamic" rotary frequencies are
+    those of each text, where transformers keeps those of the longest text so far. Products of
+    matrices of torch may depend on the number of threads: give each rank as many.
 
     Of what is done before, the inputs of each text are compared with those that were computed, and
     every entry of the model's parameters and stored buffers (about a second for each GB). One
@@ -214,6 +216,7 @@ class _Run:
 
     def _scored(self, inputs: Mapping[str, Any]) -> tuple[LayerSums, ...]:
         """The sums of one text."""
+        forget_longer_texts(self.model)
         with torch.no_grad(), inspect(self.model, top=1) as record:
             record.unknown_id = unknown_id_of(self.tokenizer)
             self.model(**inputs)
