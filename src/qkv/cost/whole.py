@@ -102,7 +102,7 @@ class ModelCost:
         if "positions" not in model.tables or self.context <= model.context:
             return model.notes
         learned = f"it has {model.context:,} learned positions"
-        return (*model.notes, f"{learned}: longer texts are counted, but it cannot read them")
+        return (*model.notes, f"{learned}: more tokens are counted, but it cannot read them")
 
     @property
     def operations(self) -> int:
