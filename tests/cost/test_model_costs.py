@@ -90,16 +90,25 @@ def test_config_files_of_published_models(file: Path, capsys: pytest.CaptureFixt
     Qwen2-7B: 7,615,616,512 parameters by the metadata of its page, and 28 layers of 4 key and value
     heads of 128 in its report (Yang et al., 2024, table 1).
     """
-    assert main(["cost", "--config", str(file), "--context", "1000", "--json"]) == 0
+    assert main(["cost", "--config", str(file), "--context", "500", "--json"]) == 0
     cost = json.loads(capsys.readouterr().out)["cost"]
     assert not cost["notes"]
     assert cost["whole"]["parameters"] == {**EXACT, "qwen-2-7b": 7_615_616_512}[file.stem]
     if file.stem == "qwen-2-7b":
-        assert cost["whole"]["kv_cache_bytes"] == 1000 * 2 * 28 * 4 * 128 * 2
+        assert cost["whole"]["kv_cache_bytes"] == 500 * 2 * 28 * 4 * 128 * 2
     else:
-        card = model_cost(file.stem, 1000)
+        card = model_cost(file.stem, 500)
         assert cost["whole"]["kv_cache_bytes"] == card.kv_cache_bytes
         assert cost["whole"]["operations"] == card.operations
+
+
+def test_a_context_beyond_learned_positions_has_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    """GPT-2 has a table of 1,024 positions, and a Llama turns any number of them."""
+    assert not model_cost("gpt-2", 1024).notes
+    assert "1,024 learned positions" in model_cost("gpt-2", 1025).notes[-1]
+    assert not model_cost("llama-3-8b", 10**6).notes
+    assert main(["cost", "--model", "gpt-2"]) == 0  # which shows longer contexts too
+    assert "it has 1,024 learned positions" in capsys.readouterr().out
 
 
 def test_cache_of_qwen_2_5_as_printed() -> None:

@@ -11,6 +11,8 @@ import { kindOf, scoresOf, withSuchAKey } from "../kinds.js";
 import { fromBase64, losses, probabilities } from "../language.js";
 import { UNCHOSEN } from "../view.js";
 
+/** Tokens whose mean is more than chance. */
+const ENOUGH = 3;
 const BEST = 8;
 const HOTTEST = 3;
 const mean = (list) => list.reduce((sum, x) => sum + x, 0) / list.length;
@@ -103,11 +105,11 @@ function Heads({ heads, meanings, threshold, off, layer, head }) {
     set({ off: [...next].sort().join(" ") });
     announce(`head ${name} ${next.has(name) ? "off" : "on"}`);
   };
-  const pictures = useMemo(() => heads.map((each) => each.map(({ weights, kind, share, count }) => ({ picture: pictureOf(weights), note: kind ? `${kind} ${share.toFixed(2)} of ${count}` : "" }))), [heads]);
+  const pictures = useMemo(() => heads.map((each) => each.map(({ weights, kind, share, count }) => ({ picture: pictureOf(weights), note: kind ? `${kind} ${share.toFixed(2)}${count < ENOUGH ? `\u00a0of\u00a0${count}` : ""}` : "" }))), [heads]);
   const layers = pictures.map((row, i) => ({ name: `layer ${i}`, heads: row.map((each, j) => ({ ...each, name: `${i}.${j}`, off: off.has(`${i}.${j}`) })) }));
   return html`<${Block} title="Every head: layers down, heads across">
     <p class="faint">Each picture is one head: a row for each token, and the stronger a colour, the more it reads of an earlier one. Choose a head to see it below; switch heads off, and what comes next is computed without them.</p>
-    <p class="faint">Under a picture stand the kind of its head, where one has ${threshold} or more of the weight, how much that is, and of how many tokens it is the mean: one or two say little. The kinds are ${Object.entries(meanings).map(([kind, meaning]) => `${kind}: ${meaning}`).join("; ")}.</p>
+    <p class="faint">Under a picture stand the kind of its head, where one has ${threshold} or more of the weight, how much that is, and “of 1” or “of 2” where it is the mean of so few tokens, which say little. The kinds are ${Object.entries(meanings).map(([kind, meaning]) => `${kind}: ${meaning}`).join("; ")}.</p>
     <${HeadPictures} layers=${layers} chosen=${[layer, head]} onChoose=${(i, j) => set({ llayer: i, lhead: j })} below=${(i, j) => {
       const { name } = layers[i].heads[j];
       return html`<label><input type="checkbox" checked=${!off.has(name)} aria-label=${`Head ${name} is on`} onChange=${() => toggle(name)} /> on</label>`;

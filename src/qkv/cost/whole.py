@@ -96,6 +96,15 @@ class ModelCost:
     ledger: Ledger
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What the count leaves out or assumes, also of a context of this length."""
+        model = self.model
+        if "positions" not in model.tables or self.context <= model.context:
+            return model.notes
+        learned = f"it has {model.context:,} learned positions"
+        return (*model.notes, f"{learned}: more tokens are counted, but it cannot read them")
+
+    @property
     def operations(self) -> int:
         """Scalar operations of all kinds."""
         return int(self.ledger.total)
@@ -161,7 +170,7 @@ class ModelCost:
             "model": self.model.name,
             "source": self.model.source,
             "speculative": self.model.speculative,
-            "notes": list(self.model.notes),
+            "notes": list(self.notes),
             "context": self.context,
             "batch": self.batch,
             "dtype": self.dtype,

@@ -191,7 +191,8 @@ def _shown(
     name = page.token(model.name, 200) + (" (speculative)" if model.speculative else "")
     head = f"{name}: {whole.context:,} tokens, batch {whole.batch}, {whole.dtype}"
     parts: list[RenderableType] = [Text(head, style="bold")]
-    parts += [Text(page.token(line, 400)) for line in (model.source, *model.notes) if line]
+    longest = max([whole, *(cost for cost, _ in others)], key=lambda cost: cost.context)
+    parts += [Text(page.token(line, 400)) for line in (model.source, *longest.notes) if line]
     active = whole.active_parameters
     parts.append(
         Text(
