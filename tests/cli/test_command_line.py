@@ -167,7 +167,7 @@ BAD = {
         "--heads 3 is not a multiple of --kv-heads 2",
     ),
     "two files": (["inspect", "a", "b"], "there is no place for 'b' here"),
-    "no number": (["inspect", "--head", "x"], "'x' is no integer"),
+    "no number": (["inspect", "--head", "x"], "'x' is not an integer"),
     "no offset": (["inspect", "--q-offset", "middle"], "give an integer, start or end"),
     "no row": (["explain", "--query", "some"], "give a row, or all"),
     "no layout": (["inspect", "--layout", "lbhd"], "qkv inspect has no --layout 'lbhd'"),

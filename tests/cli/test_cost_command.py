@@ -190,7 +190,7 @@ def test_ranks(output_of) -> None:
     refused = " ".join(output_of(*words[:-1], "12").split())
     assert "32 query heads cannot be shared out evenly to 12 ranks" in refused
     assert "none is named" in output_of("cost", "--ranks", "2", code=2)
-    assert "--link -1 is no number" in output_of(*words, "--link", "-1", code=2)
+    assert "--link -1 is not a number" in output_of(*words, "--link", "-1", code=2)
     many = "65,536 tokens are not spread over 100,000 ranks"
     assert many in output_of(*words[:-1], "100000", code=2)
 

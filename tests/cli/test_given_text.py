@@ -64,7 +64,7 @@ def test_a_file_of_text(
     Path("p.txt").write_text("The cat sat. " * 315 + "é" * 9, encoding="utf-8")
     for words in (["p.txt"], ["p.txt", "--model", "language"]):
         assert complaint(capsys, command, *words) == (
-            "qkv: 'p.txt' is a text, and no file of arrays.\n\n"
+            "qkv: 'p.txt' is a text, not a file of arrays.\n\n"
             "Pass --text p.txt for a model to read it.\n"
         )
     Path("noise").write_bytes(b"\x00\x01arrays?")
@@ -216,7 +216,7 @@ def test_standard_input_that_is_no_text(
     stream = io.TextIOWrapper(io.BytesIO(b"caf\xe9 au lait"), encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", stream)
     said = complaint(capsys, "inspect", "-")
-    assert "standard input is no utf-8 text: byte 3 is none" in said
+    assert "standard input is not utf-8 text: byte 3 is invalid" in said
 
 
 @pytest.mark.parametrize(

@@ -340,20 +340,20 @@ def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["--model", "tiny", "--layer", "0", "--top", "0"], "--top 0 shows nothing"),
         (["--model", "tiny", "--layer", "2", "--html", "a.html"], "Choose from 0 to 1."),
         (["--model", "tiny", "--layer", "0", "--head", "4", "--save", "a"], "from 0 to 3."),
-        (["--model", "tiny", "--layer", "x"], "'x' is no integer"),
-        (["--scale", "x"], "'x' is no number"),
+        (["--model", "tiny", "--layer", "x"], "'x' is not an integer"),
+        (["--scale", "x"], "'x' is not a number"),
         (["--batch", "4"], "There is one batch, 0."),
         (["--model", "tiny", "--tokens", "0"], "--tokens 0 reads nothing"),
         (["--model", "tiny", "--html", "no/such/folder/a.html"], "is in no folder"),
-        (["--model", "../no such folder"], "no name that a model can have"),
-        (["--model", "x" * 5000 + "/y/z"], "no name that a model can have"),
-        (["--model", "a\0b"], "no name that a model can have"),
+        (["--model", "../no such folder"], "nor a possible name of a model"),
+        (["--model", "x" * 5000 + "/y/z"], "nor a possible name of a model"),
+        (["--model", "a\0b"], "nor a possible name of a model"),
         (["--model", "tiny", "--batch", "0"], "--batch goes with a file of arrays"),
-        (["--model", "a/b/c"], "no name that a model can have"),
-        (["--model", "https://example.org/model"], "no name that a model can have"),
+        (["--model", "a/b/c"], "nor a possible name of a model"),
+        (["--model", "https://example.org/model"], "nor a possible name of a model"),
         (["--model", "-x" * 300], "expected one argument"),
         (["--model", "tiny", "--text", "no-such-file.txt"], "cannot be read: No such file"),
-        (["--model", "tiny", "--text", "."], "is no regular file"),
+        (["--model", "tiny", "--text", "."], "is not a regular file"),
         (["--model", "tiny", "--text", "a\0b.txt"], "cannot be read: embedded null byte"),
     ],
 )
@@ -363,7 +363,7 @@ def test_bad_words(words: list[str], message: str, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "holds no text"), (b" \n\t", "holds no text"), (b"abc\xff", "byte 3 is none")],
+    [(b"", "holds no text"), (b" \n\t", "holds no text"), (b"abc\xff", "byte 3 is invalid")],
 )
 def test_bad_texts(
     content: bytes, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -375,7 +375,7 @@ def test_bad_texts(
 @pytest.mark.skipif(not os.path.exists("/dev/null"), reason="a device of POSIX")
 def test_a_text_that_is_no_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert complaint(capsys, "--model", "tiny", "--text", "/dev/null") == (
-        "qkv: '/dev/null' is no regular file.\n\nPass a file of text.\n"
+        "qkv: '/dev/null' is not a regular file.\n\nPass a file of text.\n"
     )
 
 
@@ -667,6 +667,6 @@ def test_nothing_is_fetched_without_asking(
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     report = complaint(capsys, "--model", "nobody/has-this-model")
-    assert "no model of that name is on this machine" in report
+    assert "there is no model of that name on this machine" in report
     assert "--download" in report
     assert not tried

@@ -112,5 +112,5 @@ def test_words_that_do_not_fit(
 
 def test_the_arithmetic_needs_values(two_texts: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = complaint(capsys, "explain", two_texts, "--layer", "1")
-    assert "is a record of a model, which has no values" in said
+    assert "is a record of a model, which holds no value rows" in said
     assert "qkv explain --model NAME --layer 1" in said

@@ -400,5 +400,5 @@ def test_halves_of_characters_and_numbers_beyond_float64() -> None:
     assert text is not None
     assert tokens is not None
     assert [text, *tokens] == ["x\ufffd", "\ufffd", "a"]
-    with pytest.raises(qkv.ArgumentError, match="is no number"):
+    with pytest.raises(qkv.ArgumentError, match="is not a number"):
         given.number("scale")

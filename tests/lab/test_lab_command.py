@@ -82,7 +82,7 @@ def test_of_a_long_text_panels_begin_with_what_their_fields_hold(tmp_path: Path)
 @pytest.mark.parametrize(
     ("argv", "fact"),
     [
-        (["--port", "70000"], "no port"),
+        (["--port", "70000"], "not a port"),
         (["a.npz", "--text", "a"], "--text goes with --model"),
         (["file.npz", "--model", "tiny"], "two things to show"),
         (["--causal"], "--causal goes with a file"),

@@ -64,7 +64,7 @@ def test_prompts_and_copies() -> None:
         ({"changes": [same], "source": "a"}, "1 queries"),
         ({"changes": [{"layer": 9, "head": 0}]}, "layer 9"),
         ({"prompt": "x" * 5000}, "5000 tokens"),
-        ({"changes": [1]}, "no list of objects"),
+        ({"changes": [1]}, "not a list of objects"),
     ):
         with pytest.raises(qkv.QkvError, match=fact):
             session.answer("intervene", wrong)

@@ -413,7 +413,7 @@ def modules_of(name: str, **options: Any) -> Any:
         (GroupedQuery, "Mistral", WINDOW, "a window of 5 tokens"),
         (Rotary, "GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1, **WINDOW}, "window"),
         (SlidingWindow, "Llama", {}, "no sliding_window"),
-        (GroupedQuery, "Cohere", {"use_qk_norm": True}, "no RMSNorm"),
+        (GroupedQuery, "Cohere", {"use_qk_norm": True}, "not an RMSNorm"),
         (GroupedQuery, "NanoChat", {}, "computes something that grouped-query does not"),
         (GroupedQuery, "Olmo", {"clip_qkv": 0.5}, "computes something that grouped-query does not"),
         (GroupedQuery, "Llama",

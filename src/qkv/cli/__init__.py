@@ -8,7 +8,7 @@ inputs     what commands are given: arrays, texts and models
 parser     the commands and their options
 variants   variants as options
 enter_key  what Enter does while a command runs
-meant      which command a word may mean that is none
+meant      which command may be meant by a word that is not one
 """
 
 from __future__ import annotations

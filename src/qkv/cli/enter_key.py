@@ -13,11 +13,11 @@ __all__ = ["is_interactive", "on_enter"]
 
 _BYTES = 4096
 _BACKGROUND_SECONDS = 1.0
-"""Between two looks at whether a job that was in the background is in front again."""
+"""Seconds between two checks of whether this job is in the foreground again."""
 _KEY_SECONDS = 0.1
-"""Between two looks at the console of Windows."""
+"""Seconds between two checks of the Windows console for a key."""
 _CTRL_Z = "\x1a"
-"""The end of the input there."""
+"""The key that ends the input there."""
 
 
 def is_interactive() -> bool:
@@ -29,7 +29,7 @@ def is_interactive() -> bool:
 
 
 def _is_console(descriptor: int) -> bool:
-    """Whether a terminal is one: Windows calls every device of characters so, and NUL is one."""
+    """Whether it is a console: on Windows `isatty` is true of NUL as well."""
     if sys.platform != "win32":
         return True
     import ctypes
@@ -43,8 +43,9 @@ def _is_console(descriptor: int) -> bool:
 def on_enter(answer: Callable[[], object]) -> None:
     """Call `answer` in a thread at each Enter, until the input ends or answering fails.
 
-    Nothing happens where standard input is no terminal. It is read by its number, because `select`
-    does not see the lines that `sys.stdin` has read ahead. On Windows keys are taken one by one.
+    Nothing happens where standard input is not a terminal. Its file descriptor is read, because
+    `select` does not see the lines that `sys.stdin` has read ahead. On Windows keys are taken one
+    by one.
     """
     if not is_interactive():
         return
@@ -64,7 +65,7 @@ def on_enter(answer: Callable[[], object]) -> None:
 def _is_entered(descriptor: int) -> bool:
     """Wait for Enter; whether it came before the end of the input."""
     if sys.platform == "win32":
-        # Its `select` takes sockets alone, and a read of the console could not be given up.
+        # `select` takes sockets alone there, and a read of the console cannot be cancelled.
         import msvcrt
 
         while True:
@@ -83,5 +84,5 @@ def _is_entered(descriptor: int) -> bool:
 def _is_in_front(descriptor: int) -> bool:
     try:
         return os.tcgetpgrp(descriptor) == os.getpgrp()
-    except OSError:  # It is a terminal that controls no jobs.
+    except OSError:  # This terminal has no job control.
         return True

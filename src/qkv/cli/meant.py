@@ -1,4 +1,4 @@
-"""Which command a word may mean that is none."""
+"""Which command may be meant by a word that is not one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MEANT = {
     "lab": ("serve", "page", "tour", "heatmap", "tiles", "open", "export", "notebook", "widget"),
     "info": ("version", "doctor", "check", "machine", "env"),
 }
-"""Words that people try, by the command that does it."""
+"""For each command, other words that people try for it."""
 
 _ELSEWHERE = {
     "exercises": "Exercises are a panel of qkv lab, and qkv.exercises in Python. ",
@@ -28,7 +28,7 @@ _ELSEWHERE = {
 
 
 def command_meant(word: str, commands: Sequence[str]) -> str:
-    """A sentence with a space behind it; nothing where no command is like the word.
+    """A sentence and a space, or nothing if no command is like the word.
 
     Examples
     --------

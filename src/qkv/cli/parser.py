@@ -44,7 +44,7 @@ _COMMANDS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Usage errors in the form of all others."""
+    """A parser whose usage errors are `ArgumentError`."""
 
     @property
     def flags(self) -> list[str]:
@@ -65,8 +65,8 @@ class Parser(argparse.ArgumentParser):
                 [("there are", ", ".join(names))],
                 f"{meant(given, names)}See {self.prog} --help.",
             )
-        for kind, name in (("int", "integer"), ("float", "number")):
-            message = re.sub(rf"invalid {kind} value: ('.*')", rf"\1 is no {name}", message)
+        for kind, name in (("int", "an integer"), ("float", "a number")):
+            message = re.sub(rf"invalid {kind} value: ('.*')", rf"\1 is not {name}", message)
         raise ArgumentError(f"{message}.", action=f"See {self.prog} --help.")
 
 
@@ -89,7 +89,7 @@ def _run_explain(options: argparse.Namespace) -> str:
 
     if options.mechanism is None:
         sentence_is_text(options)
-    if "query" not in options:  # Of a causal model the first token sees no other.
+    if "query" not in options:  # In a causal model the first token sees only itself.
         options.query = 0 if options.model is None else -1
     name = "explain" if options.mechanism is None else "explain_mechanism"
     return _run_of(name)(options)

@@ -101,7 +101,7 @@ def _array(path: str) -> NDArray[Any]:
         array.close()
         fact = "holds several arrays"
     except OSError as error:
-        fact = f"cannot be read: {error.strerror or 'it is no array'}"
+        fact = f"cannot be read: {error.strerror or 'it is not an array'}"
     except (ValueError, EOFError, TypeError, SyntaxError):
         fact = "is not an array of numbers"
     raise FileError(f"{path!r} {fact}.", action="Save one array with numpy.save.")

@@ -46,7 +46,7 @@ _DEEPEST = 40
 
 
 class UnreadableError(Exception):
-    """A text that is no answer; it says why."""
+    """A text cannot be read as an answer; the message says why."""
 
 
 def readings(text: str, letters: Mapping[str, float] = {}, before: Sequence[str] = ()) -> list[Any]:

@@ -50,7 +50,7 @@ def write_arrays(
     Raises
     ------
     ArgumentError
-        If `metadata` is no such mapping, or holds "tokens".
+        If `metadata` is not such a mapping, or holds "tokens".
     DTypeError
         If an array is of another type.
     FileError
@@ -96,8 +96,8 @@ def replace_file(path: str | os.PathLike[str], data: bytes) -> None:
     """Write a file whole under another name, then move it to `path`.
 
     It has the mode that `open` gives: that of the file it replaces, else what the umask leaves.
-    A link stays, and the file that it leads to is replaced. What is no file, such as /dev/stdout or
-    a named pipe, is written to and stays.
+    A link stays, and the file that it leads to is replaced. What is not a regular file, such as
+    /dev/stdout or a named pipe, is written to and stays.
     """
     name = os.fspath(path)
     if os.path.exists(name) and not os.path.isfile(name):

@@ -1,8 +1,8 @@
 """The HTML of the lab: the page that the server gives out, and one file that needs nothing else.
 
 The file carries script, style and data inside. A content security policy in it names both by their
-hashes and allows nothing else, and no connection at all. What tokens and names say is text, never
-markup.
+hashes and allows nothing else, and no connection at all. Tokens and names are inserted as
+text, never as markup.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from qkv.lab.sources.weight_map import TILE
 __all__ = ["FILES", "asset", "export_data", "offline_page", "served_page", "to_html"]
 
 FILES = {"/lab.js": "text/javascript; charset=utf-8", "/lab.css": "text/css; charset=utf-8"}
-"""What the page loads, and its type."""
+"""Files that the page loads, and their types."""
 
 DATA_ID = "qkv-data"
 
 _PAGE = 512
-"""Queries whose best keys a page asks for at once."""
+"""The number of queries whose best keys a page asks for at once."""
 
 _MOST_QUERIES = 4 * _PAGE
-"""Queries of each head whose best keys are in a file, at most."""
+"""The largest number of queries of each head whose best keys are in a file."""
 
 _MOST_ROWS = 1 << 18
 """Queries of all heads together whose best keys are in a file, at 0.1 kB each: every head opens,
@@ -76,7 +76,7 @@ def served_page(data: Mapping[str, Any]) -> str:
 def offline_page(data: Mapping[str, Any]) -> str:
     """A self-contained HTML file, which opens from disk and loads nothing."""
     style, script = asset("lab.css"), asset("lab.js")
-    # Inside an element neither may contain what ends it.
+    # Neither may contain the end tag of its element.
     script = re.sub(r"</(?=script)", r"<\\/", script, flags=re.IGNORECASE)
     script = script.replace("<!--", "<\\!--")
     style = re.sub(r"</(?=style)", r"<\\/", style, flags=re.IGNORECASE)

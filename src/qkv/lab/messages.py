@@ -75,18 +75,19 @@ def read_request(given: Any) -> Request:
     Raises
     ------
     ArgumentError
-        It is no object with an id, a method, parameters and perhaps the number of what is shown.
+        It is not an object with an id, a method, parameters, and perhaps the number of what
+        the page shows.
     """
     if not isinstance(given, dict):
-        raise ArgumentError("the request is no JSON object.")
+        raise ArgumentError("the request is not a JSON object.")
     number, method, params = given.get("id"), given.get("method"), given.get("params", {})
     if isinstance(number, bool) or not isinstance(number, int) or abs(number) > 2**53:
-        raise ArgumentError("the request has no whole number as its id.")
+        raise ArgumentError("the id of the request is not a whole number.")
     if not isinstance(method, str) or not isinstance(params, dict):
-        raise ArgumentError("the request has no method, or parameters that are no object.")
+        raise ArgumentError("the request has no method, or its parameters are not an object.")
     shown = given.get("shown")
     if shown is not None and (isinstance(shown, bool) or not isinstance(shown, int)):
-        raise ArgumentError("what the page shows has a whole number.")
+        raise ArgumentError("the number of what the page shows is not a whole number.")
     return Request(number, method, params, shown)
 
 
@@ -100,7 +101,7 @@ def read_view(given: Any) -> dict[str, str | int | float]:
     """
     view = given.get("view") if isinstance(given, dict) else None
     if not isinstance(view, dict) or not all(map(_is_text_or_number, view.values())):
-        raise ArgumentError('a view is {"view": {name: text or number}}.')
+        raise ArgumentError('the request is not a view, {"view": {name: text or number}}.')
     return view
 
 

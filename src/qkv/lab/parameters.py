@@ -1,4 +1,4 @@
-"""Parameters of requests, checked: they come from a page, so anything can be in them."""
+"""Parameters of requests, checked, since whatever a page sends may be anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_NUMBERS = 1 << 16
 
 
 class TooLongError(ArgumentError):
-    """A parameter is longer than a request may make it."""
+    """A parameter is longer than is allowed."""
 
 
 class MissingError(ArgumentError):
@@ -29,7 +29,7 @@ class MissingError(ArgumentError):
 
 
 class StaleError(ArgumentError):
-    """A request is about something that is not shown any more."""
+    """A request is about something that is no longer shown."""
 
 
 class Parameters:
@@ -52,13 +52,13 @@ class Parameters:
         value = self._given.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise ArgumentError(
-                f"{name}={shown(value)} is no whole number from {least} to {most}.",
+                f"{name}={shown(value)} is not a whole number from {least} to {most}.",
                 action="Choose one in this range.",
             )
         return value
 
     def choice(self, name: str, choices: Sequence[str], default: str) -> str:
-        """One of some words."""
+        """One of the words in `choices`."""
         value = self._given.get(name, default)
         if value not in choices:
             raise ArgumentError(
@@ -91,14 +91,14 @@ class Parameters:
         except OverflowError:
             number = np.inf
         if not np.isfinite(number):
-            raise ArgumentError(f"{name}={shown(value)} is no number.", action="Pass a number.")
+            raise ArgumentError(f"{name}={shown(value)} is not a number.", action="Pass a number.")
         return number
 
     def rows(self, name: str, longest: int) -> NDArray[np.float64]:
         """A matrix of finite numbers, given as rows."""
         value = self._given.get(name)
         if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
-            raise ArgumentError(f"{name} is no list of rows.", action="Pass rows of numbers.")
+            raise ArgumentError(f"{name} is not a list of rows.", action="Pass rows of numbers.")
         if len(value) > longest or sum(map(len, value)) > MOST_NUMBERS:
             raise TooLongError(
                 f"{name} has {len(value)} rows; at most {longest} are computed one by one.",
@@ -106,7 +106,7 @@ class Parameters:
             )
         numbers = [number for row in value for number in row]
         if not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
-            raise ArgumentError(f"{name} has entries that are no numbers.", action="Pass numbers.")
+            raise ArgumentError(f"{name} has entries that are not numbers.", action="Pass numbers.")
         if not value or len(set(map(len, value))) != 1 or not numbers:
             raise ArgumentError(
                 f"{name} has rows of different lengths, or none.", action="Pass equal rows."
@@ -125,7 +125,7 @@ class Parameters:
         if value is None:
             return None
         if not isinstance(value, list) or not all(isinstance(token, str) for token in value):
-            raise ArgumentError(f"{name} is no list of strings.", action="Pass strings.")
+            raise ArgumentError(f"{name} is not a list of strings.", action="Pass strings.")
         if len(value) != count:
             raise ArgumentError(f"{name} has {len(value)} entries for {count} rows.")
         return tuple(_without_surrogates(token[:200]) for token in value)
@@ -134,12 +134,12 @@ class Parameters:
         """A list of objects."""
         value = self._given.get(name, [])
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            raise ArgumentError(f"{name} is no list of objects.")
+            raise ArgumentError(f"{name} is not a list of objects.")
         if len(value) > most:
             raise TooLongError(f"{name} has {len(value)} entries; at most {most} are read.")
         return [Parameters(item) for item in value]
 
 
 def _without_surrogates(text: str) -> str:
-    """Text that UTF-8 can hold: JSON may have halves of characters, which become signs of it."""
+    """Text that UTF-8 can hold: unpaired surrogates, which JSON allows, become U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -27,7 +27,7 @@ from qkv.samples.shipped_models import LANGUAGE, SHIPPED_MODELS
 __all__ = ["HEAVY", "Session"]
 
 VERSION = 1
-"""Of the data that a page is given."""
+"""The version of the data that a page is given."""
 
 HEAVY = frozenset(
     {"head", "intervene", "mechanisms", "model", "open", "scaling", "thumbnails", "tile"}
@@ -46,9 +46,9 @@ _SMALL_METHODS = (
 _MOST_QUERIES = 4096
 _LONGEST_RECEIVED = 4096
 _LONGEST_READ = 4096
-"""Characters of a text that is typed into the page."""
+"""The most characters of a text that is typed into the page."""
 _LONGEST_SENTENCE = 200
-"""Characters of the sentence of the tour, which reads the last tokens of it."""
+"""The most characters of the sentence of the tour, which reads its last tokens."""
 
 
 class _Shown(NamedTuple):
@@ -102,7 +102,7 @@ class Session:
             self._shown = _Shown.of(source, self._shown.number + 1)
 
     def show(self, source: Source | None, host: str) -> dict[str, Any]:
-        """Open something, and the data of a page that shows it."""
+        """Open something; return the data of a page that shows it."""
         with self._lock:
             self.open(source)
             return self.data(host)
@@ -166,7 +166,7 @@ class Session:
         return answer if isinstance(answer, Answer) else Answer(answer)
 
     def _require_shown(self, number: int | None) -> None:
-        """Refuse a question of a page that does not know what another one has opened."""
+        """Refuse a question of a page while another page has opened something else."""
         if number is not None and number != self._shown.number:
             raise StaleError(
                 "another page of this lab has opened something else.",
@@ -201,7 +201,7 @@ class Session:
         }
 
     def panels(self, host: str) -> list[str]:
-        """Panels that have something to show; a file holds no sample that nobody asked for."""
+        """Names of the panels; a file without a model or arrays has no panel Inspect."""
         names = [
             "start", "tour", "scaling", "pipeline", "heatmap", "count", "tiles", "mechanisms",
             "inspect", "language", "code", "errata", "exercises",
@@ -363,7 +363,7 @@ def _title(source: Source | None) -> str:
 
 
 def _view(source: Source | None) -> dict[str, str]:
-    """What a page opens with: the heads; and in every panel the text that they have read."""
+    """What a page opens with: the panel Inspect, and the text that the heads have read."""
     if source is None or source.heads is None:
         return {}
     text, heads = source.text, source.heads

@@ -138,7 +138,7 @@ def _ranks(options: argparse.Namespace) -> str:
     link = 50.0 if options.link is None else options.link
     if not 0 < link < math.inf:
         raise ArgumentError(
-            f"--link {link:g} is no number of GB/s above 0.", action="Pass one, such as 50."
+            f"--link {link:g} is not a number of GB/s above 0.", action="Pass one, such as 50."
         )
     model = model_card(options.model) if options.config is None else read_config(options.config)
     cost = ranks_cost(
@@ -323,7 +323,7 @@ def _mechanism(options: argparse.Namespace, machines: list[Machine]) -> str:
 
 
 def _overview(options: argparse.Namespace, machines: list[Machine]) -> str:
-    """Every model that has a card, at the context that it is made for."""
+    """Every model with a card, at its own longest context."""
     from rich.text import Text
 
     from qkv.cost import model_cost, model_names
@@ -341,7 +341,7 @@ def _overview(options: argparse.Namespace, machines: list[Machine]) -> str:
         )
     page = Page()
     least = machines[0] if options.machine else None
-    # A machine takes the place of two columns, so that names stay whole on 80 columns.
+    # The machine replaces two columns, so that names fit into 80 characters.
     some = (">layers", ">scores") if least is None else (f">{least.name}",)
     table = page.table("model", ">context", ">parameters", ">operations", ">KV cache", *some)
     for name, cost in costs.items():

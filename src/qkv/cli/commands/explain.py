@@ -21,11 +21,11 @@ _EXAMPLE = "the shared example"
 _MOST_ROWS = 16
 """Rows that are printed at once."""
 _RANKS = {"sink": 0, "own": 1}
-"""Kinds of head that tell less of a text than the others, which are 2."""
+"""The rank of kinds of heads that say little about a text; other kinds have rank 2."""
 _ENOUGH_QUERIES = 3
 """A mean over fewer is mostly chance: any head can give its weight to one key once."""
 _MOST_KEYS, _TOP = 32, 12
-"""Of more keys than these, so many are printed unless `--top` says otherwise."""
+"""The most keys that are printed unless `--top` says otherwise."""
 
 
 def run(options: argparse.Namespace) -> str:
@@ -122,7 +122,7 @@ def _of_file(options: argparse.Namespace) -> InputArrays:
     if options.file is not None and is_model_record(options.file):
         layer = 0 if options.layer is None else options.layer
         raise ArgumentError(
-            f"{shown(options.file)} is a record of a model, which has no values to add up.",
+            f"{shown(options.file)} is a record of a model, which holds no value rows.",
             action=f"Use qkv inspect FILE --layer {layer} for its weights, or "
             f"qkv explain --model NAME --layer {layer} for every number.",
         )

@@ -88,7 +88,7 @@ def _printed(problem: CommandInput, options: argparse.Namespace) -> tuple[str, d
     if not all(math.isnan(head.entropy) for head in all_heads):
         closer = f"--query {view['query']} --head {view['head']}"
         command = f"Next: {_command(options)} {closer}"
-        # A command that was cut would be another one.
+        # A shortened command would be a different one.
         again = command if len(command) <= _LONGEST_COMMAND else ""
     return summary_of_heads(problem.shown, statistics, all_heads, options.top is None, again), view
 
@@ -135,7 +135,7 @@ def _write_page(problem: CommandInput, path: str, view: dict[str, int]) -> None:
 
 
 def _command(options: argparse.Namespace) -> str:
-    """This command line again, without what narrows it down."""
+    """This command line without the options that choose heads and queries."""
     words = ["qkv", "inspect"]
     words += [options.file] if options.file else []
     words += command_line_of(options.variants)
@@ -147,7 +147,7 @@ def _command(options: argparse.Namespace) -> str:
 
 
 def _quoted(word: str) -> str:
-    """A word for a shell: as it is, or with escapes that bash reads where a terminal would act."""
+    """A word quoted for a shell; control characters as escapes that bash reads."""
     encoding = Page().console.encoding
     if word.isprintable() and word.encode(encoding, "ignore").decode(encoding) == word:
         return shlex.quote(word)
@@ -159,7 +159,7 @@ def _escaped(character: str, encoding: str) -> str:
         return "\\" + character
     if character.isprintable() and character.encode(encoding, "ignore"):
         return character
-    # Bytes, since bash reads \\u in a locale of Unicode alone. Words of a shell that are no text
+    # Bytes, since bash reads \\u in a locale of Unicode alone. Words that are not text
     # come as surrogates.
     errors = "surrogateescape" if "\udc80" <= character <= "\udcff" else "surrogatepass"
     return "".join(f"\\x{byte:02x}" for byte in character.encode("utf-8", errors))
@@ -210,7 +210,7 @@ def _one_query(problem: CommandInput, options: argparse.Namespace) -> str:
     ]
     parts += [Text(reason, style="bold") for reason in record.reasons]
     if not any(tops):
-        # An empty table would say less.
+        # Without keys the table would be empty.
         parts += [] if record.reasons else [Text("A mask hides every key from this query.")]
     elif options.head is None:
         parts.append(_keys_of_heads(page, problem, entropies, tops, options.top is None))

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> str:
     refuse_with_model(options)
     _require_layer(options, f"--model {Page().token(options.model, 80)}")
     require_top(options)
-    # Checked before minutes of work.
+    # The run takes minutes, so this is checked first.
     if options.save and not Path(options.save).absolute().parent.is_dir():
         raise ArgumentError(f"{options.save} is in no folder.", action="Make the folder first.")
     if options.html:

@@ -51,14 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> str:
-    """The output of the command; while the page is served, its address is all."""
+    """The output of the command: empty after serving, whose address was printed at once."""
     if options.port is not None and options.export is not None:
         raise ArgumentError(
             f"--port {options.port} is of a page that is served, and --export writes a file.",
             action="Leave one of them out.",
         )
     if options.port is not None and not 0 <= options.port < 1 << 16:
-        raise ArgumentError(f"--port {options.port} is no port.", action="Pass 0 to 65535.")
+        raise ArgumentError(f"--port {options.port} is not a port.", action="Pass 0 to 65535.")
     from qkv.cli.inputs.text import sentence_is_text
 
     sentence_is_text(options)

@@ -32,7 +32,7 @@ __all__ = ["about", "inspect_model", "lab_source"]
 
 Progress = Callable[[int, int], None]
 SeeValue = Callable[[ModelRecord, Any], None]
-"""Given a record, right after its newest layer was added, and the value of that layer."""
+"""A function of a record whose newest layer was just added, and of the value of that layer."""
 
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _WEIGHTS_AFTER_ATTENTION = re.compile(r"(^|\.)(\w*pooler|\w*head|classifier|score)\.")
@@ -190,7 +190,7 @@ def _require_safetensors(name: str) -> None:
     if not os.path.exists(name):
         if not _NAME.fullmatch(name) or "--" in name or ".." in name:
             raise ArgumentError(
-                f"{quoted} is no folder, and no name that a model can have.",
+                f"{quoted} is neither a folder nor a possible name of a model.",
                 action="Pass a folder, a name such as openai-community/gpt2, tiny or language.",
             )
         return
@@ -312,7 +312,7 @@ def _loading_errors(name: str, download: bool) -> Iterator[None]:
             ) from error
         if isinstance(error, OSError) and not Path(name).is_dir() and not download:
             raise FileError(
-                f"{quoted} is no folder, and no model of that name is on this machine.",
+                f"{quoted} is not a folder, and there is no model of that name on this machine.",
                 action="Add --download to fetch it, or use --model language.",
             ) from error
         raise FileError(
@@ -334,7 +334,7 @@ def _running_errors(name: str) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of somebody else's message."""
+    """The first line of the message of another library."""
     message = str(error).strip() or type(error).__name__
     return message.splitlines()[0][:_MAX_REASON_LENGTH]
 

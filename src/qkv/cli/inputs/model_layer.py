@@ -32,7 +32,7 @@ def model_layer(options: argparse.Namespace) -> InputArrays:
     values: list[Any] = []
 
     def see(record: ModelRecord, value: Any) -> None:
-        # The record passes over what is no layer of the model.
+        # The record leaves out modules that are not layers of the model.
         if len(record) > len(values):
             kept = wanted < 0 or wanted == len(values)
             values.append(np.array(view(value, "value")) if kept else None)
@@ -41,7 +41,7 @@ def model_layer(options: argparse.Namespace) -> InputArrays:
         record = inspect_model(options, bar, "weights" if wanted < 0 else [wanted], see)
     layer = record[checked_index(wanted, len(record), "layer")]
     inputs = layer.scores.inputs
-    assert inputs is not None  # the layer is one of those to keep
+    assert inputs is not None  # The layer is one of those to keep.
     return InputArrays(
         inputs.query,
         inputs.key,

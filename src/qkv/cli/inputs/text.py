@@ -21,18 +21,19 @@ _ARRAYS = (".safetensors", ".npz", ".npy")
 _MAX_BYTES = 1 << 26
 _PEEKED = 1 << 12
 _LONGEST = 80
-"""Characters of a text that are repeated in an error."""
+"""The most characters of a text that an error repeats."""
 
 
 def sentence_is_text(options: argparse.Namespace) -> None:
     """A sentence in the place of FILE is what the model reads, `language` if none is named.
 
-    So is "-", standard input, and where a model is named a word that is no file.
+    So is "-", which means standard input, and, where a model is named, a word that does not name a
+    file.
 
     Raises
     ------
     FileError
-        A word is no file, or a file is a text; the message has the `--text` to pass.
+        A word names no file, or it names a text; the message has the `--text` to pass.
     ArgumentError
         There is nothing in the place of FILE, or two texts are given.
     """
@@ -57,7 +58,7 @@ def _is_text(said: str, model: str | None) -> bool:
     if os.path.exists(said):
         if _holds_text(said):
             raise FileError(
-                f"{shown(said)} is a text, and no file of arrays.",
+                f"{shown(said)} is a text, not a file of arrays.",
                 action=as_text,
             )
         return False
@@ -84,7 +85,7 @@ def _holds_text(path: str) -> bool:
 
 
 def given_text(options: argparse.Namespace) -> str | None:
-    """The text of `--text`, if there is one: it is read once, as standard input is gone then."""
+    """The text of `--text`, if there is one; read once, since standard input can be read once."""
     if "whole_text" not in options:
         options.whole_text = None if options.text is None else _whole_text(options.text)
     text: str | None = options.whole_text
@@ -98,7 +99,7 @@ def _whole_text(said: str) -> str:
             text = sys.stdin.read(_MAX_BYTES)
         except UnicodeDecodeError as error:
             raise ArgumentError(
-                f"standard input is no {error.encoding} text: byte {error.start} is none.",
+                f"standard input is not {error.encoding} text: byte {error.start} is invalid.",
                 action="Convert it, as with iconv.",
             ) from error
         if not text.strip():
@@ -122,7 +123,7 @@ def _read_text(path: str) -> str:
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
-            raise FileError(f"{name} is no regular file.", action="Pass a file of text.")
+            raise FileError(f"{name} is not a regular file.", action="Pass a file of text.")
         if status.st_size > _MAX_BYTES:
             raise FileError(
                 f"{name} has {status.st_size} bytes; at most {_MAX_BYTES} are read.",
@@ -133,7 +134,8 @@ def _read_text(path: str) -> str:
         raise
     except UnicodeDecodeError as error:
         raise FileError(
-            f"{name} is not UTF-8 text: byte {error.start} is none.", action="Convert it to UTF-8."
+            f"{name} is not UTF-8 text: byte {error.start} is invalid.",
+            action="Convert it to UTF-8.",
         ) from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error

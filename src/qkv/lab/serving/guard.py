@@ -24,10 +24,10 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 COOKIE = "qkv-lab"
-"""Before the port: browsers send the cookies of one port of a host to all others too."""
+"""The port follows in the name, since browsers send cookies of a host to all of its ports."""
 
 _COOKIE_SECONDS = 30 * 24 * 3600
-"""So that a browser that was closed may come back; no other server knows the cookie."""
+"""A browser that was closed may come back for so long; no other server knows the cookie."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -68,7 +68,7 @@ class Guard:
         self.host = host
 
     def renew(self) -> str:
-        """A new token, which opens the page once; one that was not used opens it no longer.
+        """Make a new token, which opens the page once; an earlier one no longer does.
 
         May be called in any thread.
         """
@@ -78,7 +78,7 @@ class Guard:
         return token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or hand it on."""
+        """Refuse a request, or pass it on to the application."""
         if scope["type"] != "http":
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
@@ -98,7 +98,7 @@ class Guard:
         return f"{COOKIE}-{self.host.rpartition(':')[2]}"
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """What a request is answered that may not pass; None if it may."""
+        """The response to a request that is refused; None if the request may pass."""
         if _all(scope, b"host") != [self.host.encode()]:
             return PlainTextResponse("This is not the address of the lab.\n", 403)
         if scope["method"] == "POST" and not self._is_from_page(scope):
@@ -125,7 +125,7 @@ class Guard:
         return same_site and _all(scope, b"origin") == [f"http://{self.host}".encode()]
 
     def _spend(self, given: str) -> bool:
-        """Whether it is the token, and has not been used yet."""
+        """Whether this is the token and has not been used; it counts as used from now on."""
         with self._token_lock:
             token = self._token
             if token is None or not compare_digest(given.encode(), token.encode()):
@@ -159,5 +159,5 @@ class Guard:
 
 
 def _all(scope: Scope, name: bytes) -> list[bytes]:
-    """Every header of a name."""
+    """The values of all headers with this name."""
     return [value for key, value in scope["headers"] if key == name]

@@ -1,6 +1,6 @@
-"""Work of the server: short answers by a few threads; long jobs one at a time, to be stopped.
+"""Work of the server: short answers by a few threads, and one long job at a time.
 
-All threads are daemons: none of them holds the process.
+Long jobs can be stopped. All threads are daemons, so that none of them keeps the process alive.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 _SHORT_WORKERS = 4
 _LOOK_SECONDS = 0.25
-"""How often it is looked whether the reader of an answer is still there."""
+"""Seconds between two checks of whether the reader of an answer is still connected."""
 
 
 class StoppedError(BaseException):
-    """Raised in the thread of a job that is to end; no `except Exception` keeps it."""
+    """Raised in the thread of a job that is to end; it passes through `except Exception`."""
 
 
 @dataclass(eq=False)
@@ -57,13 +57,13 @@ class Job:
     answered: asyncio.Event = field(default_factory=asyncio.Event)
 
     def progress(self, done: int, total: int) -> None:
-        """How far the work is; ends it here if it is to end."""
+        """Note how far the work is; raise `StoppedError` if it is to end."""
         self.done, self.total = done, total
         if self.stopped:
             raise StoppedError
 
     def stop(self) -> None:
-        """End it: at its next step in Python, and kernels return to Python several times a second.
+        """End the work at its next step in Python, to which kernels return several times a second.
 
         Whoever waits for its result is told at once.
         """
@@ -171,7 +171,7 @@ class Jobs:
                 while not result.done() and job.thread.is_alive():
                     await asyncio.wait({result}, timeout=_LOOK_SECONDS)
                 await asyncio.sleep(0)
-                # A job that is stopped in its last moments hands nothing over.
+                # A job that is stopped just before it ends gives no result.
                 if not result.done():
                     raise StoppedError
                 return result.result()
@@ -197,7 +197,7 @@ class Jobs:
         }
 
     def stop(self, number: int | None = None) -> bool:
-        """Stop one job, or all; whether there was one."""
+        """Stop one job, or all; return whether there was one."""
         chosen = [job for job in self._jobs if number in (None, job.number) and not job.stopped]
         for job in chosen:
             job.stop()
@@ -209,7 +209,7 @@ class Jobs:
 
 
 def _settle(loop: asyncio.AbstractEventLoop, result: asyncio.Future[Any], work: Any) -> None:
-    """Do work, and hand over its result or exception to an event loop."""
+    """Do work, and give its result or exception to an event loop."""
     returned, error = None, None
     try:
         returned = work()
@@ -234,6 +234,6 @@ def _hand_over(result: asyncio.Future[Any], returned: Any, error: BaseException 
 
 
 def _look_at(result: asyncio.Future[Any]) -> None:
-    """Nobody else asks for the exception of a job that was stopped."""
+    """Retrieve the exception of a job that was stopped, for which nobody else asks."""
     if not result.cancelled():
         result.exception()

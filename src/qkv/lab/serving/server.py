@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 _LOG = logging.getLogger("qkv.lab")
 
 _INTERRUPTED = 130
-"""How a process ends that Ctrl-C ended."""
+"""The exit code of a process that Ctrl-C ended."""
 _PATIENCE_SECONDS = 1.0
 
 
@@ -69,7 +69,7 @@ class Limits:
 
 
 class _JSON(Response):
-    """An answer in ASCII, which halves of characters in names of tokens cannot break."""
+    """An answer in ASCII, since names of tokens may hold surrogates that UTF-8 cannot encode."""
 
     media_type = "application/json"
 
@@ -82,7 +82,7 @@ class _TooLargeError(Exception):
 
 
 class _TooSlowError(Exception):
-    """A body sends nothing for too long."""
+    """Nothing of a body has arrived for too long."""
 
 
 def application(
@@ -103,7 +103,7 @@ def application(
         The address that requests must name, such as "127.0.0.1:8123".
     limits : Limits
     jobs : Jobs, optional
-        That the caller can stop.
+        Those of the server, if the caller is to be able to stop them.
     """
     jobs = jobs or Jobs(limits.waiting)
     files = {path: asset(path[1:]) for path in FILES}
@@ -118,7 +118,7 @@ def application(
         return Response(files[path], headers={"content-type": FILES[path]})
 
     async def read_json(request: Request, what: str, read: Callable[[Any], _T]) -> _T | Response:
-        """What `read` makes of a body of JSON, or the answer that refuses it."""
+        """What `read` makes of a body of JSON, or the response that refuses the body."""
         if _type_of(request) != "application/json":
             return _failed(0, ArgumentError(f"a {what} is application/json."), 415)
         try:
@@ -129,7 +129,7 @@ def application(
             error = ArgumentError(f"a {what} has at most {limits.call_bytes} bytes.")
             return _failed(0, error, 413)
         except (ValueError, RecursionError) as error:
-            known = error if isinstance(error, QkvError) else ArgumentError("this is no JSON.")
+            known = error if isinstance(error, QkvError) else ArgumentError("the body is not JSON.")
             return _failed(0, known, 400)
 
     async def call(request: Request) -> Response:
@@ -156,7 +156,7 @@ def application(
         return response or _busy(asked.id)
 
     async def saved(request: Request) -> Response:
-        """What is shown as a page of its own, which opens at the view that is given."""
+        """What is shown, as a file that opens with the given view."""
         view = await read_json(request, "view", read_view)
         if isinstance(view, Response):
             return view
@@ -215,7 +215,7 @@ def application(
         return await jobs.soon(show)
 
     async def job(request: Request) -> Response:
-        """What runs, as JSON; a number in place of null stops that job."""
+        """The state of the jobs as JSON; a body with the number of a job stops that job first."""
         if _type_of(request) != "application/json":
             return _failed(0, ArgumentError("a call is application/json."), 415)
         try:
@@ -244,7 +244,7 @@ def _type_of(request: Request) -> str:
 
 
 async def _body(request: Request, most: int, limits: Limits) -> bytes:
-    """The body, if it has no more bytes than may be; no more are kept."""
+    """The body, of at most `most` bytes; no more than these are kept."""
     said = request.headers.get("content-length", "0")
     if not said.isdecimal() or int(said) > most:
         raise _TooLargeError
@@ -340,7 +340,7 @@ def serve(
     """
     import uvicorn
 
-    asset("lab.js"), asset("lab.css")  # Complained of before anything is printed.
+    asset("lab.js"), asset("lab.css")  # Raises, before anything is printed, if one is missing.
     with listen(port) as opened:
         host = f"127.0.0.1:{opened.getsockname()[1]}"
         token = secrets.token_urlsafe(32)
@@ -360,7 +360,7 @@ def serve(
         )
 
         class Server(uvicorn.Server):
-            """Tells its address when it answers; Ctrl-C ends it, and again ends it at once."""
+            """Tells its address once it answers. A second Ctrl-C ends the process at once."""
 
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
                 await super().startup(sockets)
@@ -383,7 +383,7 @@ def serve(
 
 
 def _leave_behind(jobs: Jobs) -> None:
-    """Wait a moment for jobs that were stopped; one that does not end does not hold the process."""
+    """Wait a moment for jobs that were stopped; end the process if one of them goes on."""
     ends = time.monotonic() + _PATIENCE_SECONDS
     for thread in jobs.threads():
         thread.join(max(0.0, ends - time.monotonic()))

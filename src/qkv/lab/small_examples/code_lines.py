@@ -22,10 +22,10 @@ from qkv.samples import shared_example
 __all__ = ["class_lines", "listings"]
 
 Made = tuple[Any, ...]
-"""Arrays that one run of a line makes."""
+"""Arrays that one execution of a line makes."""
 _NUMBERS = np.ndarray | np.generic | float | int
 _MOST_SHOWN = 160
-"""Characters of a value; whole matrices are left out."""
+"""The most characters of a value that is shown; whole matrices are left out."""
 Line = dict[str, str | None]
 """`numpy` and `torch`, either of which may lack the line; a `note`; and the variable it `shows`."""
 
@@ -54,8 +54,8 @@ def listings() -> dict[str, Any]:
 def class_lines(mechanism: str) -> dict[str, Any]:
     """Source of the class of a mechanism, which takes arrays of NumPy, torch and JAX.
 
-    The values are what its lines make for each of the shared tokens, of those lines that run when
-    the example of the mechanism is called and asked for its mixing.
+    The values are what its lines make for each of the shared tokens when the example of the
+    mechanism is called and its token mixing is computed. Lines that do not run then have none.
 
     Raises
     ------
@@ -75,9 +75,9 @@ def class_lines(mechanism: str) -> dict[str, Any]:
 
 
 def _made_by(cls: type, call: Callable[..., object], arguments: Made) -> dict[int, list[Made]]:
-    """What the lines of a class that assign or return make in a call, once for each time they run.
+    """The values that lines of a class assign or return in a call, for each time they run.
 
-    A statement of several lines is that of its first.
+    The values of a statement of several lines belong to its first line.
     """
     lines, first = inspect.getsourcelines(cls)
     statements: dict[int, tuple[int, tuple[str, ...]]] = {}
@@ -121,7 +121,7 @@ def _made_by(cls: type, call: Callable[..., object], arguments: Made) -> dict[in
 
 
 def _of_rows(made: list[Made], rows: int) -> list[str] | None:
-    """The numbers of each row; a line that ran once for each row made those of one each time."""
+    """The numbers of each row, for a line that ran once for all rows or once for each."""
     each = made if len(made) == rows else [made[-1] if made else ()] * rows
     texts = ["; ".join(_text(array, row, rows) for array in each[row]) for row in range(rows)]
     return texts if all(0 < len(text) <= _MOST_SHOWN for text in texts) else None
@@ -132,7 +132,7 @@ def _columns(lines: list[Line]) -> dict[str, list[str | None]]:
 
 
 def _arguments(name: str) -> dict[str, Any]:
-    """What the lines of a listing are given, by the names that they use."""
+    """The arguments of a listing, by the names that its lines use."""
     example = shared_example()
     if name in ("scaled-dot-product", "causal"):
         return {"Q": example.q, "K": example.k, "V": example.v}
@@ -144,7 +144,7 @@ def _arguments(name: str) -> dict[str, Any]:
 
 
 def _values(lines: list[Line], arguments: dict[str, Any], rows: int) -> list[list[str] | None]:
-    """Of each line, for each row, what its variable is after it has run."""
+    """For each line and each row, the value of the line's variable after it has run."""
     return [
         None if value is None else [_text(np.asarray(value), row, rows) for row in range(rows)]
         for value in _run(lines, arguments)
@@ -152,7 +152,7 @@ def _values(lines: list[Line], arguments: dict[str, Any], rows: int) -> list[lis
 
 
 def _run(lines: list[Line], arguments: dict[str, Any]) -> Iterator[Any]:
-    """The variable of each line after the line; those of a class run as those of one function."""
+    """The value of each line's variable after the line; a class is run as one function."""
     scope = {"np": np, "self": SimpleNamespace(), **arguments}
     for line in lines:
         statement = (line["numpy"] or "").strip().replace("return ", "output = ")
@@ -162,7 +162,7 @@ def _run(lines: list[Line], arguments: dict[str, Any]) -> Iterator[Any]:
 
 
 def _text(array: NDArray[Any], row: int, rows: int) -> str:
-    """What belongs to a row, of one head after another; of other sequences all, of numbers all."""
+    """A row of a value, for one head after another; the whole value if it has no such rows."""
     if array.ndim > 1 and array.shape[-2] == rows:
         array = array[..., row, :]
     parts = array.reshape(-1, array.shape[-1] if array.ndim else 1)

@@ -20,7 +20,7 @@ __all__ = ["LONGEST", "Example", "examples", "small_example", "traced_example"]
 Array = NDArray[Any]
 
 LONGEST = 64
-"""Rows of an example that is shown number by number."""
+"""The most rows of an example that is shown number by number."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,14 +32,14 @@ class Example:
     name : str
         As requests name it.
     title : str
-        To read.
+        For the reader.
     tokens : tuple of str (n,)
     query, key : array (n, head_dim)
     value : array (n, v_head_dim)
     projections : Projections or None
         Where the rows come from, if that is known.
     trace : Trace or None
-        What is shown of it, if it was traced elsewhere; a page computes nothing anew then.
+        Its trace, if it was traced elsewhere; the page then shows this and computes nothing.
     """
 
     name: str

@@ -35,7 +35,7 @@ __all__ = ["SmallMethods"]
 MASKS = ("none", "causal", "padding", "window")
 
 BLOCK_Q, BLOCK_KV = 128, 128
-"""Sizes of a tile in the count of what tiling changes."""
+"""Tile sizes for which the effect of tiling is counted."""
 
 
 class SmallMethods:
@@ -123,7 +123,7 @@ class SmallMethods:
 
 
 def _given_rows(given: Parameters) -> Example:
-    """Rows out of a request."""
+    """The rows of a request."""
     query, key, value = (given.rows(name, LONGEST) for name in ("query", "key", "value"))
     tokens = given.tokens("tokens", len(query)) or tuple(map(str, range(len(query))))
     return Example("given", "Given rows", tokens, query, key, value)

@@ -28,7 +28,7 @@ __all__ = [
 Array = NDArray[Any]
 
 NEXT = "next"
-"""A kind beside those of model records: of arrays whose queries see later keys."""
+"""The kind of heads that read the next token, which only arrays without a causal mask have."""
 
 ALL_KINDS = (*KINDS, NEXT)
 
@@ -40,9 +40,9 @@ NOTE = (
 _LONGEST_TOKEN = 40
 _TOP = 4
 EXACT_KEYS = 1 << 13
-"""Keys up to which rows are computed in float64."""
+"""The most keys for which rows are computed in float64."""
 _ROWS = 1 << 22
-"""Weights that are computed at once for the best keys of some queries."""
+"""The number of weights that are computed at a time for the best keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,7 +166,7 @@ class Heads:
 
 
 def shown(token: str) -> str:
-    """A token without characters that act, cut where it is long."""
+    """A token for display: control characters escaped, and cut where it is long."""
     return printable(token, _LONGEST_TOKEN)
 
 
@@ -232,7 +232,7 @@ def _layer_of_model(layer: LayerRecord, texts: Sequence[str] | None) -> HeadLaye
 def heads_of_record(
     record: Record, title: str, tokens: Sequence[str] | None, about: str = ""
 ) -> Heads:
-    """One record as a model of one layer; scores that need no pass over all pairs."""
+    """One record as a model of one layer, with the scores that need no pass over all pairs."""
     replay = record.weights.replay
     spec = replay.problem.spec
     shape = (spec.batch_size, spec.num_heads, spec.q_len)
@@ -302,7 +302,7 @@ def best_keys(replay: Replay, head: int, first: int, stop: int) -> tuple[Array, 
         weights = np.minimum(np.nan_to_num(weights_of(0, head, rows, keys)), 1)
         some = np.argpartition(-weights, count - 1, axis=1)[:, :count]
         largest = np.take_along_axis(weights, some, axis=1)
-        # Falling, and of equal weights the lower key first.
+        # Sorted by falling weight; of equal weights the lower key comes first.
         order = np.lexsort((some, -largest), axis=1)
         largest = np.take_along_axis(largest, order, axis=1)
         some = np.take_along_axis(some, order, axis=1)

@@ -17,24 +17,25 @@ _Place: TypeAlias = tuple[HeadLayer, int, int]
 """A layer, a head of it and a query."""
 
 _FINDING = ("induction", "duplicate")
-"""Kinds of heads that find a token by what it is; heads of other kinds read at a fixed place."""
+"""Kinds of heads that find a token by its content; other kinds read at a fixed offset."""
 
 _FAR = 4
-"""Positions between a query and a key from which the key counts as further away."""
+"""The least distance of a query and a key at which the key counts as distant."""
 
 _NEARLY = 0.9
 _STRONG = 0.2
 _PAIRS = 3
 _MOST_PAIRS = 1 << 24
-"""Pairs of a query and a key, over all heads, that are searched for distant ones."""
+"""The most pairs of a query and a key, over all heads, that are searched for distant ones."""
 
 
 def notable_place(heads: Heads) -> dict[str, int]:
     """A layer, head, query and key to begin with.
 
-    The head with most weight on tokens that it finds by what they are, else, of heads without a
-    kind, that with the strongest weights on distant tokens, else that which is most of its kind,
-    else the first. Of a head with a kind, the query shows what the kind says.
+    The first choice is the head with most weight on tokens that it finds by their content; the
+    second, of heads without a kind, the one with the strongest weights on distant tokens; the third
+    the head with the highest score of its own kind; the last the first head. For a head with a
+    kind, the query is one that shows this kind.
     """
     if not heads.layers:
         return {"layer": 0, "head": 0, "query": 0, "kkey": 0}
@@ -63,7 +64,7 @@ def _of_kind(
 
 
 def _clear_query(weights: Array) -> int:
-    """Of the queries whose weight is nearly the largest, that nearest to 3/4 of the text."""
+    """Of the queries whose weight is nearly the largest, the one nearest to 3/4 of the text."""
     there = np.nan_to_num(weights, nan=-1.0)
     most = there.max()
     clear = np.flatnonzero(there >= min(most, _NEARLY * most))
@@ -71,7 +72,7 @@ def _clear_query(weights: Array) -> int:
 
 
 def _distant(heads: Heads, free: Collection[tuple[int, int]]) -> _Place | None:
-    """Of some heads, that whose strongest distant pairs have most weight, and its best query."""
+    """The head of `free` whose strongest distant pairs have most weight, and its best query."""
     place, most = None, 0.0
     room = _MOST_PAIRS
     for layer in heads.layers:

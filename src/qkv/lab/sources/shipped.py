@@ -1,4 +1,4 @@
-"""What the panel Inspect shows without a file or a model of the reader: what comes with qkv."""
+"""What comes with qkv: a sample and small models, which the panel Inspect can show."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def shipped_source(
     shipped = SHIPPED_MODELS[name]
     model = shipped.load()
     record = shipped.inspect(model, text, count, keep="weights", progress=progress)
-    assert record.tokens is not None  # the model reads tokens
+    assert record.tokens is not None  # The model reads tokens.
     ids = record.tokens[0].tolist()
     if text is not None and count is not None:
         text = "".join(model.tokens(ids))

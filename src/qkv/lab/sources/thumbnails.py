@@ -1,7 +1,7 @@
 """Small pictures of where the heads of a layer read, at any length.
 
-A number of a picture stands for a block of pairs, by their largest weight: a mean would hide a
-single bright key. Of long texts evenly spaced queries are drawn, so that no picture takes a pass
+Each number of a picture is the largest weight of a block of pairs, since a mean would hide a single
+key with much weight. Of long texts evenly spaced queries are drawn, so that no picture takes a pass
 over all pairs.
 """
 
@@ -19,13 +19,13 @@ __all__ = ["queries_drawn", "thumbnails"]
 
 _SIDE, _SMALL_SIDE = 64, 32
 _MOST_LARGE = 256
-"""Heads of a model up to which pictures have the larger side."""
+"""The most heads of a model with which pictures have the larger side."""
 
 _WEIGHTS = 1 << 18
-"""Weights that are computed for one picture, if its queries are more than its rows."""
+"""The number of weights that are computed for one picture with more queries than rows."""
 
 _STEP = 1 << 22
-"""Weights that are held at once."""
+"""The most weights that are held at a time."""
 
 
 def queries_drawn(layer: HeadLayer, num_heads: int) -> int:

@@ -1,9 +1,9 @@
 """A map of the weights of one head at any length: tiles of a pyramid, computed when asked for.
 
 Level 0 has one number for each pair, level L one for each block of 2^L x 2^L pairs: their largest
-weight, and their mean. The matrix is never there. Tiles of the lower levels are computed when they
-are asked for. A base level is computed once for the whole head, by one pass over all pairs, and the
-levels above come from it.
+weight, and their mean. The whole matrix is never held. Tiles of the lower levels are computed when
+they are asked for. A base level is computed once for the whole head, by one pass over all pairs,
+and the levels above come from it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ __all__ = ["TILE", "MapTile", "WeightMaps", "levels_of"]
 Array = NDArray[Any]
 
 TILE = 256
-"""Numbers along a side of a tile."""
+"""The number of rows, and of columns, of a tile."""
 
 FIRST_BASE, BASE = 5, 1 << 24
 """The base level is the first from 5 on that has no more numbers than this: at 131,072 tokens level
 5, 4096 x 4096, which takes 128 MiB with both reductions. A tile below it reads 2^24 pairs."""
 
 EXACT = 1 << 20
-"""Pairs of whole rows up to which a tile of level 0 is computed in float64."""
+"""The most pairs, in whole rows, for which a tile of level 0 is computed in float64."""
 
 MOST_BYTES = 512 << 20
-"""Of tiles and levels that are kept; the oldest go first."""
+"""The most bytes of tiles and levels that are kept; the oldest are dropped first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +135,7 @@ class WeightMaps:
         kv_rows: tuple[int, int],
         block: int,
     ) -> tuple[Array, Array]:
-        """By compiled code where the blocks are large enough for it, else in NumPy."""
+        """Reduced blocks of weights, by compiled code if they are large enough, else by NumPy."""
         rows, columns = np.arange(*q_rows), np.arange(*kv_rows)
         if block == 1 and len(rows) * replay.problem.spec.kv_len <= EXACT:
             weights = replay.exact(0, head, rows, columns).astype(np.float32)

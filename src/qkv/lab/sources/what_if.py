@@ -52,7 +52,7 @@ class WhatIf:
         Parameters
         ----------
         given : Parameters
-            prompt, source: texts, optional; changes: layer, head and what of each.
+            prompt, source: texts, optional; changes: layer, head and kind of change of each.
         """
         ids = self._ids(given.text("prompt"))
         source = given.text("source")
@@ -91,7 +91,7 @@ class WhatIf:
         last = log_probabilities[-1]
         best = np.argsort(-last, kind="stable")[:_SHOWN]
         return {
-            # Nothing stands before the first token that could predict it.
+            # The first token has no earlier token from which it could be predicted.
             "losses": [np.nan, *losses.tolist()],
             "loss": float(losses.mean()) if len(losses) else np.nan,
             "prediction": [

@@ -40,7 +40,7 @@ class LlamaAttention(ProjectedAttention):
     further_weights: ClassVar[tuple[str, ...]] = ()
     """Names of weights besides the projections, in transformers as well as here."""
     needs_rope: ClassVar[bool] = False
-    """Whether a module without rotary positions is no module for this mechanism."""
+    """Whether a module without rotary positions is refused."""
 
     @classmethod
     @reads_module

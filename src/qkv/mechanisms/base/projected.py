@@ -151,7 +151,7 @@ class ProjectedAttention(AttentionMechanism):
         self.qk_norm_eps = options.get("qk_norm_eps", 1e-6)
         if self.qk_norm not in (None, "head", "all heads"):
             raise ArgumentError(
-                f"qk_norm={self.qk_norm!r:.60} is no norm of queries and keys.",
+                f"qk_norm={self.qk_norm!r:.60} is not a norm of queries and keys.",
                 action='Pass "head" or "all heads".',
             )
         shapes: dict[str, tuple[int, ...]] = {}

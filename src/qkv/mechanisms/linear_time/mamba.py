@@ -334,8 +334,8 @@ def chunk(
     Notes
     -----
     O(n channels state_size) operations, and memory for the states of one chunk. Each state of a
-    channel decays at its own rate, so that a chunk is no matrix product as it is in Mamba-2. NumPy
-    arrays, and tensors in main memory that carry no gradient, are computed token by token in
+    channel decays at its own rate, so that a chunk is not a matrix product as it is in Mamba-2.
+    NumPy arrays, and tensors in main memory that carry no gradient, are computed token by token in
     memory that is used again.
     Source: Gu and Dao, "Mamba", arXiv 2312.00752, algorithm 2.
     """

@@ -105,7 +105,7 @@ class BigBird(ProjectedAttention):
         Raises
         ------
         ShapeError, DTypeError, ArgumentError
-            random_blocks were given, for another number of blocks, or are no blocks.
+            random_blocks were given, for another number of blocks, or are not blocks.
         """
         blocks = -(-n // self.block)
         if self.num_heads * blocks**2 > MOST_RANDOM:

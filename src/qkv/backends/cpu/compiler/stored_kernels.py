@@ -143,7 +143,7 @@ def private_folder() -> tuple[Path | None, str]:
 def _describe_error(error: Exception) -> str:
     """What went wrong, without the number that the system gives it."""
     if isinstance(error, FileExistsError) and error.filename:
-        return f"{error.filename} is no folder"
+        return f"{error.filename} is not a folder"
     words = getattr(error, "strerror", None) or str(error)
     path = getattr(error, "filename", None)
     return f"{path}: {words}" if path else words

@@ -65,7 +65,7 @@ class AnyLengthForm(NamedTuple):
 def any_length_form(problem: Problem, arrays: tuple[Array, ...]) -> AnyLengthForm | None:
     """What steps like this problem need; None if something depends on how many keys there are.
 
-    Tables that are no views of `arrays` must serve any number of keys.
+    Tables that are not views of `arrays` must serve any number of keys.
     """
     read = tables_of(problem, arrays)
     if any(len(names) != 1 for names in read):

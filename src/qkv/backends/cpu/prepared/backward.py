@@ -133,7 +133,7 @@ class PassesOfGradients:
         return True
 
     def _written(self, results: Sequence[int]) -> tuple[list[int], list[Array]]:
-        """The addresses that the kernel writes to, and what owns those that are no results.
+        """The addresses that the kernel writes to, and what owns those that are not results.
 
         Each gradient is followed by the sums of which it is rounded, unless these are itself.
         """

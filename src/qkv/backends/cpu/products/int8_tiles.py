@@ -1,7 +1,7 @@
 """Both products of decoding with rows of int8 on the matrix unit of x86 (AMX).
 
-Q and the weights are no int8 numbers, so each of their rows is counted in a unit of its own, a
-power of two, and the count is written with four digits of base 256, of which each is an int8:
+Q and the weights are not int8 numbers, so each of their rows is counted in a unit of its own, a
+power of two, and the count is written with four digits of base 256, each of which is an int8:
 
     x[i] = unit * sum_t 256^t digit[t, i] + rest,    |rest| < unit <= 2^-29 max_i |x[i]|
 

@@ -192,7 +192,7 @@ def measured_norm(module: Any, name: str) -> tuple[Any, float]:
             if torch.allclose(ours, expected, rtol=max(rtol, 1e-6), atol=1e-6):
                 return candidate, eps
     raise UnsupportedError(
-        f"{name} of {type(module).__name__} is no RMSNorm that one weight for each number follows.",
+        f"{name} of {type(module).__name__} is not an RMSNorm with one weight for each number.",
         [(name, f"{norm!r:.100}")],
         "Call the module itself.",
     )
@@ -237,7 +237,7 @@ def torch_multi_head(module: Any) -> dict[str, Any]:
     Raises
     ------
     ArgumentError
-        It is no such module.
+        It is another module.
     UnsupportedError
         The module adds keys and values of its own, or its keys and values differ in width.
     """
