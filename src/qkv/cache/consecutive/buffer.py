@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from qkv.cache.arguments import Lengths
 from qkv.cache.encoding import Encoding
@@ -129,18 +128,13 @@ def _runs(target: Lengths | None, source: Lengths | None, counts: Lengths) -> li
     """
     if not counts.size:
         return []
-    of_each = (n for n in (target, source, counts) if n is not None)
-    if counts.size == 1 or all((n == n.flat[0]).all() for n in of_each):
-        return [_Run((), _row(target, 0), _row(source, 0), _row(counts, 0))]
-    return [
-        _Run(index, _row(target, index), _row(source, index), _row(counts, index))
-        for index in np.ndindex(*counts.shape)
+    numbers = [
+        [0] * counts.size if each is None else each.ravel().tolist()
+        for each in (target, source, counts)
     ]
-
-
-def _row(numbers: Lengths | None, sequence: int | tuple[int, ...]) -> int:
-    """The number of a sequence; 0 of none."""
-    return 0 if numbers is None else numbers.item(sequence)
+    if all(len(set(of_each)) == 1 for of_each in numbers):
+        return [_Run((), *[of_each[0] for of_each in numbers])]
+    return list(map(_Run, product(*map(range, counts.shape)), *numbers))
 
 
 def _copy(target: Any, source: Any, runs: list[_Run], axis: int) -> None:
