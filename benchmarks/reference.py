@@ -3,7 +3,7 @@
 The truth is the definition in float64 on the rounded inputs. The bound is `SLACK` times the error
 of the plain computation in the workload's own type, plus one unit in the last place. In float32
 that error comes from additions: plain sums are pairwise, a running sum of thousands errs several
-times as much and is no mistake; another mask, scale, or type of computation errs a thousand times
+times as much without a mistake; another mask, scale, or type of computation errs a thousand times
 as much. In 16 bits it comes from rounding, where all have the same. In float64, where the truth is
 as plain as anybody's, the bound is that of the tests.
 """

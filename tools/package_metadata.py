@@ -28,7 +28,7 @@ class PackageMetadata(MetadataHookInterface):
         if address:
             if not address.startswith("https://"):
                 raise ValueError(
-                    f"repository = {address!r} in pyproject.toml is no https address. "
+                    f"repository = {address!r} in pyproject.toml is not a https address. "
                     "Write all of it, as in https://example.org/group/project"
                 )
             text = TARGET.sub(lambda found: absolute(address, found[0]), text)

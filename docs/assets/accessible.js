@@ -1,5 +1,5 @@
 // What the scripts of the theme make: a wide table scrolls by keyboard too, and the buttons of a block
-// of code are no part of the navigation.
+// of code are not part of the navigation.
 function mend() {
   for (const frame of document.querySelectorAll(".md-typeset__scrollwrap")) {
     frame.tabIndex = frame.scrollWidth > frame.clientWidth ? 0 : -1;

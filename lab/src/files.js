@@ -49,7 +49,7 @@ function numbers(buffer, start, length, type, shape) {
 function safetensors(buffer) {
   if (buffer.byteLength < 8) throw new Error("it is too short for a safetensors file.");
   const length = Number(new DataView(buffer).getBigUint64(0, true));
-  if (length > buffer.byteLength - 8) throw new Error("it is no safetensors file, or not all of it.");
+  if (length > buffer.byteLength - 8) throw new Error("it is not a safetensors file, or not all of it.");
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, length)));
   const arrays = {};
   for (const [name, { dtype, shape, data_offsets: offsets }] of Object.entries(header)) {
@@ -87,7 +87,7 @@ async function npz(buffer) {
   // The end of the archive's directory lies in its last bytes.
   let end = buffer.byteLength - 22;
   while (end >= 0 && view.getUint32(end, true) !== 0x06054b50) end -= 1;
-  if (end < 0) throw new Error("it is no npz file.");
+  if (end < 0) throw new Error("it is not an npz file.");
   let at = view.getUint32(end + 16, true);
   for (let left = view.getUint16(end + 10, true); left > 0; left -= 1) {
     const method = view.getUint16(at + 10, true);

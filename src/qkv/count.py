@@ -48,11 +48,11 @@ class Count(int):
     Raises
     ------
     ArgumentError
-        The value is no integer, or the symbol no string.
+        The value is not an integer, or the symbol no string.
 
     Notes
     -----
-    What is no polynomial gets a symbol of its own, as `Count(isqrt(n), "sqrt(n)")`.
+    What is not a polynomial gets a symbol of its own, as `Count(isqrt(n), "sqrt(n)")`.
 
     Examples
     --------

@@ -121,7 +121,7 @@ def _other_output(change: HeadChange, inputs: HeadInputs, value: Any) -> Any:
         return attention(change.query, change.key, value, *change.variants, **change.options)
     if change != "uniform":
         raise ArgumentError(
-            f"{change!r:.60} is no change of a head.",
+            f"{change!r:.60} is not a change of a head.",
             action='Use "off", "uniform", or the inputs of another prompt.',
         )
     # Scores that are all 0 have equal weights. Biases and sinks would change them.

@@ -67,7 +67,7 @@ class Ledger:
             kind: Any = place[1] if isinstance(place, tuple) and len(place) == 2 else None
             if not isinstance(kind, str) or kind not in KINDS:
                 raise ArgumentError(
-                    f"{shown(kind)} is no kind of operation.",
+                    f"{shown(kind)} is not a kind of operation.",
                     [("kinds", ", ".join(KINDS))],
                     "Count it as one of these.",
                 )
@@ -180,7 +180,7 @@ def step(name: str, *, space: Amount = 0, **operations: Amount) -> Ledger:
     Raises
     ------
     ArgumentError
-        If a keyword is no kind of operation.
+        If a keyword is not a kind of operation.
 
     Examples
     --------

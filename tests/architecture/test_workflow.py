@@ -39,4 +39,6 @@ def test_jobs_run_the_scripts_of_this_project() -> None:
     script = (ROOT / ".ci/tests").read_text(encoding="utf-8")
     chosen = {job["with"] for job in JOBS["platforms"]["strategy"]["matrix"]["include"]}
     for name in chosen:
-        assert re.search(rf"^  {name}\)", script, re.MULTILINE), f"{name} is no case of TESTS_WITH"
+        assert re.search(rf"^  {name}\)", script, re.MULTILINE), (
+            f"{name} is not a case of TESTS_WITH"
+        )

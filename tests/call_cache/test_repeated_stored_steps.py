@@ -145,7 +145,7 @@ def test_tensors_in_a_cache_that_grows(watched, kind, is_ragged) -> None:
 
 
 def test_every_page_table_is_checked(watched) -> None:
-    """What a prepared step cannot serve is checked: an entry that is no page, and one behind."""
+    """What a prepared step cannot serve is checked: an entry that is not a page, and one behind."""
     pages = normal(6, KV_HEADS, 4, DIM)
     query = normal(BATCH, HEADS, 1, DIM, seed=1)
 

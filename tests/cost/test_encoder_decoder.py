@@ -75,7 +75,7 @@ def test_products_are_those_that_torch_counts(
     counts = {k: int(c) for k, c in cost.ledger.counts.items() if k.endswith("_multiply")}
     products = sum(c for k, c in counts.items() if "_proj" in k) + n * counts["head_multiply"]
     if "gated" in str(extra.get("feed_forward_proj")):
-        # What a gate multiplies number by number is no product of matrices.
+        # What a gate multiplies number by number is not a product of matrices.
         products -= batch * 48 * (3 * m + 2 * n)
     encoder, decoder = ours.encoder.layers[0].attention, ours.layers[0].attention
     pairs = len(ours.encoder.layers) * m * m * encoder.num_heads * encoder.head_dim

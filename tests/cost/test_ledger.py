@@ -121,7 +121,7 @@ def test_a_count_is_an_integer() -> None:
 
 
 def test_what_is_not_counted_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="'multiplies' is no kind of operation"):
+    with pytest.raises(ArgumentError, match="'multiplies' is not a kind of operation"):
         step("qk", multiplies=3)
     with pytest.raises(ArgumentError, match="'qk_exp' is not counted here"):
         ledger(3, 3, 3, 3)["qk_exp"]

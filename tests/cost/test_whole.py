@@ -94,7 +94,7 @@ def test_products_are_those_that_torch_counts(kind: str, extra: dict[str, Any], 
     pairs = SMALL["num_hidden_layers"] * attention.num_heads * batch * n * n
     products = {name: int(c) for name, c in counts.items() if name.endswith("_multiply")}
     ours = sum(c for name, c in products.items() if "_proj" in name or name == "head_multiply")
-    # What a gate multiplies number by number is no product of matrices.
+    # What a gate multiplies number by number is not a product of matrices.
     if "gate_proj_multiply" in products:
         ours -= SMALL["num_hidden_layers"] * batch * n * SMALL["intermediate_size"]
     ours += pairs * (attention.head_dim + attention.v_head_dim)

@@ -39,7 +39,7 @@ def test_rope_of_an_odd_head_dim_says_so(call: Any) -> None:
 
 
 def test_an_odd_rotary_dim_names_itself() -> None:
-    with pytest.raises(qkv.ArgumentError, match="rotary_dim=5, are no whole number of pairs"):
+    with pytest.raises(qkv.ArgumentError, match="rotary_dim=5 entries are not a whole number"):
         qkv.RoPE(rotary_dim=5)
 
 

@@ -202,9 +202,9 @@ def test_a_ring_needs_an_axis_of_devices() -> None:
     import qkv.jax
 
     x = jnp.asarray(X, jnp.float32)
-    with pytest.raises(qkv.ArgumentError, match="axis_name='rows' is no axis"):
+    with pytest.raises(qkv.ArgumentError, match="axis_name='rows' is not an axis"):
         qkv.jax.ring_attention(x, x, x, axis_name="rows")
-    with pytest.raises(qkv.ArgumentError, match=r"axis_name=\[\] is no axis"):
+    with pytest.raises(qkv.ArgumentError, match=r"axis_name=\[\] is not an axis"):
         qkv.jax.ring_attention(x, x, x, axis_name=[])
 
 

@@ -36,7 +36,11 @@ COLUMNS = ("logits", "generate", "cache", "pages", "weights")
 UNLIKE = {
     "granite_swa": ("weights",),  # Eager gives weights without the sink, which its output has.
     "granitemoe_swa": ("weights",),
-    "minimax": ("cache", "pages", "weights"),  # Takes its own cache; some weights are no attention.
+    "minimax": (
+        "cache",
+        "pages",
+        "weights",
+    ),  # Takes its own cache; some weights are not attention.
 }
 """Columns in which a model's own code explains a difference."""
 LARGE = ("fuyu", "gemma4_unified_assistant", "got_ocr2", "moss_transcribe_diarize")
@@ -128,7 +132,7 @@ def _short(error: Exception) -> str:
 
 
 def failed(model_type: str, row: dict[str, Any]) -> list[str]:
-    """The columns that are wrong: a difference, or an error that is no refusal of qkv."""
+    """The columns that are wrong: a difference, or an error that is not a refusal of qkv."""
     return [
         column
         for column, cell in row.items()

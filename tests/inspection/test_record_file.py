@@ -294,7 +294,7 @@ def saved(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", CHANGES)
 def test_files_that_do_not_fit_are_refused(name: str, saved: Path) -> None:
     changed(saved, CHANGES[name])
-    with pytest.raises(qkv.FileError, match=r"is no record of qkv\.inspect \("):
+    with pytest.raises(qkv.FileError, match=r"is not a record of qkv\.inspect \("):
         qkv.Record.load(saved)
 
 
@@ -312,7 +312,7 @@ def test_broken_and_foreign_files_are_refused(saved: Path, tmp_path: Path) -> No
         with pytest.raises(qkv.FileError):
             qkv.Record.load(other)
     qkv.files.write_arrays(other, Q, K, K)
-    with pytest.raises(qkv.FileError, match=r"but no record of qkv\.inspect"):
+    with pytest.raises(qkv.FileError, match=r"but not a record of qkv\.inspect"):
         qkv.Record.load(other)
     model = qkv.ModelRecord("m")
     model.add(Q, K, name="layer 0")

@@ -272,7 +272,7 @@ def test_weights_that_are_no_numbers_are_said_to_be_none() -> None:
     text = qkv.explain(q, k, v, q_index=3).text(80, 12)
     assert "Of 40 keys, 12 are shown." in text
     assert "have nan of it" not in text
-    assert "Its weights are no numbers" in text
+    assert "Its weights are not numbers" in text
     assert "no numbers" not in qkv.explain(q, k, v, q_index=2).text(80, 12)
 
 

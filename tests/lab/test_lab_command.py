@@ -65,7 +65,7 @@ def test_panels_that_read_a_text_begin_with_the_sentence_of_the_command(tmp_path
     assert data_of(page)["view"]["sentence"] == "She was very happy"
     assert main(["lab", SENTENCE, "--tokens", "3", "--export", str(page)]) == 0
     assert data_of(page)["view"]["text"] == "The party was"
-    # Without a sentence the tiny model's characters are no text for another model.
+    # Without a sentence the tiny model's characters are not text for another model.
     assert main(["lab", "--model", "tiny", "--export", str(page)]) == 0
     assert data_of(page)["view"] == {"panel": "inspect"}
 

@@ -175,7 +175,7 @@ class Console(ModuleType):
 
 
 class Kernel32:
-    """`GetConsoleMode`, which fails for a handle that is no console."""
+    """`GetConsoleMode`, which fails for a handle that is not a console."""
 
     def __init__(self, is_console: bool) -> None:
         self.is_console = is_console

@@ -38,7 +38,7 @@ def _of_elf(data: bytes) -> set[str]:
     for _, kind, _, _, at, size, link, _, _, entry in sections:
         if kind == _ELF_SYMBOLS:
             names = sections[link][4]
-            for place in range(at + entry, at + size, entry):  # The first is no symbol.
+            for place in range(at + entry, at + size, entry):  # The first is not a symbol.
                 name, _, _, section = struct.unpack_from("<IBBH", data, place)
                 if section == 0 and name:
                     found.add(_text(data, names + name))

@@ -1,4 +1,4 @@
-"""Answers that are right, answers that usual mistakes give, and what is no answer at all."""
+"""Answers that are right, answers that usual mistakes give, and what is not an answer at all."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_square_masks_of_torch_beside_other_lengths(make) -> None:
 def test_dropout_that_is_no_probability(dropout: float) -> None:
     with pytest.raises(ValueError, match="dropout probability"):
         torch.nn.Dropout(dropout)
-    with pytest.raises(qkv.ArgumentError, match=f"dropout={dropout} is no probability"):
+    with pytest.raises(qkv.ArgumentError, match=f"dropout={dropout} is not a probability"):
         MultiHeadAttention(16, 4, dropout=dropout)
 
 

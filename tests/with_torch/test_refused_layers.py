@@ -15,16 +15,16 @@ ROWS = torch.ones(1, 5, 8)
 NESTED = torch.nested.nested_tensor([ROWS[0], ROWS[0, :2]], layout=torch.jagged)
 
 MADE = {
-    "no device": ({"device": "x"}, qkv.ArgumentError, "device='x' is no device.*torch says"),
-    "not a device": ({"device": [1]}, qkv.ArgumentError, r"device=\[1\] is no device"),
-    "name of a type": ({"dtype": "float32"}, qkv.DTypeError, "dtype='float32' is no type.*Pass"),
-    "integers": ({"dtype": torch.int64}, qkv.DTypeError, "dtype=torch.int64 is no type"),
+    "no device": ({"device": "x"}, qkv.ArgumentError, "device='x' is not a device.*torch says"),
+    "not a device": ({"device": [1]}, qkv.ArgumentError, r"device=\[1\] is not a device"),
+    "name of a type": ({"dtype": "float32"}, qkv.DTypeError, "dtype='float32' is not a type.*Pass"),
+    "integers": ({"dtype": torch.int64}, qkv.DTypeError, "dtype=torch.int64 is not a type"),
     "no width": ({"kv_dim": 0}, qkv.ArgumentError, "kv_dim=0 is not a positive integer"),
     "too wide": ({"kv_dim": 2**53}, qkv.ArgumentError, f"kv_dim={2**53}.*torch says"),
     "far too wide": ({"kv_dim": 10**400}, qkv.ArgumentError, "kv_dim=.* is not at most"),
 }  # fmt: skip
 if not torch.accelerator.is_available():
-    MADE["no accelerator"] = {"device": 0}, qkv.ArgumentError, "device=0 is no device"
+    MADE["no accelerator"] = {"device": 0}, qkv.ArgumentError, "device=0 is not a device"
 
 CALLED: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
     "nothing": ((None,), qkv.DTypeError, "query is a NoneType, not a tensor"),

@@ -36,7 +36,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """The page with links to the reference, which mkdocs-autorefs fills in where there is one."""
-    html = html.replace('<a href="" id=', "<a id=")  # A place that is linked to is no link itself.
+    html = html.replace(
+        '<a href="" id=', "<a id="
+    )  # A place that is linked to is not a link itself.
     return NAME.sub(linked, NOTHING.sub("", html))
 
 

@@ -20,7 +20,7 @@ const worded = (name) => name.replaceAll("_", " ");
 /** A head; of a single layer, whose number says nothing beside the name of what is shown, without it. */
 const nameOf = (layers, layer, head) => (layers.length > 1 ? `layer ${layer}, head ${head}` : `head ${head}`);
 
-/** What scores are that are no weight on one kind of key. */
+/** What scores are that are not a weight on one kind of key. */
 const SCORES = {
   entropy: "Entropy, −Σ w log w of the weights w of a query, in nats: how widely it reads, 0 where one key has all",
   max_weight: "The largest weight of a query: near 1 where it reads one key alone",

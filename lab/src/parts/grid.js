@@ -65,14 +65,14 @@ export function Grid({
       if (x !== values[i][j]) onEdit(i, j, x);
       return;
     }
-    const what = given === "" ? "An empty cell is no number" : `“${given.slice(0, 40)}” is no number${Number.isNaN(x) ? "" : " that a cell can hold, from -1e100 to 1e100"}`;
+    const what = given === "" ? "An empty cell is not a number" : `“${given.slice(0, 40)}” is not a number${Number.isNaN(x) ? "" : " that a cell can hold, from -1e100 to 1e100"}`;
     const reason = `${what}: ${rows[i]}, column ${names[j]} stays ${values[i][j]}. Write one such as 0.5 or 1/3.`;
     setRefused(reason);
     announce(reason);
   };
   /** Takes what was typed; null leaves the cell as it was. */
   const close = (text, move) => {
-    // An input that goes away loses the focus, which is no second answer.
+    // An input that goes away loses the focus, which is not a second answer.
     if (!isOpen.current) return;
     isOpen.current = false;
     const { i, j } = editing;

@@ -223,7 +223,7 @@ class _Rules:
     of_rest
         Of `*arguments`, which begin at a place.
     of_options
-        Of keywords that are no parameters.
+        Of keywords that are not parameters.
     """
 
     by_place: list[tuple[int, str, Rule]] = field(default_factory=list)

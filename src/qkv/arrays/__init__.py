@@ -90,7 +90,7 @@ def kind_of(array: Any) -> str | None:
 def library_of_type(type_of_array: type) -> str | None:
     """The name of the library that has this type of arrays, None for any other type.
 
-    Modules, generators and types of these libraries are no arrays.
+    Modules, generators and types of these libraries are not arrays.
     """
     if type_of_array is np.ndarray:
         return "numpy"

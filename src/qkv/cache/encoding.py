@@ -116,7 +116,7 @@ def quantize(rows: Any) -> Quantized:
     Raises
     ------
     DTypeError, UnsupportedError
-        `rows` is no array, or torch or JAX differentiates or traces it.
+        `rows` is not an array, or torch or JAX differentiates or traces it.
 
     Notes
     -----

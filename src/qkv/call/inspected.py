@@ -61,7 +61,7 @@ class Inspected:
         return {**self.__dict__, "call": self.call, "check": None}
 
     def copy_tables(self) -> None:
-        """Copy the arrays that variants without declared fields hold, which are no leaves."""
+        """Copy the arrays that variants without declared fields hold, which are not leaves."""
         operands = self.call.problem.operands
         tables = {name: own_copy(table) for name, table in operands.tables.items()}
         problem = replace(self.call.problem, operands=replace(operands, tables=tables))

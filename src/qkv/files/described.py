@@ -85,7 +85,7 @@ def read_described(
         if header.get("schema") != schema:
             reader = _READERS.get(str(header.get("schema")))
             raise FileError(
-                f"{name} is a safetensors file, but no {what}.",
+                f"{name} is a safetensors file, but not a {what}.",
                 action=f"Read it with {reader}(path)." if reader else written,
             )
         if header.get("version") not in range(1, version + 1):
@@ -106,7 +106,7 @@ def read_described(
         NotImplementedError, OverflowError,
     ) as error:  # fmt: skip
         reason = str(error).partition("\n")[0][:200]
-        raise FileError(f"{name} is no {what} ({reason}).", action=written) from error
+        raise FileError(f"{name} is not a {what} ({reason}).", action=written) from error
 
 
 def schema_of(path: str | os.PathLike[str]) -> str | None:

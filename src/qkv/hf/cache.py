@@ -55,7 +55,7 @@ class Cache(DynamicCache):
     Raises
     ------
     ArgumentError
-        `config` is no configuration of transformers, or a size is out of its range.
+        `config` is not a configuration of transformers, or a size is out of its range.
     UnsupportedError
         Pages for a model that computes attention itself (Bloom, Falcon, GPT-Neo), as `config` says.
 
@@ -105,7 +105,7 @@ class Cache(DynamicCache):
             return
         if not hasattr(config, "get_text_config"):
             raise ArgumentError(
-                f"config={shown(config)} is no configuration of transformers.",
+                f"config={shown(config)} is not a configuration of transformers.",
                 action="Pass model.config, or leave it out.",
             )
         decoder = config.get_text_config(decoder=True)

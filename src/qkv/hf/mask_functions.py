@@ -122,7 +122,7 @@ def _window(width: int) -> MaskVariant:
 
 
 def _chunks(chunk_size: int, left_padding: torch.Tensor, rows: PositionRanges) -> SameGroup:
-    """Chunks of a fixed size, from the first token that is no padding."""
+    """Chunks of a fixed size, from the first token that is not padding."""
     first = left_padding[:, None]
     q_pos, kv_pos = (
         torch.arange(positions.start, positions.stop, device=first.device)

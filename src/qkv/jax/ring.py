@@ -80,7 +80,7 @@ def ring_attention(
     UnsupportedError
         For other variants, which hold arrays of the rows.
     ArgumentError, ShapeError
-        If something is no array, or key and value differ in rows.
+        If something is not an array, or key and value differ in rows.
 
     Notes
     -----
@@ -151,7 +151,7 @@ def _devices_along(axis_name: str) -> int:
             size: int = jax.lax.axis_size(axis_name)
             return size
     raise ArgumentError(
-        f"axis_name={shown(axis_name)} is no axis of devices here.",
+        f"axis_name={shown(axis_name)} is not an axis of devices here.",
         action="Call it inside of jax.shard_map, with the name of an axis of its mesh.",
     )
 

@@ -68,7 +68,7 @@ class SinusoidalPositions:
         Raises
         ------
         DTypeError
-            Positions are no numbers.
+            Positions are not numbers.
         """
         try:
             given = np.asarray(positions, np.float64)
@@ -161,7 +161,7 @@ class LearnedPositions:
         Raises
         ------
         ArgumentError
-            A size is no positive integer, or the table would be larger than 2 GiB.
+            A size is not a positive integer, or the table would be larger than 2 GiB.
         """
         if max_positions * embed_dim > 2**28:
             raise ArgumentError(

@@ -57,7 +57,7 @@ def checked_rotary_dim(rotary_dim: Any, name: str = "rotary_dim") -> int:
             action = f"Pass qkv.RoPE(rotary_dim={rotary_dim - 1}), or rows with an even head_dim."
         given = f"{rotary_dim!r:.60}"
         raise ArgumentError(
-            f"RoPE rotates pairs; {given} entries, {name}={given}, are no whole number of pairs.",
+            f"RoPE rotates pairs; {name}={given} entries are not a whole number of pairs.",
             action=action,
         )
     return int(rotary_dim)
@@ -211,7 +211,9 @@ def longrope(
         try:
             sets[name] = np.asarray(as_array(name, given), np.float64)
         except (TypeError, ValueError, OverflowError) as error:
-            raise ArgumentError(f"{name} is no array of numbers.", action="Pass one.") from error
+            raise ArgumentError(
+                f"{name} is not an array of numbers.", action="Pass one."
+            ) from error
         if sets[name].shape != plain.shape or not (sets[name] > 0).all():
             raise ArgumentError(
                 f"{name} has shape {sets[name].shape}; rotary_dim={rotary_dim} has {len(plain)} "

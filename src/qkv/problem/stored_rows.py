@@ -124,7 +124,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """Rows that are no plain array: `shape` is that of the array they stand for.
+    """Rows that are not plain arrays: `shape` is that of the array they stand for.
 
     `values` and `scales` are `(*batch, heads, rows, dim)` and without dim; or, with a table
     `(*batch, pages_per_slot)` of int64, pages in place of batch rows. `offset` is `(heads, dim)`.

@@ -99,7 +99,9 @@ def scaled_dot_product_attention(
         if flag is not True and flag is not False and not isinstance(flag, torch.SymBool):
             checked_flag(name, flag)
     if isinstance(dropout_p, torch.Tensor | np.ndarray) and dropout_p.ndim:
-        raise ArgumentError("dropout_p is no single number.", action="Pass a number from 0 to 1.")
+        raise ArgumentError(
+            "dropout_p is not a single number.", action="Pass a number from 0 to 1."
+        )
     if any(t.layout is not torch.strided for t in inputs if not t.is_nested):
         raise DTypeError("a sparse tensor was given.", action="Pass its to_dense().")
     if any(t.is_nested for t in inputs):

@@ -32,7 +32,7 @@ def _device(name: str, given: Any) -> torch.device | None:
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise ArgumentError(
-            f"{name}={shown(given)} is no device on which torch makes tensors here.",
+            f"{name}={shown(given)} is not a device on which torch makes tensors here.",
             [("torch says", first_line(error))],
             f"Pass {name} as torch.device('cpu'), or as another one that this machine has.",
         ) from error
@@ -43,7 +43,7 @@ def _dtype(name: str, given: Any) -> torch.dtype | None:
     if given is None or (isinstance(given, torch.dtype) and given in _DTYPES):
         return given
     raise DTypeError(
-        f"{name}={shown(given)} is no type that weights can have here.",
+        f"{name}={shown(given)} is not a type that weights can have here.",
         action=f"Pass one of {', '.join(map(str, _DTYPES))}.",
     )
 
@@ -61,7 +61,7 @@ def first_line(error: BaseException) -> str:
 
 
 def require_tensors(**given: Any) -> None:
-    """Refuse what is no tensor, or one whose rows have lengths of their own."""
+    """Refuse what is not a tensor, or one whose rows have lengths of their own."""
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
             raise DTypeError(

@@ -193,7 +193,8 @@ class MultiHeadAttention(nn.Module):
     ------
     ArgumentError
         If a size is not a positive integer, embed_dim is not a multiple of num_heads, or num_heads
-        of num_kv_heads, dropout is no probability, or torch cannot make such weights on the device.
+        of num_kv_heads, dropout is not a probability, or torch cannot make such weights on the
+        device.
     DTypeError
         If dtype is not one of torch's floating types of 16, 32 or 64 bits.
     KeywordError
@@ -247,7 +248,7 @@ class MultiHeadAttention(nn.Module):
             )
         if not 0 <= dropout <= 1:
             raise ArgumentError(
-                f"dropout={dropout} is no probability.", action="Pass a number from 0 to 1."
+                f"dropout={dropout} is not a probability.", action="Pass a number from 0 to 1."
             )
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim = embed_dim // num_heads
@@ -300,8 +301,8 @@ class MultiHeadAttention(nn.Module):
         Raises
         ------
         DTypeError, ArgumentError
-            What is given is no tensor, or of another type or device than the weights, or `cache`
-            is no cache.
+            What is given is not a tensor, or of another type or device than the weights, or `cache`
+            is not a cache.
         ShapeError
             Rows do not have the width of the weights that they are multiplied with, or with a
             cache query and key do not have as many.

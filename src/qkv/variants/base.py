@@ -231,7 +231,7 @@ and are checked at the call."""
 
 
 def _is_equal_constant(value: Any, default: Any) -> bool:
-    """Whether two constants are equal; arrays are no constants."""
+    """Whether two constants are equal; arrays are not constants."""
     return (
         type(value) is type(default) and isinstance(value, int | float | str) and value == default
     )

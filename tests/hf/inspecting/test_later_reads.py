@@ -68,7 +68,7 @@ def test_beams(page_size: int | None) -> None:
     cache = qkv.hf.Cache(model_of("llama").config, page_size=page_size)
     found = attentions("llama", "qkv", num_beams=3, **{CACHE: cache})
     expected = attentions("llama", "eager", num_beams=3)
-    # With pages there are keys that are no tokens yet.
+    # With pages there are keys that are not tokens yet.
     close([got[..., : want.shape[-1]] for got, want in zip(found, expected)], expected)  # noqa: B905
 
 

@@ -51,13 +51,13 @@ HELD = "that a cell can hold, from -1e100 to 1e100"
 @pytest.mark.parametrize(
     ("typed", "why"),
     [
-        ("abc", "“abc” is no number: The, column 0 stays 1."),
-        ("1e400", f"“1e400” is no number {HELD}: The, column 0 stays 1."),
-        ("-1e101", f"“-1e101” is no number {HELD}: The, column 0 stays 1."),
-        ("", "An empty cell is no number: The, column 0 stays 1."),
-        ("1/0", f"“1/0” is no number {HELD}: The, column 0 stays 1."),
-        ("1/", "“1/” is no number: The, column 0 stays 1."),
-        ("1/2/3", "“1/2/3” is no number: The, column 0 stays 1."),
+        ("abc", "“abc” is not a number: The, column 0 stays 1."),
+        ("1e400", f"“1e400” is not a number {HELD}: The, column 0 stays 1."),
+        ("-1e101", f"“-1e101” is not a number {HELD}: The, column 0 stays 1."),
+        ("", "An empty cell is not a number: The, column 0 stays 1."),
+        ("1/0", f"“1/0” is not a number {HELD}: The, column 0 stays 1."),
+        ("1/", "“1/” is not a number: The, column 0 stays 1."),
+        ("1/2/3", "“1/2/3” is not a number: The, column 0 stays 1."),
     ],
 )
 def test_a_cell_says_why_it_stays_as_it_is(lab: Any, typed: str, why: str) -> None:
@@ -158,13 +158,13 @@ def test_a_size_of_tiles_beyond_its_limits_is_said(lab: Any) -> None:
     for typed, taken, words in (
         ("9", "5", "9 is more than 5, the largest number here; 5 is taken."),
         ("0", "1", "0 is less than 1, the smallest number here; 1 is taken."),
-        ("2.6", "3", "2.6 is no whole number; 3 is taken."),
+        ("2.6", "3", "2.6 is not a whole number; 3 is taken."),
     ):
         field.fill(typed)
         field.press("Enter")
         assert field.input_value() == taken
         assert said.inner_text() == words
-        field.press("Tab")  # Leaving the field is no second answer.
+        field.press("Tab")  # Leaving the field is not a second answer.
         assert said.inner_text() == words
     field.fill("2")
     field.press("Enter")

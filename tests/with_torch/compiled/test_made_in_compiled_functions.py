@@ -108,7 +108,7 @@ OUTSIDE: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
         lambda q: qkv.torch.MultiHeadAttention(8, 2)(q[0].float()),
         "outside the compiled region",
     ),
-    "what is no window": (
+    "what is not a window": (
         lambda q: qkv.attention(q, q, q, qkv.SlidingWindow(-1, 0)),
         "SlidingWindow left=-1 is not a whole number of keys",
     ),

@@ -251,7 +251,7 @@ def test_many_threads_take_the_same_steps() -> None:
 
 
 def test_steps_and_other_calls_of_one_structure_take_turns(watched) -> None:
-    """A guard of steps takes any sizes, also those of calls that are no steps."""
+    """A guard of steps takes any sizes, also those of calls that are not steps."""
     shapes = [(1, 1), (1, 9), (16, 16), (1, 30), (2, 9)]
     for seed in range(3):
         for lengths in shapes:

@@ -42,7 +42,7 @@ DOORS: dict[str, Callable[..., Any]] = {
 
 
 def require_code(message: str) -> None:
-    """No code in a message is of words that are no name."""
+    """No code in a message is of words that are not a name."""
     assert not re.search(r"\b(an?|the|of|bare) \w+\.\w+\(|\(an? ", message), message
 
 

@@ -223,7 +223,7 @@ def _failure(api: Api, error: BaseException) -> int | None:
     else:
         code = CODE_RESOURCE_EXHAUSTED if isinstance(error, MemoryError) else CODE_INTERNAL
         text = f"{type(error).__name__}: {said}"
-    # What is no character, as half of a surrogate pair, is no reason to fail here.
+    # What is not a character, as half of a surrogate pair, is no reason to fail here.
     message = f"qkv: {text}".replace("\0", " ").encode(errors="replace")
     arguments = ErrorCreateArgs(ctypes.sizeof(ErrorCreateArgs), None, message, code)
     made: int | None = _ErrorCreate(api.XLA_FFI_Error_Create)(ctypes.addressof(arguments))

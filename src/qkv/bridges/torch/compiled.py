@@ -45,7 +45,7 @@ def attention(
     """
     if isinstance(key, (Paged, Quantized)) or isinstance(value, (Paged, Quantized)):
         raise UnsupportedError(
-            "torch compiles this call, and paged or quantised rows are no tensors.",
+            "torch compiles this call, and paged or quantised rows are not tensors.",
             action="Call it outside of torch.compile, or gather the rows into a tensor first.",
         )
     if _is_differentiated_inside():

@@ -251,7 +251,7 @@ def _entry(reading: _Reading, tensor: Tensor, index: Any) -> Any:
     rest = tensor[tuple([slice(None) if isinstance(i, _Symbol) else i for i in given])]
     if rest.ndim != tensor.ndim - len(given) + len(symbols):
         raise ArgumentError(
-            "a tensor is indexed with positions, and with what is no number.",
+            "a tensor is indexed with positions, and with what is not a number.",
             action="Index it with positions and integers, as in w[head, 0].",
         )
     return (

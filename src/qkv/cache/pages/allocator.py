@@ -263,7 +263,7 @@ def _page_numbers(pages: Any) -> list[Any]:
         Counter(numbers)
     except (TypeError, RuntimeError) as error:
         raise ArgumentError(
-            f"pages={shown(pages)} are no numbers.", action="Pass a list of pages."
+            f"pages={shown(pages)} are not numbers.", action="Pass a list of pages."
         ) from error
     return numbers
 

@@ -1,4 +1,4 @@
-"""A call taken apart: everything that is no array, hashable, and the arrays.
+"""A call taken apart: everything that is not an array, hashable, and the arrays.
 
 options         the keyword arguments that all public functions share
 flatten         a variant, an option or an operand as a tree without arrays, and its arrays

@@ -269,7 +269,7 @@ def _are_plain(query: Any, key: Any, value: Any) -> bool:
 
 
 def _operand(operand: Any, leaves: Leaves) -> Tree:
-    """The tree of an operand. Objects that are no arrays are refused later, when they are read."""
+    """The tree of an operand. Objects that are not arrays are refused later, when they are read."""
     if has_shape(operand) or not hasattr(operand, "ndim"):
         leaves.arrays.append(operand)
         return ReadInPlace

@@ -5,7 +5,7 @@ A structure is a tree of tuples. The first entry of each is a type, which says w
     (cls, field, field, ...)            a variant, or keys and values in storage of their own
     (tuple or list, entry, entry, ...)  a sequence
     (float, digits), (bool, 0 or 1)     numbers, so that 1, 1.0 and True are three structures
-    (object, cls, names, field, ...)    a variant whose class is no dataclass
+    (object, cls, names, field, ...)    a variant whose class is not a dataclass
     (np.generic, dtype, bytes)          a NumPy number; of a type of others, its class and bytes
     (Numbered, number)                  an object that compiled code of another library names
     ReadInPlace, ReadByValue            the place of an array, which is the next of the leaves

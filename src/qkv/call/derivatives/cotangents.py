@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 def shapes_of(query: Any, key: Any, value: Any) -> tuple[Shape, Shape, Shape]:
-    """Shapes of the operands as they were given; raises for what is no array."""
+    """Shapes of the operands as they were given; raises for what is not an array."""
     library = library_of(query, "query")
     shapes = [
         view_beside(library, array, role).shape

@@ -29,7 +29,7 @@ MAX_DECODE_QUERIES = 16
 def heads_first(bound: BoundCall) -> Views | None:
     """Query, key and value with heads before rows, None if they are not plain NumPy arrays."""
     structure = bound.structure
-    if len(bound.leaves) < 3:  # What is no array is no leaf.
+    if len(bound.leaves) < 3:  # What is not an array is no leaf.
         return None
     query, key, value = bound.leaves[:3]
     if not (type(query) is type(key) is type(value) is np.ndarray and structure.is_plain):
@@ -81,7 +81,7 @@ def step_form(bound: BoundCall, views: Sequence[Any], passes: Passes) -> Form | 
     """The form of a decoding step, which any number of keys shares; None of other calls."""
     query, key, value = views
     q_len, kv_len = query.shape[-2:-1], key.shape[-2:-1]
-    # With equal lengths the positions need not be given, so such calls are no decoding steps.
+    # With equal lengths the positions need not be given, so such calls are not decoding steps.
     if (
         query.ndim < 3
         or not (0 < q_len[0] <= MAX_DECODE_QUERIES and q_len != kv_len != (0,))

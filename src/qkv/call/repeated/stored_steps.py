@@ -106,7 +106,7 @@ def _operand(tree: Tree, leaves: Iterator[Array]) -> Any:
         return next(leaves)
     kind, *parts = tree
     if kind is not Paged and kind is not Quantized:
-        raise TypeError(f"{kind} is no operand")
+        raise TypeError(f"{kind} is not an operand")
     return kind(*[_operand(part, leaves) for part in parts])
 
 

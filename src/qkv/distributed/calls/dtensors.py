@@ -86,7 +86,7 @@ def placed(query: Any, key: Any, value: Any, layout: str, links: Sequence[Links]
     Raises
     ------
     UnsupportedError, ShapeError
-        For what is no tensor at all, since a rank without one can tell the others nothing.
+        For what is not a tensor at all, since a rank without one can tell the others nothing.
     """
     locals_: list[Tensor] = []
     like = None

@@ -110,7 +110,8 @@ def inspect_corpus(
     """
     if not isinstance(folder, str | os.PathLike):
         raise ArgumentError(
-            f"folder={shown(folder)} is no path.", action="Name the folder that keeps the scores."
+            f"folder={shown(folder)} is not a path.",
+            action="Name the folder that keeps the scores.",
         )
     links = Links(None, timeout)
     if mesh is not None or (dist.is_available() and dist.is_initialized()):

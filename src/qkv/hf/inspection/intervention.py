@@ -118,7 +118,8 @@ def _checked(changes: Any) -> dict[tuple[int, int], Change]:
         pair = isinstance(place, tuple) and len(place) == 2
         if not pair or not all(_is_number(index) for index in place):
             raise ArgumentError(
-                f"{place!r:.60} is no pair of layer and head.", action="Pass {(layer, head): ...}."
+                f"{place!r:.60} is not a pair of layer and head.",
+                action="Pass {(layer, head): ...}.",
             )
         if min(place) < 0:
             # How many layers there are is known when the model has run.

@@ -172,7 +172,7 @@ def inspect(
         )
     if not callable(tokenizer) or isinstance(tokenizer, type):
         raise ArgumentError(
-            f"tokenizer={shown(tokenizer)} is no tokenizer.",
+            f"tokenizer={shown(tokenizer)} is not a tokenizer.",
             action="Pass what AutoTokenizer.from_pretrained returns.",
         )
     inputs = inputs_of_text(inner_model(model, _OWN_MODELS), text, tokenizer, decoder_text)
@@ -389,7 +389,7 @@ def _require_cpu(model: torch.nn.Module) -> None:
 
 
 def _real_rows(mask: Array | None, rows: torch.Tensor) -> Array | None:
-    """Which rows (batch, heads, n, head_dim) are no padding, by a mask with an entry for each."""
+    """Which rows (batch, heads, n, head_dim) are not padding, by a mask with an entry for each."""
     batch, _, count, _ = rows.shape
     return None if mask is None or mask.shape != (batch, count) else mask != 0
 

@@ -27,7 +27,7 @@ _OTHER_INPUT = re.compile(
 )
 """Arguments of modules that read something else than tokens."""
 _NO_SEQUENCE = re.compile(r"position|residual|mask|bias|emb|alibi|rope|cos|sin|freq|value$")
-"""Arguments of attention layers that are no sequence that keys are made of.
+"""Arguments of attention layers that are not a sequence that keys are made of.
 
 Values are left out because some models add positions to queries and keys alone.
 """

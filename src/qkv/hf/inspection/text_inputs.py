@@ -62,7 +62,7 @@ def _texts(text: Any) -> str | list[str]:
         return text
     if not isinstance(text, list | tuple) or not all(isinstance(each, str) for each in text):
         raise ArgumentError(
-            f"text={shown(text)} is no text.", action="Pass a str, or a list of them."
+            f"text={shown(text)} is not text.", action="Pass a str, or a list of them."
         )
     if not text:
         raise ArgumentError("there are 0 texts.", action="Pass a sentence.")
@@ -79,7 +79,7 @@ def _padding(text: Any, tokenizer: Any) -> dict[str, bool]:
     if len(set(lengths)) == 1:
         return {}
     raise ArgumentError(
-        f"{len(lengths)} texts of {min(lengths)} to {max(lengths)} tokens are no batch, and the "
+        f"{len(lengths)} texts of {min(lengths)} to {max(lengths)} tokens are not a batch, and the "
         "tokenizer has no pad_token.",
         action="Set tokenizer.pad_token = tokenizer.eos_token, or inspect one text at a time.",
     )

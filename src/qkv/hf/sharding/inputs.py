@@ -17,7 +17,7 @@ __all__ = ["ShardedInputs"]
 Tensor = torch.Tensor
 
 IGNORED = -100
-"""The label of tokens that are no part of the loss, as in torch."""
+"""The label of tokens that are not part of the loss, as in torch."""
 
 
 @dataclass(slots=True)

@@ -120,7 +120,7 @@ def head_scores(
     differences of lse would show their rounding. Cost: about five forward passes with v_head_dim 2;
     memory O(length), the weights are never there. Positions are exact below 2**24.
 
-    A mean is over the queries that are no padding, may use some key, and have a key as the score
+    A mean is over the queries that are not padding, may use some key, and have a key as the score
     names it. On a random sequence that is repeated once,
     `induction` is then the induction score of Olsson et al.: the mean weight from each token of the
     second half on what followed it in the first.

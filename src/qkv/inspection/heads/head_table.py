@@ -78,7 +78,7 @@ def as_frame(table: Table) -> Any:
 
 
 def table_of_means(statistics: Mapping[str, Array], shape: Sequence[int]) -> Table:
-    """A row for each batch row and head: means over the queries where a statistic is no NaN.
+    """A row for each batch row and head: means over the queries where a statistic is not NaN.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def table_of_means(statistics: Mapping[str, Array], shape: Sequence[int]) -> Tab
 
 
 def mean_of_known(rows: Array) -> float:
-    """The mean over what is no NaN; NaN of nothing."""
+    """The mean over what is not NaN; NaN of nothing."""
     there = rows[~np.isnan(rows)]
     return float(np.mean(there, dtype=np.float64)) if len(there) else float("nan")
 

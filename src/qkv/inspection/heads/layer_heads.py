@@ -180,7 +180,7 @@ class LayerHeads(ABC):
         return np.where(self.own(self.real_queries)[:, None], share, 0)
 
     def real_keys(self, given: Any) -> Array:
-        """Which keys are no padding, of what a caller gives.
+        """Which keys are not padding, of what a caller gives.
 
         Raises
         ------
@@ -192,7 +192,7 @@ class LayerHeads(ABC):
         return _per_row("real", given, self.kv_pos.shape, "key").astype(bool)
 
     def real_queries_of(self, given: Any, one_sequence: bool) -> Array:
-        """Which queries are no padding; without `given`, as keys of the same sequence say.
+        """Which queries are not padding; without `given`, as keys of the same sequence say.
 
         Raises
         ------

@@ -58,7 +58,7 @@ class HeadScores:
         The queries that `means` averages over: no padding, and none that no head may use a key of;
         for previous, own, duplicate and induction only queries that have such a key.
     received : array (batch, num_heads, kv_len)
-        Weight that each key takes in all, from queries that are no padding.
+        Weight that each key takes in all, from queries that are not padding.
     top_keys, top_weights : array (batch, num_heads, q_len, top)
         The rows of the key array with the largest weights, falling; padded with -1 and 0. Where a
         cache has dropped keys, row 0 is the oldest that it holds.

@@ -40,7 +40,7 @@ def sentences_of_unknown(
 ) -> list[str]:
     """How many tokens (batch, length) are unknown, if any are.
 
-    `counted` says which queries of each layer are real; padding is no part of the text.
+    `counted` says which queries of each layer are real; padding is not part of the text.
     """
     if tokens is None or unknown_id is None:
         return []

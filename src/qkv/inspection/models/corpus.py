@@ -145,7 +145,7 @@ class CorpusRecord:
     def interval(self, score: str, confidence: float = 0.95) -> list[Array]:
         """Lower and upper bounds of the mean of a score, `(2, num_heads)` for each layer.
 
-        NaN for `max_logit`, which is no mean, and where fewer than two texts count.
+        NaN for `max_logit`, which is not a mean, and where fewer than two texts count.
 
         Raises
         ------

@@ -153,7 +153,7 @@ class CorpusFolder:
             ]
         except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
             raise FileError(
-                f"{str(file)!r} is no chunk of a corpus ({str(error)[:200]}).",
+                f"{str(file)!r} is not a chunk of a corpus ({str(error)[:200]}).",
                 action="Delete it; its texts are then computed anew.",
             ) from error
         return Chunk(texts, digests)

@@ -32,7 +32,7 @@ class LayerRecord:
         Query by query; see there.
     sequences : tuple (str or None, str or None)
         The inputs of the model that queries and keys are: "input_ids", "decoder_input_ids", or None
-        for rows that are no tokens.
+        for rows that are not tokens.
 
     Examples
     --------
@@ -64,7 +64,7 @@ class LayerRecord:
 
     @property
     def received(self) -> Array:
-        """`sum_i w[i, j]`, `(batch, num_heads, kv_len)`, over queries that are no padding."""
+        """`sum_i w[i, j]`, `(batch, num_heads, kv_len)`, over queries that are not padding."""
         return self.scores.received.copy()
 
     @property

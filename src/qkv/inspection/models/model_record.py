@@ -202,7 +202,7 @@ class ModelRecord:
         return f"ModelRecord({self.model!r}, {sizes})"
 
     def heads(self) -> Any:
-        """One row for each layer and head, averaged over batch and queries that are no padding.
+        """One row for each layer and head, averaged over batch and queries that are not padding.
 
         Returns
         -------

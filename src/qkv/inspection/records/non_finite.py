@@ -155,7 +155,7 @@ def _count(rows: Array, first: First) -> str:
 def sentences_of_nan(heads: Sequence[Mapping[str, Any]]) -> list[str]:
     """How many heads of a model have weights that are NaN, and which, if any have.
 
-    `heads` are rows of `ModelRecord.heads()`, of layers that have a query that is no padding.
+    `heads` are rows of `ModelRecord.heads()`, of layers that have a query that is not padding.
     """
     wrong = [f"{of['layer']}.{of['head']}" for of in heads if np.isnan(of["entropy"])]
     if not wrong:

@@ -154,7 +154,7 @@ def _operand(data: Any, arrays: Mapping[str, Array], library: ArrayLibrary, dept
     if "array" in data:
         array, order = arrays[data["array"]], data["order"]
         if sorted(order) != list(range(array.ndim)):
-            raise ValueError(f"{order!r:.60} is no order of {array.ndim} axes")
+            raise ValueError(f"{order!r:.60} is not an order of {array.ndim} axes")
         dense = np.ascontiguousarray(array.transpose(order)).transpose(np.argsort(order))
         return library.restore(dense)
     if depth > len(_STORAGE):

@@ -81,7 +81,7 @@ def from_data(data: Any, arrays: Mapping[str, Array], depth: int = 0) -> Any:
     if data is None or isinstance(data, bool | int | float | str):
         return data
     if not isinstance(data, dict):
-        raise ValueError(f"{type(data).__name__} is no part of a variant")
+        raise ValueError(f"{type(data).__name__} is not part of a variant")
     if set(data) == {"float"}:
         return float(str(data["float"]))
     if set(data) == {"array"}:
@@ -93,7 +93,7 @@ def from_data(data: Any, arrays: Mapping[str, Array], depth: int = 0) -> Any:
     if set(data) == {"variant", "fields"} and isinstance(data["fields"], dict):
         held = {k: from_data(v, arrays, depth + 1) for k, v in data["fields"].items()}
         return _CLASSES[data["variant"]](**held)
-    raise ValueError("an entry is no part of a variant")
+    raise ValueError("an entry is not part of a variant")
 
 
 def _not_kept(name: str) -> UnsupportedError:

@@ -145,7 +145,7 @@ def _pair(page: Page, shown: ShownHeads, pair: Pair) -> str:
 
 
 def number(value: float) -> str:
-    """Two digits; a dash for what is no number."""
+    """Two digits; a dash for what is not a number."""
     return f"{value:.2f}" if math.isfinite(value) else "-"
 
 

@@ -172,7 +172,7 @@ def _check_block(block_kv: Any) -> None:
     whole = isinstance(block_kv, int | np.integer) and not isinstance(block_kv, bool)
     if block_kv is not None and (not whole or block_kv < 1):
         raise ArgumentError(
-            f"block_kv={block_kv!r:.60} is no number of keys.", action="Pass 1 or more."
+            f"block_kv={block_kv!r:.60} is not a number of keys.", action="Pass 1 or more."
         )
 
 

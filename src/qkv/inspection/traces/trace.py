@@ -103,7 +103,7 @@ class Trace(TraceFields):
             header, fields = ("nothing", 0), {}
         if header[0] != SCHEMA or header[1] not in range(1, VERSION + 1):
             raise ArgumentError(
-                f"schema {header[0]!r:.40}, version {header[1]!r:.20} is no trace that this reads.",
+                f"this does not read schema {header[0]!r:.40}, version {header[1]!r:.20}.",
                 [("reads", f"{SCHEMA}, versions 1 to {VERSION}")],
                 "Pass what Trace.to_json wrote.",
             )
@@ -111,7 +111,7 @@ class Trace(TraceFields):
             return built(cls, fields if header[1] == VERSION else _since_1(fields))
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ArgumentError(
-                f"this is no trace: {error!s:.200}.", action="Pass what Trace.to_json wrote."
+                f"this is not a trace: {error!s:.200}.", action="Pass what Trace.to_json wrote."
             ) from error
 
     @classmethod
@@ -121,7 +121,7 @@ class Trace(TraceFields):
         Raises
         ------
         ArgumentError
-            The text is no JSON, or no trace.
+            The text is not JSON, or no trace.
 
         Examples
         --------
@@ -135,7 +135,7 @@ class Trace(TraceFields):
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ArgumentError(
-                f"the text is no JSON: {error!s:.200}.", action="Pass what Trace.to_json wrote."
+                f"the text is not JSON: {error!s:.200}.", action="Pass what Trace.to_json wrote."
             ) from error
         return cls.from_dict(data)
 

@@ -87,7 +87,7 @@ def _built(kind: Any, value: Any, name: str) -> Any:
     if kind is float:
         value = _NOT_FINITE.get(value, value) if not isinstance(value, int) else float(value)
     if type(value) is not kind:
-        raise ValueError(f"{name} is no {kind.__name__}")
+        raise ValueError(f"{name} is not of type {kind.__name__}")
     return value
 
 
@@ -125,11 +125,11 @@ def _finite(value: Any) -> Any:
 
 def _list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"{name} is no list")
+        raise ValueError(f"{name} is not a list")
     return value
 
 
 def _fields(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{name} is no object")
+        raise ValueError(f"{name} is not an object")
     return value

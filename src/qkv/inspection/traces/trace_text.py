@@ -193,7 +193,7 @@ class _Row:
                 f"together they have {share:.4f} of it. Sums are over all."
             )
         if np.isnan(row.softmax.weights).any():
-            yield "Its weights are no numbers: query, key or what is added to the scores holds"
+            yield "Its weights are not numbers: query, key or what is added to the scores holds"
             yield "NaN or infinity. qkv.inspect says where."
         yield from self.vector("q = ", row.query)
         if row.rotated_query is not None:

@@ -175,7 +175,7 @@ class LazyWeights(NDArrayOperatorsMixin):
             result = array.astype(self.dtype if dtype is None else np.dtype(dtype))
         except (RuntimeError, TypeError, ValueError) as error:
             raise DTypeError(
-                f"dtype={shown(dtype)} is no type of numbers.", action="Pass one of NumPy's."
+                f"dtype={shown(dtype)} is not a type of numbers.", action="Pass one of NumPy's."
             ) from error
         if keepdims:
             return result.reshape([1 if n in axes else size for n, size in enumerate(self.shape)])

@@ -159,7 +159,7 @@ class Builder:
             return self.dense_mask(variant)
         scores, masks, limit = len(self.scores), len(self.masks), self.row_limit
         self.lower(variant)
-        # A key limit of one side of `|` is no limit of the whole mask.
+        # A key limit of one side of `|` is not a limit of the whole mask.
         self.row_limit = limit
         if len(self.scores) != scores or len(self.masks) == masks:
             raise ArgumentError(

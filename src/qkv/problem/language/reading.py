@@ -346,7 +346,7 @@ def explained(fn: Any) -> Iterator[None]:
 def is_array_at_position(error: Exception) -> bool:
     """Whether the error of a library says that an array was indexed with an expression.
 
-    NumPy does not say which index it was; here only expressions are no valid ones.
+    NumPy does not say which index it was; here only expressions are not valid ones.
     """
     text = str(error)
     return isinstance(error, IndexError) and (

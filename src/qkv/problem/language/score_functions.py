@@ -59,7 +59,7 @@ def power(base: Any, exponent: Any) -> Node:
             return whole_power(of_base.value, node)
         return build("exp", build("mul", exponent, math.log(of_base.value)))
     raise ArgumentError(
-        "a power has an exponent that is no constant, and a base that is no positive one.",
+        "a power has an exponent that is not a constant, and a base that is not a positive one.",
         action="Write np.exp(y * np.log(x)) for x ** y with x > 0.",
     )
 

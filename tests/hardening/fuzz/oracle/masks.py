@@ -176,7 +176,7 @@ class Masks:
     # Masks
 
     def mask(self, v: Variant) -> Array:
-        """Where a mask allows; True for what is no mask."""
+        """Where a mask allows; True for what is not a mask."""
         f = v.fields
         q_pos, kv_pos = self.positions
         rows, keys = np.arange(self.q_len), np.arange(self.kv_len)
