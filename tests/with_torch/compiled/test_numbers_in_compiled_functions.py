@@ -109,6 +109,21 @@ def test_every_value_is_part_of_one_graph(name: str) -> None:
         assert_close(compiled(QUERY, number), by_hand(QUERY, right(number)))
 
 
+def test_functions_are_called_uncompiled_where_comparisons_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a torch whose tables of comparisons have other names."""
+    from qkv.bridges.torch import score_mods
+
+    lets = torch.compiler.assume_constant_result(lambda kind: False)
+    monkeypatch.setattr(score_mods, "let_compare", lets)
+    function, right, numbers = NUMBERS["comparisons of positions"]
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend="eager")
+    for number in numbers[:2]:
+        assert_close(compiled(QUERY, number), by_hand(QUERY, right(number)))
+
+
 @pytest.mark.parametrize("made", [qkv.Dropout, lambda p, n: qkv.RandomBlocks(2, 1, seed=n)])
 def test_seeds_are_part_of_one_graph(made: Callable[..., Any]) -> None:
     torch.compiler.reset()

@@ -19,13 +19,20 @@ _REFLECTED = {"lt": "gt", "le": "ge", "eq": "eq", "ne": "ne", "gt": "lt", "ge": 
 
 
 @constant_result
-def let_compare(kind: type) -> None:
-    """Have Dynamo ask objects of this class when it compares them with a variable of its graph."""
-    from torch._dynamo.variables import UserDefinedObjectVariable
-    from torch._dynamo.variables.builtin import BuiltinVariable
-    from torch._dynamo.variables.tensor import SymNodeVariable
+def let_compare(kind: type) -> bool:
+    """Have Dynamo ask objects of this class when it compares them with a variable of its graph.
 
-    handlers = BuiltinVariable._binop_handlers()
+    False if this torch has other tables of comparisons.
+    """
+    try:
+        from torch._dynamo.variables import UserDefinedObjectVariable
+        from torch._dynamo.variables.builtin import BuiltinVariable
+        from torch._dynamo.variables.tensor import SymNodeVariable
+
+        handlers = BuiltinVariable._binop_handlers()
+        chosen = BuiltinVariable.call_function_handler_cache
+    except (ImportError, AttributeError):
+        return False
     for name, reflected in _REFLECTED.items():
         comparison = getattr(operator, name)
         for types, ask in (
@@ -35,7 +42,8 @@ def let_compare(kind: type) -> None:
             if all(known != types for known, _ in handlers[comparison]):
                 handlers[comparison].insert(0, (types, ask))
                 # What Dynamo has chosen for these types before is looked up again.
-                BuiltinVariable.call_function_handler_cache.pop((comparison, *types), None)
+                chosen.pop((comparison, *types), None)
+    return True
 
 
 def _asking_left(kind: type, name: str) -> Callable[..., Any]:

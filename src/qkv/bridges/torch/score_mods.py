@@ -37,9 +37,8 @@ _PACKAGE = Path(__file__).parents[1]
 
 def read(fn: Any, arguments: tuple[str, ...]) -> tuple[str, tuple[Tensor, ...]] | None:
     """The text of a function's expression, and its tensors; None if Dynamo cannot read it."""
-    if not _can_be_read(_code_of(fn)):
+    if not _can_be_read(_code_of(fn)) or not let_compare(_Symbol):
         return None
-    let_compare(_Symbol)
     reading = _Reading()
     symbols = [reading.note(("var", name)) for name in arguments]
     with reading:
