@@ -70,6 +70,8 @@ def test_rows_without_a_scale() -> None:
     assert (stood_for[0] == 0).all()
     assert np.isnan(stood_for[1:3]).all(), "NaN and infinity are not hidden"
     assert np.abs(stood_for[3]).max() <= 2e-45
+    with pytest.raises(qkv.ShapeError, match="rows is a single number"):
+        quantize(np.float32(3))
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def test_weights_of_another_repeat_still_carry_it() -> None:
     [
         ({(2, 0): "off"}, "layer 2"),
         ({(0, 4): "off"}, "head 4"),
-        ({(0, 0): "on"}, "nothing that a head can become"),
+        ({(0, 0): "on"}, "is not a change of a head"),
         ({(0, 0): [1, 2]}, "2 queries"),
     ],
 )

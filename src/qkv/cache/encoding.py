@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from qkv.cache.arguments import Lengths
 from qkv.cache.memory import Memory, memory_of
-from qkv.errors import ArgumentError, DTypeError
+from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.problem.stored_rows import Quantized
 
 __all__ = ["Encoding", "encoding_of", "quantize"]
@@ -115,8 +115,9 @@ def quantize(rows: Any) -> Quantized:
 
     Raises
     ------
-    DTypeError, UnsupportedError
-        `rows` is not an array, or torch or JAX differentiates or traces it.
+    DTypeError, ShapeError, UnsupportedError
+        `rows` is not an array of one dimension or more, or torch or JAX differentiates or traces
+        it.
 
     Notes
     -----
@@ -140,5 +141,7 @@ def quantize(rows: Any) -> Quantized:
             f"rows have dtype {kind}, not a floating type.",
             action="Convert them, to float32 for example.",
         )
+    if not own.ndim:
+        raise ShapeError("rows is a single number.", action="Pass rows of (..., length, dim).")
     [(values, scales)] = memory.int8_with_scales([own])
     return Quantized(memory.restored(values), memory.restored(scales))

@@ -183,7 +183,7 @@ def test_the_model_is_as_it_was_after_an_error() -> None:
 @pytest.mark.parametrize(
     ("changes", "fact"),
     [
-        ({(0, 0): "on"}, "nothing that a head can become"),
+        ({(0, 0): "on"}, "is not a change of a head"),
         ({0: "off"}, "no pair of layer and head"),
         ({(True, 0): "off"}, "no pair of layer and head"),
         ({(0, -1): "off"}, "negative number; layers and heads count from 0"),
