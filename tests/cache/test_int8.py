@@ -71,7 +71,7 @@ def test_rows_without_a_scale() -> None:
     assert np.isnan(stood_for[1:3]).all(), "NaN and infinity are not hidden"
     assert np.abs(stood_for[3]).max() <= 2e-45
     with pytest.raises(qkv.ShapeError, match="rows is a single number"):
-        quantize(np.float32(3))
+        quantize(np.array(3, np.float32))
 
 
 @pytest.mark.slow

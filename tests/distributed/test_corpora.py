@@ -292,7 +292,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(qkv.FileError, match="text 1 is another one"):
         qkv.hf.inspect_corpus(ours, changed, tmp_path / "chunks", chunk=3)
     next(tmp_path.glob("texts-*")).write_bytes(b"nothing")
-    with pytest.raises(qkv.FileError, match="is no chunk of a corpus"):
+    with pytest.raises(qkv.FileError, match="is not a chunk of a corpus"):
         qkv.hf.inspect_corpus(model(), texts(), tmp_path)
 
 

@@ -184,8 +184,8 @@ def test_the_model_is_as_it_was_after_an_error() -> None:
     ("changes", "fact"),
     [
         ({(0, 0): "on"}, "is not a change of a head"),
-        ({0: "off"}, "no pair of layer and head"),
-        ({(True, 0): "off"}, "no pair of layer and head"),
+        ({0: "off"}, "is not a pair of layer and head"),
+        ({(True, 0): "off"}, "is not a pair of layer and head"),
         ({(0, -1): "off"}, "negative number; layers and heads count from 0"),
         ({(-1, 0): "off"}, "negative number; layers and heads count from 0"),
         ({(7, 0): "off"}, "layer 7 does not exist"),

@@ -129,7 +129,7 @@ def _checked(changes: Any) -> dict[tuple[int, int], Change]:
             )
         if not isinstance(change, CopyFrom) and change not in ("off", "uniform"):
             raise ArgumentError(
-                f"{change!r:.60} is nothing that a head can become.",
+                f"{change!r:.60} is not a change of a head.",
                 action='Use "off", "uniform", or qkv.hf.CopyFrom(**inputs).',
             )
         checked[int(place[0]), int(place[1])] = change
