@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from benchmarks.moved import Shape
 from benchmarks.rules import (
     Rule,
     alibi_causal,
@@ -21,7 +22,6 @@ from benchmarks.rules import (
 )
 from qkv.errors import ArgumentError
 from qkv.ledger import attention_operations
-from qkv.problem.building.builder import Shape
 from qkv.testing import DTYPES, Case
 
 __all__ = ["Workload", "choose", "workload_of", "workloads"]

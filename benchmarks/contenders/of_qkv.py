@@ -9,16 +9,12 @@ import numpy as np
 
 import qkv
 from benchmarks.contenders import Prepared
+from benchmarks.moved import OptionValues
 from benchmarks.reference import Inputs
 from benchmarks.workloads import Workload
 from qkv.call.checked import CheckedCall
 from qkv.call.dispatch import checked
 from qkv.errors import UnsupportedError
-
-try:
-    from qkv.call.binding.options import OptionValues
-except ImportError:  # An older revision, beside which `--compare` runs.
-    from qkv.call.options import OptionValues  # type: ignore[import-not-found, no-redef]
 
 __all__ = [
     "prepare",

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 import qkv
 from benchmarks.latency.front_ends import FrontEnd, front_end
 from benchmarks.latency.rows import BASE, CALL, LAYERS, STEP_STARTS, STEPS, Row, row_of, step
+from benchmarks.moved import Shape
 from benchmarks.worker import answered, serve
 from qkv.errors import QkvError
-from qkv.problem.building.builder import Shape
 
 __all__ = ["MANY", "answer"]
 

@@ -1,0 +1,14 @@
+"""Names that older revisions, beside which `--compare` runs, have in other modules."""
+
+from __future__ import annotations
+
+try:
+    from qkv.call.binding.options import OptionValues
+except ImportError:
+    from qkv.call.options import OptionValues  # type: ignore[import-not-found, no-redef]
+try:
+    from qkv.problem.building.builder import Builder, Shape
+except ImportError:
+    from qkv.problem.builder import Builder, Shape  # type: ignore[import-not-found, no-redef]
+
+__all__ = ["Builder", "OptionValues", "Shape"]
