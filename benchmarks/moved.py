@@ -5,10 +5,10 @@ from __future__ import annotations
 try:
     from qkv.call.binding.options import OptionValues
 except ImportError:
-    from qkv.call.options import OptionValues  # type: ignore[import-not-found, no-redef]
+    from qkv.call.options import OptionValues  # type: ignore
 try:
     from qkv.problem.building.builder import Builder, Shape
 except ImportError:
-    from qkv.problem.builder import Builder, Shape  # type: ignore[import-not-found, no-redef]
+    from qkv.problem.builder import Builder, Shape  # type: ignore
 
 __all__ = ["Builder", "OptionValues", "Shape"]
