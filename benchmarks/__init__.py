@@ -6,6 +6,7 @@ run from the root of a checkout, and uses the qkv that Python finds there.
 command       what the options ask for
 workloads     what is run, and by which contenders: a table; rules: its masks and score changes
 contenders/   who runs it: a table, and one file for each library
+moved         names that older revisions have in other modules
 reference     what must come out
 session       whose turn it is; process, worker: one contender's process, and how it is asked
 record        what is kept of a run; machine: where it ran
