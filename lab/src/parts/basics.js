@@ -133,7 +133,7 @@ export function Select({ label, options, value, onChange }) {
 /** What is said of a number that cannot be taken as it was given. */
 const limited = (given, taken, least, most) => {
   const grouped = (x) => x.toLocaleString("en-US", { maximumFractionDigits: 12 });
-  const reason = given > most ? `more than ${grouped(most)}, the largest number here` : given < least ? `less than ${grouped(least)}, the smallest number here` : "no whole number";
+  const reason = given > most ? `more than ${grouped(most)}, the largest number here` : given < least ? `less than ${grouped(least)}, the smallest number here` : "not a whole number";
   return `${grouped(given)} is ${reason}; ${grouped(taken)} is taken.`;
 };
 
