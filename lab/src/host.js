@@ -104,6 +104,8 @@ export class HostError extends Error {
   }
 }
 
+const replaced = () => new HostError({ message: "Something else is shown by now.", action: "Ask once more." });
+
 /** Asks the host's Python, and remembers what it answered. */
 export class Client {
   /** @param {{get: Function, on: Function, off: Function, send: Function}} model */
@@ -142,8 +144,13 @@ export class Client {
     return this.data.results?.[key] ?? this.known.get(key)?.result;
   }
 
-  /** @returns {Promise<any>} the result; arrays come as {shape, values}. */
-  ask(method, params = {}, { keep = true } = {}) {
+  /**
+   * What was drawn before something else was opened may still ask until the page is drawn again: it
+   * gives the `opening` that it is of, and its question is not sent.
+   * @returns {Promise<any>} the result; arrays come as {shape, values}.
+   */
+  ask(method, params = {}, { keep = true, opening = this.opening } = {}) {
+    if (opening !== this.opening) return Promise.reject(replaced());
     const key = keyOf(method, params);
     if (this.has(method, params)) return Promise.resolve(withArrays(this.data.results[key]));
     if (this.known.has(key)) return this.known.get(key).promise;
@@ -196,8 +203,7 @@ export class Client {
     this.data = data;
     this.opening += 1;
     this.known.clear();
-    const error = new HostError({ message: "Something else is shown by now.", action: "Ask once more." });
-    this.held.splice(0).forEach(({ reject }) => reject(error));
+    this.held.splice(0).forEach(({ reject }) => reject(replaced()));
   }
 
   receive(content, buffers = []) {

@@ -17,6 +17,7 @@ export class Tiles {
    */
   constructor(client, redraw) {
     this.client = client;
+    this.opening = client.opening;
     this.redraw = redraw;
     this.kept = new Map();
     this.wanted = [];
@@ -46,7 +47,7 @@ export class Tiles {
       if (this.kept.has(key)) continue;
       this.running += 1;
       this.kept.set(key, {});
-      this.client.ask("tile", params, { keep: false }).then(
+      this.client.ask("tile", params, { keep: false, opening: this.opening }).then(
         (tile) => {
           this.kept.set(key, { shape: tile.shape, values: tile.values });
           this.error = null;

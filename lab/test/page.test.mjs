@@ -136,6 +136,8 @@ test("questions wait while something else is brought, and are not asked about it
   receive({ id: sent[2].id, ok: true, result: { data: { host: "server", shown: 2, results: {} } } });
   await brought;
   await lost;
+  // What is still drawn of the one before asks for nothing of the new one.
+  await assert.rejects(client.ask("tile", { row: 9 }, { opening: 0 }), /Something else is shown/);
   client.ask("head", { layer: 1 });
   assert.deepEqual(asked().slice(2), [["open", 1], ["head", 2]]);
 });
@@ -157,7 +159,7 @@ test("a safetensors file, and ones that lie", async () => {
   await assert.rejects(arraysOf(safetensors({ q: { ...part(0), shape: [9e9, 9e9] } }, [1, 2])), /it says/);
   await assert.rejects(arraysOf(safetensors({ q: part(7) }, [1, 2])), /outside the file/);
   await assert.rejects(arraysOf(new File(["short"], "a.safetensors")), /too short/);
-  await assert.rejects(arraysOf(new File(["no archive at all, but long enough"], "a.npz")), /no npz file/);
+  await assert.rejects(arraysOf(new File(["no archive at all, but long enough"], "a.npz")), /not an npz file/);
 });
 
 const WRITTEN = JSON.parse(readFileSync(new URL("../../tests/teaching/written_answers.json", import.meta.url), "utf8"));

@@ -79,9 +79,10 @@ export function usePictures(layers) {
   useEffect(() => {
     let open = true;
     const found = { layers, pictures: [], queries: [] };
+    const { opening } = client;
     const askAll = async () => {
       for (const { index } of layers) {
-        const { shape: [heads, ...shape], values, queries } = await client.ask("thumbnails", { layer: index });
+        const { shape: [heads, ...shape], values, queries } = await client.ask("thumbnails", { layer: index }, { opening });
         if (!open) return;
         const size = shape[0] * shape[1];
         found.pictures.push(Array.from({ length: heads }, (_, i) => ({ shape, values: values.subarray(i * size, (i + 1) * size) })));

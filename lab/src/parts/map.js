@@ -104,7 +104,7 @@ export function WeightMap({ name: headName, layer, head, query, chosenKey: key, 
     let open = true;
     const at = { layer, head, query: readQuery, key: readKey };
     const timer = setTimeout(() => {
-      client.ask("weight", at).then(
+      client.ask("weight", at, { opening: tiles.opening }).then(
         (result) => open && setExact({ ...at, ...result }),
         () => {
           const tile = tiles.get({ layer, head, reduce: "max", level: 0, row: Math.floor(readQuery / 256), column: Math.floor(readKey / 256) }, { ask: false });
