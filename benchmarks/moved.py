@@ -1,6 +1,6 @@
 """Names that older revisions, beside which `--compare` runs, have in other modules.
 
-This revision does not have these modules, so mypy does not read their lines.
+mypy ignores those lines, because this revision does not have these modules.
 """
 
 from __future__ import annotations
