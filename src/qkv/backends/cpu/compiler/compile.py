@@ -9,9 +9,9 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Protocol
 
-from qkv.backends.cpu.compiler import stored_kernels
+from qkv.backends.cpu.compiler import elf_object, stored_kernels
 from qkv.backends.cpu.compiler.stack_probe import register_stack_probe
-from qkv.backends.cpu.machine import executable_memory
+from qkv.backends.cpu.machine import executable_memory, stored_files
 from qkv.backends.cpu.machine.host import Host
 from qkv.errors import KernelBuildError
 from qkv.process.forks import alone_in_llvm
@@ -21,8 +21,15 @@ _ROOM = 64 << 20
 whole process."""
 
 
-class Code:
+class Code(Protocol):
     """Machine code in memory."""
+
+    def address(self, name: str) -> int:
+        """The address of a function."""
+
+
+class _LinkedByLLVM:
+    """Machine code that LLVM put into memory."""
 
     def __init__(self, data: bytes, host: Host, names: tuple[str, ...]) -> None:
         import llvmlite.binding as llvm
@@ -98,11 +105,11 @@ def build(
         _require_executable_memory(host)
         _require_room()
         name = stored_kernels.digest(emit, arguments, host)
-        stored = stored_kernels.read_kernel(name)
+        stored = stored_files.read_file(name)
         source = _text(emit, arguments) if stored is None else ""
         try:
             data = _compile(source, host) if stored is None else stored
-            code = Code(data, host, names)
+            code = elf_object.load(data, names) or _LinkedByLLVM(data, host, names)
         except (RuntimeError, OSError, MemoryError) as error:
             raise KernelBuildError(
                 "the compiled kernel could not be made.",
@@ -110,7 +117,7 @@ def build(
                 'Pass backend="blocked", which needs no compiler, and report this.',
             ) from error
         if stored is None:
-            stored_kernels.write_kernel(name, data)
+            stored_files.write_file(name, data)
     return code
 
 

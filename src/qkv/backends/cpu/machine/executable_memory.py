@@ -12,6 +12,7 @@ import mmap
 import os
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 
 def refusal() -> str:
@@ -29,14 +30,32 @@ def _asker() -> Callable[[], str]:
         return lambda: ""
     page = mmap.mmap(-1, mmap.PAGESIZE)
     place = ctypes.addressof(ctypes.c_char.from_buffer(page))
-    protect = ctypes.CDLL(None, use_errno=True).mprotect
-    protect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    protect = _mprotect()
 
     def ask() -> str:
-        refused = protect(place, len(page), mmap.PROT_READ | mmap.PROT_EXEC)
-        if refused:
+        if protect(place, len(page), mmap.PROT_READ | mmap.PROT_EXEC):
             return os.strerror(ctypes.get_errno())
         protect(place, len(page), mmap.PROT_READ | mmap.PROT_WRITE)
         return ""
 
     return ask
+
+
+def make_executable(address: int, size: int) -> None:
+    """Let whole pages that were written be executed, and no longer be written.
+
+    Raises
+    ------
+    OSError
+        If the system refuses it.
+    """
+    if _mprotect()(address, size, mmap.PROT_READ | mmap.PROT_EXEC):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+@lru_cache(maxsize=1)
+def _mprotect() -> Any:
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    protect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    return protect

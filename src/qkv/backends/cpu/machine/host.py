@@ -18,10 +18,10 @@ import numpy as np
 
 from qkv.backends.cpu.machine import threadpool_limits
 from qkv.backends.cpu.machine.arm_features import multiplies_bfloat16
+from qkv.backends.cpu.machine.processor import processor
 from qkv.backends.cpu.machine.tile_permission import may_use_tiles, tile_refusal
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.errors import ArgumentError
-from qkv.process.forks import alone_in_llvm
 
 _AVX512 = TileShape(lanes=16, vectors=4, keys=4, halves=True)
 _NEON = TileShape(lanes=4, vectors=4, keys=4, halves=True)
@@ -141,15 +141,10 @@ def withheld_tiles() -> str:
 
 
 @lru_cache(maxsize=8)
-@alone_in_llvm()
 def _host(forced: str) -> Host:
-    import llvmlite.binding as llvm
-
     threadpool_limits.register()
-    try:
-        features = dict(llvm.get_host_cpu_features())
-    except RuntimeError:  # On some platforms LLVM cannot list the processor's features.
-        features = {}
+    described = processor()
+    features = dict(described.features)
     has = {name for name, present in features.items() if present}
     withheld: list[tuple[str, str]] = []
     if platform.machine().lower() in ("arm64", "aarch64"):
@@ -177,4 +172,4 @@ def _host(forced: str) -> Host:
     if isa == "neon-bf16":
         features["bf16"] = True
     flat = ",".join(("+" if on else "-") + name for name, on in sorted(features.items()))
-    return Host(llvm.get_host_cpu_name(), flat, isa, emulated_on)
+    return Host(described.cpu, flat, isa, emulated_on)

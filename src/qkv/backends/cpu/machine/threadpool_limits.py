@@ -1,8 +1,8 @@
 """threadpoolctl, where it is installed, sees qkv's threads and limits them.
 
 threadpoolctl knows a library by the name of its file among those that are loaded. qkv's workers run
-code that is made in memory and belongs to no file, but wherever they are, LLVM is loaded: its file
-stands for them.
+code that is made in memory and belongs to no file, but wherever they are, NumPy is loaded: the file
+of its arrays stands for them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from qkv.process.threads import default_num_threads, get_num_threads, set_num_th
 
 @lru_cache(maxsize=1)
 def register() -> None:
-    """Tell threadpoolctl of qkv, once; LLVM must be loaded before."""
+    """Tell threadpoolctl of qkv, once."""
     try:
         import threadpoolctl
     except ImportError:
@@ -25,7 +25,7 @@ def register() -> None:
     class QkvController(threadpoolctl.LibController):  # type: ignore[misc]  # has no types
         user_api = "qkv"
         internal_api = "qkv"
-        filename_prefixes = ("libllvmlite", "llvmlite")
+        filename_prefixes = ("_multiarray_umath",)
 
         def get_num_threads(self) -> int:
             return get_num_threads()
