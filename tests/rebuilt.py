@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from qkv.backends.cpu.compiler.compile import Code, build
+from qkv.backends.cpu.compiler.compile import Code, EmitFunction, build
 from qkv.backends.cpu.passes import backward, decode, forward, replay
 from watched import forget_prepared_calls
 
@@ -15,15 +15,15 @@ PASSES = (forward, backward, decode, replay)
 
 
 @contextmanager
-def rebuilt_kernels() -> Iterator[list[tuple[Callable[..., str], Any]]]:
+def rebuilt_kernels() -> Iterator[list[tuple[EmitFunction, Any]]]:
     """Inside, no kernel is used that was built before; outside, none that was built inside.
 
     Gives a list of what is built, the function that emits and the key that it is given, so that a
     test can tell that the broken kernel was the one that ran.
     """
-    built: list[tuple[Callable[..., str], Any]] = []
+    built: list[tuple[EmitFunction, Any]] = []
 
-    def record(emit: Callable[..., str], arguments: tuple[Any, ...], *rest: Any) -> Code:
+    def record(emit: EmitFunction, arguments: tuple[Any, ...], *rest: Any) -> Code:
         built.append((emit, *arguments))
         return build(emit, arguments, *rest)
 

@@ -23,7 +23,9 @@ from qkv.backends.cpu.compiler import compile as cpu_compile
 from qkv.backends.cpu.compiler import stored_kernels
 from qkv.backends.cpu.compiler.canonical import canonical
 from qkv.backends.cpu.forward import kernel as cpu_forward
+from qkv.backends.cpu.machine import stored_files
 from qkv.backends.cpu.machine.host import host
+from qkv.backends.cpu.machine.processor import processor
 from qkv.backends.cpu.passes import forward as forward_pass
 from qkv.errors import KernelBuildError
 from qkv.problem.building.check import check
@@ -36,7 +38,7 @@ X = np.random.default_rng(0).normal(size=(2, 80, 8)).astype(np.float32)
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("QKV_CACHE_DIR", str(tmp_path / "deep" / "cache"))
-    monkeypatch.setattr(stored_kernels, "_faults", [])
+    monkeypatch.setattr(stored_files, "_faults", [])
     forget_kernels()
     yield tmp_path / "deep" / "cache"
     forget_kernels()
@@ -131,7 +133,7 @@ def test_what_others_may_write_is_not_used(folder, compiled) -> None:
 
 
 def test_the_least_recently_used_kernels_go(monkeypatch, folder, compiled) -> None:
-    monkeypatch.setattr(stored_kernels, "KEPT_FILES", 3)
+    monkeypatch.setattr(stored_files, "KEPT_FILES", 3)
     folder.mkdir(parents=True, mode=0o700)
     old = [f"{age:064x}" for age in range(5)]
     for age, name in enumerate(old):
@@ -154,10 +156,10 @@ def test_the_least_recently_used_kernels_go(monkeypatch, folder, compiled) -> No
 
 def test_a_kernel_that_another_process_deletes_meanwhile(monkeypatch, folder, compiled) -> None:
     """It was in the list of files, and is gone when its age is asked for; nobody is warned."""
-    monkeypatch.setattr(stored_kernels, "KEPT_FILES", 0)
+    monkeypatch.setattr(stored_files, "KEPT_FILES", 0)
     gone = folder / f"{1:064x}"
-    listed = stored_kernels.kernel_files
-    monkeypatch.setattr(stored_kernels, "kernel_files", lambda place: [gone, *listed(place)])
+    listed = stored_files._our_files
+    monkeypatch.setattr(stored_files, "_our_files", lambda place: [gone, *listed(place)])
     attend()
     assert len(compiled) == 1
     assert not list(folder.iterdir())
@@ -244,15 +246,14 @@ def test_files_that_may_not_grow(tmp_path) -> None:
     """Like a disk that fills up in the midst of a file."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))"
     assert finish(start(tmp_path, limit + SCRIPT))[0] == 1
-    assert list(tmp_path.iterdir()) == []
+    assert stored_files.kernel_files(tmp_path) == []
 
 
 @pytest.mark.slow
 def test_processes_that_compile_at_once(tmp_path) -> None:
     found = [finish(process) for process in [start(tmp_path) for _ in range(3)]]
     assert len({bits for _, bits in found}) == 1
-    (file,) = tmp_path.iterdir()
-    assert len(file.name) == 64
+    assert len(stored_files.kernel_files(tmp_path)) == 1
     assert finish(start(tmp_path)) == (0, found[0][1])
 
 
@@ -312,9 +313,11 @@ def test_what_is_called_emit_is_digested() -> None:
 
 DECIDES_NO_CODE = {
     "errors.py", "process/forks.py", "process/threads.py",
-    "backends/cpu/compiler/stack_probe.py", "backends/cpu/compiler/stored_kernels.py",
+    "backends/cpu/compiler/elf_object.py", "backends/cpu/compiler/stack_probe.py",
+    "backends/cpu/compiler/stored_kernels.py",
     "arrays/addresses.py",
     "backends/cpu/machine/executable_memory.py", "backends/cpu/machine/host.py",
+    "backends/cpu/machine/stored_files.py",
     "backends/cpu/python_calls/filled_block.py", "backends/cpu/python_calls/function.py",
     "backends/cpu/threads/jobs.py",
 }  # fmt: skip
@@ -330,26 +333,27 @@ def test_without_sources_nothing_is_cached(monkeypatch, folder, compiled) -> Non
     assert not folder.exists() or not list(folder.iterdir())
 
 
-def digest(emit=host, arguments=(), **of_host) -> str | None:
-    return stored_kernels.digest(emit, arguments, replace(host(), **of_host))
+def digest(module="a", function="emit", arguments=(), **of_host) -> str | None:
+    return stored_kernels.digest(module, function, arguments, replace(host(), **of_host))
 
 
 def test_what_a_key_depends_on(monkeypatch) -> None:
-    import llvmlite
-
     names = {
         digest(),
-        digest(cpu_forward.emit_forward),
+        digest("b"),
+        digest(function="emit_other"),
         digest(arguments=(1,)),
         digest(arguments=(True,)),
         digest(cpu="another"),
         digest(features="+another"),
     }
-    monkeypatch.setattr(llvmlite, "__version__", "0")
-    names.add(digest())
+    for changed in ("triple", "llvm", "llvmlite"):
+        described = replace(processor(), **{changed: "another"})
+        monkeypatch.setattr(stored_kernels, "processor", lambda described=described: described)
+        names.add(digest())
     monkeypatch.setattr(stored_kernels, "_SOURCES", "other")
     names.add(digest())
-    assert len(names) == 8
+    assert len(names) == 11
 
 
 def test_an_empty_name_turns_the_cache_off(monkeypatch, folder, compiled) -> None:
@@ -357,17 +361,17 @@ def test_an_empty_name_turns_the_cache_off(monkeypatch, folder, compiled) -> Non
     attend()
     attend()
     assert len(compiled) == 2
-    assert stored_kernels.cache_folder() is None
+    assert stored_files.cache_folder() is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="XDG is Linux's convention")
 def test_where_it_is(monkeypatch, tmp_path) -> None:
     monkeypatch.delenv("QKV_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert stored_kernels.cache_folder() == tmp_path / "qkv"
+    assert stored_files.cache_folder() == tmp_path / "qkv"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert stored_kernels.cache_folder() == tmp_path / ".cache" / "qkv"
+    assert stored_files.cache_folder() == tmp_path / ".cache" / "qkv"
 
 
 def nonsense() -> str:
@@ -381,7 +385,7 @@ def nothing_to_do() -> str:
 @pytest.mark.parametrize("emit", [nonsense, nothing_to_do])
 def test_code_that_cannot_be_built(folder, emit) -> None:
     with pytest.raises(KernelBuildError, match="could not be made") as caught:
-        cpu_compile.build(emit, (), host())
+        cpu_compile.build(cpu_compile.EmitFunction(__name__, emit.__name__), (), host())
     assert dict(caught.value.seen)["machine"].startswith(host().cpu)
     assert not list(folder.iterdir())
 
@@ -395,14 +399,15 @@ def test_garbage_is_not_collected_while_a_kernel_is_emitted(folder, monkeypatch,
     (gc.enable if wanted else gc.disable)()
     states = []
 
-    def failing():
+    def failing(_):
         states.append(gc.isenabled())
         raise RuntimeError("no module")
 
     try:
+        monkeypatch.setattr(cpu_compile.EmitFunction, "__call__", failing)
         monkeypatch.setattr(stored_kernels, "digest", lambda *_: "0" * 64)
         with pytest.raises(RuntimeError, match="no module"):
-            cpu_compile.build(failing, (), host())
+            cpu_compile.build(cpu_compile.EmitFunction("a", "b"), (), host())
         assert states == [False]
         assert gc.isenabled() is wanted
     finally:

@@ -14,9 +14,18 @@ from forced import as_it_runs, both_ways
 from processes import in_a_process
 from qkv.arrays.addresses import address_of, page_aligned
 from qkv.backends.cpu.decode import layout
-from qkv.backends.cpu.decode.layout import STRETCH_KV, panel_of, record_bytes
-from qkv.backends.cpu.decode.rows import FIELDS
-from qkv.backends.cpu.decode.tasks import BLOCK_KV, CHUNK, GROUP, TASK, chunk_of, shared_bytes
+from qkv.backends.cpu.decode.layout import (
+    BLOCK_KV,
+    CHUNK,
+    FIELDS,
+    GROUP,
+    STRETCH_KV,
+    TASK,
+    chunk_of,
+    panel_of,
+    record_bytes,
+    shared_bytes,
+)
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock, word_index
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes import decode as streaming

@@ -10,8 +10,8 @@ import pytest
 from qkv.arrays.addresses import address_of
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.python_calls import filled_block
-from qkv.backends.cpu.python_calls.code import CALL_WORDS
 from qkv.backends.cpu.python_calls.filled_block import Axis, FilledBlock, Operand
+from qkv.backends.cpu.python_calls.layout import CALL_WORDS
 
 
 def normal(*shape, seed=0, dtype="float32"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends.cpu.compiler import stored_kernels
+from qkv.backends.cpu.machine import stored_files
 from qkv.errors import ArgumentError, ShapeError
 
 ROW = np.eye(3)
@@ -70,4 +70,4 @@ def test_a_named_pipe_among_the_kernels(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("QKV_CACHE_DIR", str(tmp_path))
     os.chmod(tmp_path, 0o700)
     os.mkfifo(tmp_path / "pipe", 0o600)
-    assert stored_kernels.read_kernel("pipe") is None
+    assert stored_files.read_file("pipe") is None

@@ -194,10 +194,10 @@ def test_a_process_that_gives_up_the_right_later(library: str, calls: int) -> No
 def test_code_that_may_not_run_is_not_built() -> None:
     refused(
         """
-        from qkv.backends.cpu.compiler.compile import build
+        from qkv.backends.cpu.compiler.compile import EmitFunction, build
         from qkv.backends.cpu.machine.host import host
         try:
-            build(str, ("define void @job() { ret void }",), host())
+            build(EmitFunction("builtins", "str"), ("define void @job() { ret void }",), host())
         except qkv.KernelBuildError as error:
             assert "refuses this process executable memory" in str(error)
         else:

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import qkv
 from processes import in_a_process
 from qkv.backends.cpu.machine import host as cpu_host
 from qkv.backends.cpu.machine import tile_permission
+from qkv.backends.cpu.machine.processor import processor
 from qkv.cli import main
 
 ANSWERS = {
@@ -32,10 +34,9 @@ ANSWERS = {
 @pytest.fixture
 def answer(monkeypatch: pytest.MonkeyPatch):
     """Let a processor with tiles be found, on which the system gives this answer."""
-    import llvmlite.binding as llvm
-
     features = dict.fromkeys(frozenset().union(*cpu_host._REQUIRED.values()), True)
-    monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: features)
+    described = replace(processor(), features=features)
+    monkeypatch.setattr(cpu_host, "processor", lambda: described)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.delenv("QKV_ISA", raising=False)

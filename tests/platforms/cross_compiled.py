@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from importlib import import_module
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -162,9 +163,9 @@ def modules(call: str, isa: str) -> tuple[Made, ...]:
     made: list[Made] = []
     here, digest = machine.host(), stored_kernels.digest
 
-    def noted(emit: Any, arguments: tuple[Any, ...], host: Host) -> str | None:
-        made.append((emit, arguments))
-        return digest(emit, arguments, host)
+    def noted(module: str, function: str, arguments: tuple[Any, ...], host: Host) -> str | None:
+        made.append((getattr(import_module(module), function), arguments))
+        return digest(module, function, arguments, host)
 
     # Kernels are kept by the machine they are for. Commas mean nothing to LLVM, and with another
     # number of them all kernels of the call are made anew.

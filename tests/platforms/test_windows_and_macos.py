@@ -14,7 +14,8 @@ import pytest
 
 import qkv
 from processes import in_a_process
-from qkv.backends.cpu.compiler import stack_probe, stored_kernels
+from qkv.backends.cpu.compiler import stack_probe
+from qkv.backends.cpu.machine import stored_files
 
 X = np.random.default_rng(0).normal(size=(2, 9, 8)).astype(np.float32)
 
@@ -35,7 +36,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     from qkv.call.repeated.cache import CALLS
 
     monkeypatch.setenv("QKV_CACHE_DIR", str(tmp_path / "kernels"))
-    monkeypatch.setattr(stored_kernels, "_faults", [])
+    monkeypatch.setattr(stored_files, "_faults", [])
     for either in (decode, forward):  # Which it is depends on the instruction set.
         either._kernel.cache_clear()
     CALLS.clear()
@@ -75,7 +76,7 @@ def test_an_old_kernel_that_another_process_reads_stays(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     """Windows deletes no open file."""
-    monkeypatch.setattr(stored_kernels, "KEPT_FILES", 0)
+    monkeypatch.setattr(stored_files, "KEPT_FILES", 0)
     monkeypatch.setattr(Path, "unlink", refuse)
     qkv.attention(X, X, X, backend="cpu")
     assert [len(file.name) for file in folder.iterdir()] == [64]

@@ -65,7 +65,7 @@ CALLS = """
     assert main(["inspect"]) == 0
     assert main(["info"]) == 0
     del os.environ["QKV_CACHE_DIR"]
-    print(f"kernels in {qkv.backends.cpu.compiler.stored_kernels.cache_folder()}")
+    print(f"kernels in {qkv.backends.cpu.machine.stored_files.cache_folder()}")
 """
 
 

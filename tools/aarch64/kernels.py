@@ -18,8 +18,8 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
-from qkv.backends.cpu.compiler import stored_kernels
 from qkv.backends.cpu.compiler.compile import parsed_for
+from qkv.backends.cpu.machine import stored_files
 from qkv.backends.cpu.machine.host import Host
 
 
@@ -37,7 +37,7 @@ def _add_kernel(
     emit = getattr(importlib.import_module(module), function)
     machine = _machine(triple, host.cpu, host.features)
     code = machine.emit_object(parsed_for(emit(*arguments), machine, triple))
-    stored_kernels.write_kernel(name, bytes(code))
+    stored_files.write_file(name, bytes(code))
 
 
 @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def _may_be_announced() -> bool:
     ):
         return True
     try:
-        return any(_is_announced_in(Path(entry or ".")) for entry in sys.path)
+        return any(_is_announced_in(os.fspath(entry) or ".") for entry in sys.path)
     except (OSError, TypeError):
         return True
 
@@ -44,17 +44,21 @@ _STANDARD = ("_frozen_importlib_external", "importlib._bootstrap_external")
 """The modules of Python's own finder, which looks into the entries of `sys.path`."""
 
 
-def _is_announced_in(place: Path) -> bool:
-    if not place.is_dir():
-        return place.exists()  # An archive, which is not looked into here.
-    if place.suffix == ".egg":
-        return _names_group(place / "EGG-INFO" / "entry_points.txt")
+def _is_announced_in(place: str) -> bool:
+    if not os.path.isdir(place):
+        return os.path.exists(place)  # An archive, which is not looked into here.
+    if place.endswith(".egg"):
+        return _names_group(os.path.join(place, "EGG-INFO"))
     return any(
-        _names_group(info / "entry_points.txt")
-        for info in place.iterdir()
-        if info.suffix in (".dist-info", ".egg-info")
+        _names_group(os.path.join(place, name))
+        for name in os.listdir(place)
+        if name.endswith((".dist-info", ".egg-info"))
     )
 
 
-def _names_group(file: Path) -> bool:
-    return file.is_file() and GROUP.encode() in file.read_bytes()
+def _names_group(folder: str) -> bool:
+    file = os.path.join(folder, "entry_points.txt")
+    if not os.path.isfile(file):
+        return False
+    with open(file, "rb") as content:
+        return GROUP.encode() in content.read()

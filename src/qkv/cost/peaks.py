@@ -203,10 +203,10 @@ class _Block:
 
 def _compiled(source: str) -> Any:
     """Machine code with `run(block, worker)`; the one place that knows the compiler."""
-    from qkv.backends.cpu.compiler.compile import Kernel, build
+    from qkv.backends.cpu.compiler.compile import EmitFunction, Kernel, build
     from qkv.backends.cpu.machine.host import host
 
-    return Kernel(build(str, (source,), host()))
+    return Kernel(build(EmitFunction("builtins", "str"), (source,), host()))
 
 
 def _features() -> set[str]:

@@ -12,7 +12,7 @@ import pytest
 import qkv
 from forced import as_it_runs
 from processes import in_a_process
-from qkv.backends.cpu.forward.boundary_blocks import skips_keys_within_blocks
+from qkv.backends.cpu.forward.layout import skips_keys_within_blocks
 from qkv.problem.building.builder import Shape
 from qkv.problem.building.check import check
 from qkv.testing import Case, check_case

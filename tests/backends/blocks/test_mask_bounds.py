@@ -7,11 +7,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qkv.backends.cpu.compiler.compile import Code, parsed
+from qkv.backends.cpu.compiler.compile import linked, parsed
 from qkv.backends.cpu.decode.tasks import EMPTY, FULL, PARTIAL
+from qkv.backends.cpu.emit.argument_block import COMMON_FIELDS, COUNTER_BYTES, WORD
 from qkv.backends.cpu.emit.emitter import DOUBLE, INT64, POINTER
 from qkv.backends.cpu.emit.expressions.mask_bounds import MaskBounds
-from qkv.backends.cpu.emit.frame import COMMON_FIELDS, COUNTER_BYTES, WORD, Frame
+from qkv.backends.cpu.emit.frame import Frame
 from qkv.backends.cpu.machine.host import host
 from qkv.problem.language.bounds import bound
 from qkv.problem.language.evaluate import evaluate
@@ -137,7 +138,7 @@ def compiled(nodes: list[Node], arrays: dict[str, np.ndarray]):
             some = b.select(found.possible, e.index(PARTIAL), e.index(EMPTY))
             b.ret(b.select(found.certain, e.index(FULL), some))
     module, machine = parsed(str(e.module), host())
-    code = Code(bytes(machine.emit_object(module)), host(), tuple(names))
+    code = linked(bytes(machine.emit_object(module)), host(), tuple(names))
     words = [0] * (COUNTER_BYTES // WORD + len(COMMON_FIELDS))
     for array in arrays.values():
         words.append(array.__array_interface__["data"][0])

@@ -18,8 +18,8 @@ from qkv.backends.cpu.compiler.compile import parsed_for
 from qkv.backends.cpu.decode.kernel import emit_decode
 from qkv.backends.cpu.decode.layout import DecodeKey
 from qkv.backends.cpu.forward.bf16_dot import emit_bf16_dot
-from qkv.backends.cpu.forward.frame import ForwardKey
 from qkv.backends.cpu.forward.kernel import emit_forward
+from qkv.backends.cpu.forward.layout import ForwardKey
 from qkv.backends.cpu.machine.host import Host
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.plan.kernel_spec import kernel_spec

@@ -12,11 +12,12 @@ from test_assembly import LINUX, assembly
 import qkv
 from forced import WITH_BFLOAT16, as_it_runs, runs_here
 from processes import in_a_process
-from qkv.backends.cpu.forward.frame import RUN, TASK
+from qkv.backends.cpu.forward.layout import RUN, TASK
 from qkv.backends.cpu.forward.score_blocks import BLOCK_RUN
 from qkv.backends.cpu.machine import arm_features
 from qkv.backends.cpu.machine import host as cpu_host
 from qkv.backends.cpu.machine.host import Host, host
+from qkv.backends.cpu.machine.processor import processor
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.plan.schedule import TILE_KV, schedule
 from qkv.problem.building.builder import Shape
@@ -70,10 +71,9 @@ def test_bfloat16_is_multiplied_as_it_is(isa) -> None:
 
 def test_tiles_that_the_system_refuses(monkeypatch) -> None:
     """On a processor that has them; nothing is compiled for it."""
-    import llvmlite.binding as llvm
-
     features = dict.fromkeys(cpu_host._REQUIRED["amx"], True)
-    monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: features)
+    described = replace(processor(), features=features)
+    monkeypatch.setattr(cpu_host, "processor", lambda: described)
     monkeypatch.setattr(cpu_host.platform, "machine", lambda: "x86_64")
     try:
         for allowed, best in ((True, "amx"), (False, "avx512")):
@@ -393,7 +393,7 @@ def test_tiles_are_released(monkeypatch) -> None:
 def require_released(monkeypatch) -> None:
     from llvmlite import ir
 
-    from qkv.backends.cpu.compiler.compile import Kernel, build
+    from qkv.backends.cpu.compiler.compile import Kernel, _compile, linked
     from qkv.backends.cpu.emit.emitter import INT32, INT64, POINTER, Emitter
     from qkv.backends.cpu.products import tile_instructions
 
@@ -410,7 +410,7 @@ def require_released(monkeypatch) -> None:
 
     def tiles_in_use(used: bool) -> bool:
         word = np.zeros(1, np.int64)
-        probe = Kernel(build(emit, (used,), host()))
+        probe = Kernel(linked(_compile(emit(used), host()), host(), ("job",)))
         probe._job(word.ctypes.data, 0)
         return bool(word[0] >> 17 & 1)
 

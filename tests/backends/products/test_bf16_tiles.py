@@ -13,10 +13,10 @@ import pytest
 
 import qkv
 from forced import both_ways
-from qkv.backends.cpu.compiler.compile import Kernel, build
+from qkv.backends.cpu.compiler.compile import EmitFunction, Kernel, build
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter
 from qkv.backends.cpu.emit.vector_math import _EXP2_FLOORED, exp2_floored
-from qkv.backends.cpu.forward.score_blocks import LAST_PARTIAL
+from qkv.backends.cpu.forward.layout import LAST_PARTIAL
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.plan.schedule import schedule
@@ -192,7 +192,9 @@ def emit_exp2(emulated: bool) -> str:
 
 
 def exp2_of(numbers: Array) -> Array:
-    kernel = Kernel(build(emit_exp2, (host().emulated_on is not None,), host()))
+    kernel = Kernel(
+        build(EmitFunction(__name__, "emit_exp2"), (host().emulated_on is not None,), host())
+    )
     memory = np.zeros(32, np.float32)
     memory = memory[-memory.ctypes.data % 64 // 4 :][:16]
     found = []

@@ -7,11 +7,11 @@ import pytest
 from test_assembly import LINUX, compiled, number_of, straight_lines
 
 import qkv
-from qkv.backends.cpu.backward.frame import BackwardKey, TableGradient
+from qkv.backends.cpu.backward.layout import BackwardKey, TableGradient
 from qkv.backends.cpu.machine.host import Host
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.plan.kernel_spec import kernel_spec
-from qkv.backends.cpu.replay.reduction import ReplayKey
+from qkv.backends.cpu.replay.layout import ReplayKey
 from qkv.backends.cpu.split_bf16.backward import emit_split_backward
 from qkv.backends.cpu.split_bf16.choice import split_shape
 from qkv.backends.cpu.split_bf16.replay import emit_split_replay

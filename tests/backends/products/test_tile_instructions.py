@@ -11,17 +11,12 @@ import numpy as np
 import pytest
 
 from forced import both_ways
-from qkv.backends.cpu.compiler.compile import Kernel, build
+from qkv.backends.cpu.compiler.compile import EmitFunction, Kernel, build
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.products.bfloat16 import multiply_add_pairs, round_to_bfloat16
-from qkv.backends.cpu.products.tile_instructions import (
-    TILE_BYTES,
-    TILE_SIZE,
-    configure,
-    release,
-    tiles_of,
-)
+from qkv.backends.cpu.products.layout import TILE_BYTES, TILE_SIZE
+from qkv.backends.cpu.products.tile_instructions import configure, release, tiles_of
 
 Array = np.ndarray[Any, Any]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -141,7 +136,13 @@ def emit(instruction: str, emulated: bool, pairs_by: str) -> str:
 def kernel_of(instruction: str, here: Host) -> Kernel:
     shape = here.bfloat16_shape
     pairs_by = shape.pairs_by if shape else "vdpbf16ps"
-    return Kernel(build(emit, (instruction, here.emulated_on is not None, pairs_by), here))
+    return Kernel(
+        build(
+            EmitFunction(__name__, "emit"),
+            (instruction, here.emulated_on is not None, pairs_by),
+            here,
+        )
+    )
 
 
 def run(instruction: str, a: Array, b: Array, c: Array) -> Array:

@@ -6,7 +6,7 @@ import numpy as np
 from llvmlite import ir
 
 from qkv.backends.cpu.compiler import compile as cpu_compile
-from qkv.backends.cpu.compiler.compile import Code, Kernel
+from qkv.backends.cpu.compiler.compile import Kernel, linked
 from qkv.backends.cpu.emit.emitter import DOUBLE, INT64, POINTER, Emitter
 from qkv.backends.cpu.machine.host import host
 
@@ -63,7 +63,7 @@ def emit_job() -> str:
 FIELDS = ("inside", "expected", "waited", "counter", "tiny", "ran", "results", "left", "patience")
 VISITS = 16
 """The first of the words that count how often each number was inside."""
-KERNEL = Kernel(Code(cpu_compile._compile(emit_job(), host()), host(), ("job",)))
+KERNEL = Kernel(linked(cpu_compile._compile(emit_job(), host()), host(), ("job",)))
 
 
 class Launch:

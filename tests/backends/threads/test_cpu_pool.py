@@ -16,8 +16,9 @@ if os.name != "posix":
 import torch
 from counted_job import KERNEL, VISITS, Launch
 
+from qkv.backends.cpu.threads.layout import LINE, OFFSET
 from qkv.backends.cpu.threads.pool import Pool
-from qkv.backends.cpu.threads.pool_code import LINE, OFFSET, emit_pool
+from qkv.backends.cpu.threads.pool_code import emit_pool
 from qkv.backends.cpu.threads.python_threads import PythonThreads
 
 LINUX = sys.platform == "linux"

@@ -318,12 +318,12 @@ def test_forks_while_another_thread_is_in_llvm() -> None:
     """A child that inherits a lock of LLVM's would wait for it for ever."""
     in_a_process(
         """
-        from qkv.backends.cpu.compiler.compile import build
+        from qkv.backends.cpu.compiler.compile import EmitFunction, build
         from qkv.backends.cpu.machine.host import host
         kept, stop = [], threading.Event()
         def compile_():
             source = "define void @job(ptr %arguments, i64 %number) { ret void }"
-            kept.append(build(str, (source,), host()))
+            kept.append(build(EmitFunction("builtins", "str"), (source,), host()))
         def repeat():
             while not stop.is_set():
                 compile_()
@@ -511,10 +511,10 @@ def test_a_system_without_memory_for_threads() -> None:
     in_a_process(
         """
         import resource
-        from qkv.backends.cpu.compiler.compile import Kernel, build
+        from qkv.backends.cpu.compiler.compile import EmitFunction, Kernel, build
         from qkv.backends.cpu.machine.host import host
         source = "define void @job(ptr %arguments, i64 %number) { ret void }"
-        job = Kernel(build(str, (source,), host()))
+        job = Kernel(build(EmitFunction("builtins", "str"), (source,), host()))
         class Nothing:
             address = 0
         qkv.set_num_threads(1)

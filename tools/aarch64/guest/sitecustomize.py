@@ -41,17 +41,17 @@ def ask_for_kernels(store: Any) -> None:
     digest = store.digest
     common = os.environ["QKV_CACHE_DIR"]
 
-    def asked(emit: Any, arguments: tuple[Any, ...], host: Any) -> str | None:
-        name: str | None = digest(emit, arguments, host)
-        used = os.environ.get("QKV_CACHE_DIR") == common and emit.__module__.startswith("qkv.")
+    def asked(module: str, function: str, arguments: tuple[Any, ...], host: Any) -> str | None:
+        name: str | None = digest(module, function, arguments, host)
+        used = os.environ.get("QKV_CACHE_DIR") == common and module.startswith("qkv.")
         if name and used and not os.path.exists(os.path.join(common, name)):
-            ask(name, emit, arguments, host)
+            ask(name, module, function, arguments, host)
         return name
 
     store.digest = asked
 
 
-def ask(name: str, emit: Any, arguments: tuple[Any, ...], host: Any) -> None:
+def ask(name: str, module: str, function: str, arguments: tuple[Any, ...], host: Any) -> None:
     """Wait until the kernel was made."""
     from multiprocessing.connection import Client
 
@@ -60,12 +60,12 @@ def ask(name: str, emit: Any, arguments: tuple[Any, ...], host: Any) -> None:
     triple = llvm.get_process_triple()
     with Client(os.environ["QKV_AARCH64_COMPILER"], "AF_UNIX") as connection:
         try:
-            connection.send((name, triple, emit.__module__, emit.__qualname__, arguments, host))
+            connection.send((name, triple, module, function, arguments, host))
             fault = connection.recv()
         except Exception as error:  # Something that cannot be sent, or nobody who answers.
             fault = str(error)
     if fault:
-        print(f"{emit.__qualname__} is compiled under QEMU: {fault}", file=sys.stderr)
+        print(f"{function} is compiled under QEMU: {fault}", file=sys.stderr)
 
 
 sys.meta_path.insert(0, StoreFinder())

@@ -270,8 +270,8 @@ def describe_host() -> dict[str, str]:
     ArgumentError
         If `QKV_ISA` or `QKV_NUM_THREADS` is set to what cannot be.
     """
-    from qkv.backends.cpu.compiler.stored_kernels import kernel_files, private_folder
     from qkv.backends.cpu.machine.host import host, withheld_tiles
+    from qkv.backends.cpu.machine.stored_files import kernel_files, private_folder
 
     here, (folder, fault) = host(), private_folder()
     cache = f"unusable: {fault}" if fault else "off, because QKV_CACHE_DIR is empty"

@@ -5,6 +5,7 @@ query_block       a block of queries with all keys of a task, and its part of dQ
 query_rows        rows of a block of queries: packed, delta, and dQ written back
 block             one block of queries and one block of keys: P, dropout, dS and the chain rule
 gradient_sums     the products that add this block to dQ, and to dV and dK
-frame             what these agree on: the kernel key, the argument block and scratch memory
+frame             what these agree on
+layout            what calls must know of the kernels: what their code depends on, and their memory
 delta_correction  a kernel that reads all keys before the backward kernel does, for a better delta
 """

@@ -11,12 +11,13 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from qkv.backends.cpu.backward.frame import DELTA_REST, EXPECTED_SUM, TASK, BackwardFrame
+from qkv.backends.cpu.backward.frame import DELTA_REST, EXPECTED_SUM, BackwardFrame
+from qkv.backends.cpu.backward.layout import TASK
 from qkv.backends.cpu.emit import vector_math
+from qkv.backends.cpu.emit.argument_block import COUNTER_BYTES, WORD
 from qkv.backends.cpu.emit.emitter import DOUBLE, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.expressions.tables import TableView
 from qkv.backends.cpu.emit.expressions.vector_code import Expressions
-from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD
 from qkv.backends.cpu.forward.boundary_blocks import write_range
 from qkv.backends.cpu.products.query_lanes import (
     SumOrder,

@@ -29,20 +29,18 @@ from qkv.backends.cpu.backward.block import (
     score_gradients_function,
     sum_over_keys,
 )
-from qkv.backends.cpu.backward.frame import BackwardFrame, BackwardKey
+from qkv.backends.cpu.backward.frame import BackwardFrame
 from qkv.backends.cpu.backward.kernel import (
     add_partials_function,
     call_for_query_blocks,
     emit_tasks,
     query_block_call,
 )
+from qkv.backends.cpu.backward.layout import ROW_SUMS, BackwardKey
 from qkv.backends.cpu.backward.query_block import QueryBlockPass, block_functions
 from qkv.backends.cpu.emit.emitter import POINTER, Value
-from qkv.backends.cpu.forward.frame import STATS_SUMS, StatsRow
+from qkv.backends.cpu.forward.layout import STATS_SUMS, StatsRow
 from qkv.backends.cpu.forward.softmax import RowSums
-
-ROW_SUMS = ("row_max", "row_sum", "residual")
-"""The arrays of m, l and r, in the order in which the kernel writes them."""
 
 _RESIDUAL = StatsRow.T_SUM
 """r takes the place of T, the sum for the entropy, in the statistics of `RowSums`."""

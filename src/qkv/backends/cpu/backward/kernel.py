@@ -30,17 +30,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
-from qkv.backends.cpu.backward.frame import TASK, BackwardFrame, BackwardKey
+from qkv.backends.cpu.backward.frame import BackwardFrame
+from qkv.backends.cpu.backward.layout import TASK, BackwardKey
 from qkv.backends.cpu.backward.query_block import (
     block_functions,
     query_block_function,
 )
 from qkv.backends.cpu.emit import storage
+from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
-from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.emit.storage import ITEM_BYTES, real_dtype
-from qkv.backends.cpu.forward.frame import RUN
-from qkv.backends.cpu.forward.frame import TASK as BLOCK
+from qkv.backends.cpu.forward.layout import RUN
+from qkv.backends.cpu.forward.layout import TASK as BLOCK
 
 QueryBlockCall: TypeAlias = Callable[[Value, list[Value]], None]
 """Emits a call, given the number of rows that are left and the arguments of the function."""

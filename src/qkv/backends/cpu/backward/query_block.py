@@ -18,14 +18,7 @@ from qkv.backends.cpu.backward.block import (
     seen_range_function,
     weights_function,
 )
-from qkv.backends.cpu.backward.frame import (
-    BLOCK_KV,
-    DELTA_REST,
-    EXPECTED_SUM,
-    TASK,
-    VECTOR_AREAS,
-    BackwardFrame,
-)
+from qkv.backends.cpu.backward.frame import DELTA_REST, EXPECTED_SUM, VECTOR_AREAS, BackwardFrame
 from qkv.backends.cpu.backward.gradient_sums import (
     key_sums_function,
     query_sums_function,
@@ -33,6 +26,7 @@ from qkv.backends.cpu.backward.gradient_sums import (
     selected_query_sums_function,
     transpose_function,
 )
+from qkv.backends.cpu.backward.layout import BLOCK_KV, TASK
 from qkv.backends.cpu.backward.query_rows import (
     delta_function,
     narrow_function,
@@ -49,8 +43,8 @@ from qkv.backends.cpu.emit.packing import (
 )
 from qkv.backends.cpu.emit.storage import real_dtype
 from qkv.backends.cpu.forward.boundary_blocks import Range, are_narrow, for_each_step, read_range
-from qkv.backends.cpu.forward.frame import RUN
-from qkv.backends.cpu.forward.frame import TASK as BLOCK
+from qkv.backends.cpu.forward.layout import RUN
+from qkv.backends.cpu.forward.layout import TASK as BLOCK
 from qkv.backends.cpu.forward.rows import rows_of_block
 from qkv.backends.cpu.products.bfloat16 import (
     emit_round_to_chunks,

@@ -6,12 +6,8 @@ from qkv.backends.cpu.backward.frame import BackwardFrame
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
 from qkv.backends.cpu.emit.packing import pack_rows, unpack_rows
 from qkv.backends.cpu.emit.storage import real_dtype
-from qkv.backends.cpu.products.bfloat16 import (
-    CHUNK,
-    emit_round_to_chunks,
-    join_pairs,
-    round_to_bfloat16,
-)
+from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks, join_pairs, round_to_bfloat16
+from qkv.backends.cpu.products.layout import CHUNK
 from qkv.backends.cpu.products.query_lanes import half_ranges
 
 

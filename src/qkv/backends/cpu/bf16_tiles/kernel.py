@@ -27,14 +27,15 @@ from qkv.backends.cpu.bf16_tiles.tasks import (
 )
 from qkv.backends.cpu.bf16_tiles.unit import Sizes, unit_function
 from qkv.backends.cpu.bf16_tiles.weights import Row
+from qkv.backends.cpu.compiler.compile import EmitFunction
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import POINTER, Value
 from qkv.backends.cpu.forward.bf16_rows import Bf16Rows
-from qkv.backends.cpu.forward.frame import TASK, ForwardFrame, ForwardKey
-from qkv.backends.cpu.forward.kernel import ForwardKernel
+from qkv.backends.cpu.forward.frame import ForwardFrame
+from qkv.backends.cpu.forward.layout import TASK, ForwardKernel, ForwardKey
 from qkv.backends.cpu.forward.rows import unpack_function
 from qkv.backends.cpu.products import tile_instructions
-from qkv.backends.cpu.products.tile_instructions import TILE_BYTES, TILE_ROWS
+from qkv.backends.cpu.products.layout import TILE_BYTES, TILE_ROWS
 from qkv.backends.cpu.threads.floating_mode import flushing
 from qkv.problem.language.expressions import TRUE
 
@@ -190,5 +191,5 @@ class _Bf16Kernel(TileKernel):
             super().call_sweep(args)
 
 
-BF16_TILES = ForwardKernel(emit_bf16_tiles, scratch_bytes, PLANNED_KEYS)
+BF16_TILES = ForwardKernel(EmitFunction(__name__, "emit_bf16_tiles"), scratch_bytes, PLANNED_KEYS)
 """The forward kernel for bfloat16 on machines with matrix tiles."""

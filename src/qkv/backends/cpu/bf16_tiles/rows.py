@@ -8,8 +8,8 @@ from qkv.backends.cpu.bf16_tiles.shift import GROUP
 from qkv.backends.cpu.bf16_tiles.unit import Sizes
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.forward.bf16_rows import Bf16Rows
-from qkv.backends.cpu.products.bfloat16 import CHUNK, load_chunk, present_elements
-from qkv.backends.cpu.products.tile_instructions import TILE_BYTES, TILE_ROWS, TILE_SIZE
+from qkv.backends.cpu.products.bfloat16 import load_chunk, present_elements
+from qkv.backends.cpu.products.layout import CHUNK, TILE_BYTES, TILE_ROWS, TILE_SIZE
 
 
 class TileRows:

@@ -10,8 +10,7 @@ from llvmlite import ir
 from qkv.backends.cpu.bf16_tiles.weights import Row, Weights
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import Emitter, Value
-from qkv.backends.cpu.products.bfloat16 import CHUNK
-from qkv.backends.cpu.products.tile_instructions import TILE_BYTES
+from qkv.backends.cpu.products.layout import CHUNK, TILE_BYTES
 
 GROUP = CHUNK
 """Number of keys whose weights are computed together."""

@@ -11,11 +11,11 @@ from qkv.backends.cpu.bf16_tiles.unit import MOST_GROUPS, SCORE_BYTES, Sizes
 from qkv.backends.cpu.bf16_tiles.weights import Row
 from qkv.backends.cpu.emit.emitter import Value
 from qkv.backends.cpu.emit.frame import RowView
-from qkv.backends.cpu.emit.transpose import transposed_bytes
-from qkv.backends.cpu.forward.frame import TASK, ForwardFrame
+from qkv.backends.cpu.emit.transposed_loads import transposed_bytes
+from qkv.backends.cpu.forward.frame import ForwardFrame
+from qkv.backends.cpu.forward.layout import TASK
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.products.bfloat16 import CHUNK
-from qkv.backends.cpu.products.tile_instructions import TILE_BYTES, TILE_ROWS, TILE_SIZE
+from qkv.backends.cpu.products.layout import CHUNK, TILE_BYTES, TILE_ROWS, TILE_SIZE
 from qkv.problem.spec import Spec
 
 PLANNED_KEYS = 128

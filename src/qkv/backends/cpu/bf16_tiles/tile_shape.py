@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.products.bfloat16 import CHUNK
-from qkv.backends.cpu.products.tile_instructions import TILE_ROWS
+from qkv.backends.cpu.products.layout import CHUNK, TILE_ROWS
 from qkv.problem.spec import Spec
 
 _TASKS_OF_THREAD = 4

@@ -20,16 +20,13 @@ from dataclasses import dataclass
 
 from qkv.backends.cpu.bf16_tiles.shift import GROUP, PAIRS, Group, ShiftedRows, if_any
 from qkv.backends.cpu.bf16_tiles.weights import MOST_BITS, Queries, Weights
+from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
-from qkv.backends.cpu.emit.frame import WORD
-from qkv.backends.cpu.emit.transpose import transpose_tables, transposed_loads
+from qkv.backends.cpu.emit.transpose import transpose_tables
+from qkv.backends.cpu.emit.transposed_loads import transposed_loads
 from qkv.backends.cpu.forward.frame import ForwardFrame
-from qkv.backends.cpu.products.tile_instructions import (
-    TILE_BYTES,
-    TILE_SIZE,
-    TileInstructions,
-    tiles_of,
-)
+from qkv.backends.cpu.products.layout import TILE_BYTES, TILE_SIZE
+from qkv.backends.cpu.products.tile_instructions import TileInstructions, tiles_of
 from qkv.problem.language.expressions import Op, walk
 
 MOST_GROUPS = 16

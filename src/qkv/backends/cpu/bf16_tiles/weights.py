@@ -20,7 +20,8 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import Value
-from qkv.backends.cpu.emit.transpose import transposed_loads, transposed_values
+from qkv.backends.cpu.emit.transpose import transposed_values
+from qkv.backends.cpu.emit.transposed_loads import transposed_loads
 from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.problem.language.expressions import TRUE
 

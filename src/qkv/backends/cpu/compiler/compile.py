@@ -5,20 +5,37 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol
 
 from qkv.backends.cpu.compiler import elf_object, stored_kernels
 from qkv.backends.cpu.compiler.stack_probe import register_stack_probe
 from qkv.backends.cpu.machine import executable_memory, stored_files
 from qkv.backends.cpu.machine.host import Host
 from qkv.errors import KernelBuildError
-from qkv.process.forks import alone_in_llvm
+from qkv.process.forks import alone_in_llvm, importing
 
 _ROOM = 64 << 20
 """Bytes of address space that must be free before LLVM is called: without memory, LLVM ends the
 whole process."""
+
+
+class EmitFunction(NamedTuple):
+    """A function of this package that gives the text of a module.
+
+    It is named and not held, so that it is imported only where a module must be written. It depends
+    on nothing but its arguments.
+    """
+
+    module: str
+    name: str
+
+    def __call__(self, *arguments: Any) -> str:
+        with importing():
+            function = getattr(import_module(self.module), self.name)
+        text: str = function(*arguments)
+        return text
 
 
 class Code(Protocol):
@@ -76,7 +93,7 @@ class Kernel:
 
 
 def build(
-    emit: Callable[..., str],
+    emit: EmitFunction,
     arguments: tuple[Any, ...],
     host: Host,
     names: tuple[str, ...] = ("job",),
@@ -85,9 +102,7 @@ def build(
 
     Parameters
     ----------
-    emit : callable
-        A function of this package that gives the text of a module, and depends on nothing but its
-        arguments.
+    emit : EmitFunction
     arguments : tuple
         Values that `canonical` takes.
     host : Host
@@ -104,12 +119,12 @@ def build(
     with alone_in_llvm():
         _require_executable_memory(host)
         _require_room()
-        name = stored_kernels.digest(emit, arguments, host)
+        name = stored_kernels.digest(*emit, arguments, host)
         stored = stored_files.read_file(name)
         source = _text(emit, arguments) if stored is None else ""
         try:
             data = _compile(source, host) if stored is None else stored
-            code = elf_object.load(data, names) or _LinkedByLLVM(data, host, names)
+            code = linked(data, host, names)
         except (RuntimeError, OSError, MemoryError) as error:
             raise KernelBuildError(
                 "the compiled kernel could not be made.",
@@ -121,7 +136,12 @@ def build(
     return code
 
 
-def _text(emit: Callable[..., str], arguments: tuple[Any, ...]) -> str:
+def linked(data: bytes, host: Host, names: tuple[str, ...]) -> Code:
+    """An object file in memory, with the addresses of these functions."""
+    return elf_object.load(data, names) or _LinkedByLLVM(data, host, names)
+
+
+def _text(emit: EmitFunction, arguments: tuple[Any, ...]) -> str:
     """The text of a module. Python's collector of cycles waits meanwhile: the many small objects
     of a module would start it again and again, for a sixth of the time of a first call."""
     collects = gc.isenabled()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import struct
 import sys
 import weakref
@@ -86,7 +85,9 @@ def load(data: bytes, names: tuple[str, ...]) -> ElfObject | None:
     table = data[start : start + count * size]
     sections = [_Section(*fields) for fields in _SECTION.iter_unpack(table)]
     places, fixed, total = _places(sections)
-    memory = mmap.mmap(-1, max(total, mmap.PAGESIZE))
+    # A forked child has variables of its own.
+    own = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, max(total, mmap.PAGESIZE), own)
     base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for index, place in places.items():
         section = sections[index]

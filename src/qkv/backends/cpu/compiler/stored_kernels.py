@@ -7,24 +7,26 @@ the source text of whatever emits, the compiler and the machine. So nothing is e
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 from qkv.backends.cpu.compiler.canonical import canonical
+from qkv.backends.cpu.machine import stored_files
 from qkv.backends.cpu.machine.host import Host
 from qkv.backends.cpu.machine.processor import processor
 
 __all__ = ["EMITTERS", "digest", "emitter_files"]
 
 
-def digest(emit: Callable[..., str], arguments: tuple[Any, ...], host: Host) -> str | None:
+def digest(module: str, function: str, arguments: tuple[Any, ...], host: Host) -> str | None:
     """The name of the file; None when the sources cannot be read, and nothing is kept."""
     if _SOURCES is None:
         return None
     known = processor()
     compiler = (known.llvmlite, known.llvm, known.triple)
-    made_from = (emit.__module__, emit.__qualname__, arguments, host, compiler, _SOURCES)
+    made_from = (module, function, arguments, host, compiler, _SOURCES)
     return hashlib.sha256(canonical(made_from).encode()).hexdigest()
 
 
@@ -32,8 +34,9 @@ EMITTERS = (
     "backends/cpu/emit", "backends/cpu/products", "backends/cpu/forward", "backends/cpu/decode",
     "backends/cpu/backward", "backends/cpu/replay", "backends/cpu/split_bf16", "backends/cpu/rows",
     "backends/cpu/bf16_tiles",
-    "backends/cpu/python_calls/code.py",
+    "backends/cpu/python_calls/code.py", "backends/cpu/python_calls/layout.py",
     "backends/cpu/threads/floating_mode.py", "backends/cpu/threads/gate.py",
+    "backends/cpu/threads/layout.py",
     "backends/cpu/threads/openmp_code.py", "backends/cpu/threads/pool_code.py",
     "backends/cpu/compiler/compile.py", "backends/cpu/machine/tiling.py",
     "problem/language/bounds.py", "problem/language/derivative.py",
@@ -63,17 +66,38 @@ def emitter_files(package: Path) -> list[Path]:
 
 
 def _source_digest() -> str | None:
-    """One number for the text of everything that emits code; None if it cannot be read."""
+    """One number for the text of everything that emits code; None if it cannot be read.
+
+    Reading all files takes longer than a short call, so the number is kept for files that look the
+    same. Files that changed a moment ago may still change without looking different.
+    """
     package = Path(__file__).parents[3]
+    try:
+        files = emitter_files(package)
+        seen = [os.stat(file) for file in files]
+    except OSError:
+        return None
+    looks = [(s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev) for s in seen]
+    latest = max(max(s.st_mtime, s.st_ctime) for s in seen)
+    settled = abs(time.time() - latest) > _SETTLED
+    digest_of_looks = hashlib.sha256(f"{files} {looks}".encode()).hexdigest()
+    name = f"sources-{digest_of_looks}" if settled else None
+    stored = stored_files.read_file(name)
+    if stored is not None:
+        return stored.decode()
     total = hashlib.sha256()
     try:
-        for file in emitter_files(package):
+        for file in files:
             total.update(f"{file.relative_to(package)} ".encode())
             total.update(hashlib.sha256(file.read_bytes()).digest())
     except OSError:
         return None
+    if name is not None:
+        stored_files.write_file(name, total.hexdigest().encode())
     return total.hexdigest()
 
 
+_SETTLED = 10.0
+"""Seconds after which a file that is changed again has another time of change."""
 _SOURCES = _source_digest()
 """Computed when this module is imported, because files may be edited while a process runs."""

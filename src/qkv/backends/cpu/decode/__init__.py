@@ -3,7 +3,7 @@
 kernel          the kernel: tasks, and the products of their blocks of keys
 softmax         scores of a row and a stretch of keys become weights
 merge           the results of all tasks of a kv head become rows of the output
-layout          what calls must know of the kernel: what its code depends on, and its memory
+layout          what calls must know of the kernel: what its code depends on, its words and memory
 tasks           which keys each task reads, planned by the kernel itself
 tile_blocks     blocks of int8 keys and values on matrix tiles
 rows            where rows lie: argument block, pages, and scales of quantised rows

@@ -34,21 +34,20 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from qkv.backends.cpu.decode.layout import STRETCH_KV, DecodeKey
+from qkv.backends.cpu.decode.layout import (
+    BLOCK_KV,
+    GROUP,
+    RECORD_ALIGNMENT,
+    STRETCH_KV,
+    TASK,
+    TILE_BLOCK_KV,
+    DecodeKey,
+)
 from qkv.backends.cpu.decode.merge import RecordMerge
 from qkv.backends.cpu.decode.rows import DecodeFrame
 from qkv.backends.cpu.decode.softmax import RowSoftmax
-from qkv.backends.cpu.decode.tasks import (
-    BLOCK_KV,
-    EMPTY,
-    FULL,
-    GROUP,
-    PARTIAL,
-    RECORD_ALIGNMENT,
-    TASK,
-    DecodeTasks,
-)
-from qkv.backends.cpu.decode.tile_blocks import TILE_BLOCK_KV, TileBlocks
+from qkv.backends.cpu.decode.tasks import EMPTY, FULL, PARTIAL, DecodeTasks
+from qkv.backends.cpu.decode.tile_blocks import TileBlocks
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.packing import (

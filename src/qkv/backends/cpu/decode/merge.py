@@ -6,8 +6,8 @@ import math
 
 from llvmlite import ir
 
-from qkv.backends.cpu.decode.layout import DecodeKey
-from qkv.backends.cpu.decode.rows import STATE, DecodeFrame
+from qkv.backends.cpu.decode.layout import STATE, DecodeKey
+from qkv.backends.cpu.decode.rows import DecodeFrame
 from qkv.backends.cpu.emit import storage, vector_math
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
 

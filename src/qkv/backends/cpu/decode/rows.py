@@ -4,55 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from qkv.backends.cpu.decode.tasks import BLOCK_KV, RECORD_ALIGNMENT
+from qkv.backends.cpu.decode.layout import BLOCK_KV, FIELDS, RECORD_ALIGNMENT, STATE, page_fields
 from qkv.backends.cpu.emit import storage
+from qkv.backends.cpu.emit.argument_block import WORD, operand_fields
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
-from qkv.backends.cpu.emit.frame import COMMON_FIELDS, WORD, Frame, RowView, operand_fields
+from qkv.backends.cpu.emit.frame import Frame, RowView
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.problem.spec import Spec
 
-
-def page_fields(name: str) -> tuple[str, ...]:
-    """Words of a paged operand: bytes and keys of a page, its table, and pages of a table row.
-
-    Scales lie in the pages of the same table.
-    """
-    of_table = name.removesuffix("_scales")
-    return (f"{name}_page", *(f"{of_table}_{part}" for part in ("page_size", "table", "slots")))
-
-
-SCALES = ("key_scales", "value_scales")
-"""The scales of quantised keys and values, operands whose rows have one element each."""
 _KEYS_AHEAD = 64
 """By how many keys prefetching runs ahead in pages, at least."""
 _SCALE_BYTES = storage.ITEM_BYTES["float32"]
-
-FIELDS = (
-    *COMMON_FIELDS,
-    *operand_fields("query", "key", "value"),
-    "batch_size", "num_kv_heads", "rows", "panel", "out", "lse",
-    "entropy", "max_score", "max_weight", "shared", "groups", "records", "q_shift",
-    "not_finite", "workers",
-    *operand_fields(*SCALES),
-    *(f"{name}_batch" for name in ("query", "key", "value", *SCALES)),
-    *(f"{name}_page" for name in ("key", "value", *SCALES)),
-    *(
-        f"{name}_{part}"
-        for name in ("key", "value")
-        for part in ("page_size", "table", "slots", "slot")
-    ),
-)  # fmt: skip
-"""`shared` is memory for the tables that `plan` writes, which sets `tasks`, `groups` and `records`
-to where these lie. An expression may read `q_shift` in place of a table of one number. Batch rows
-of the key lie `key_batch` bytes apart, unless `key_batches` is a table of their offsets.
-`not_finite` is that of the forward pass. `workers` is the number of threads that share the tasks.
-Nothing reads `key_slot`, where prepared steps write the stride that stands behind `key_slots`.
-"""
-
-
-STATE = 4
-"""Number of vectors that follow each row of O: row maximum m, row sum l, the rounding error of l,
-and T = sum_k P[k] * (S[k] - m), which entropy is computed from."""
 
 
 class DecodeFrame(Frame):

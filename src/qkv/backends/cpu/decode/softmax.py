@@ -6,9 +6,8 @@ import math
 
 from llvmlite import ir
 
-from qkv.backends.cpu.decode.layout import DecodeKey
-from qkv.backends.cpu.decode.rows import STATE, DecodeFrame
-from qkv.backends.cpu.decode.tasks import BLOCK_KV
+from qkv.backends.cpu.decode.layout import BLOCK_KV, STATE, DecodeKey
+from qkv.backends.cpu.decode.rows import DecodeFrame
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.expressions.vector_code import Expressions, Neighbours

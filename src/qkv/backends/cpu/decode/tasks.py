@@ -15,41 +15,25 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
+from qkv.backends.cpu.decode.layout import (
+    BLOCK_KV,
+    CHUNK,
+    GROUP,
+    MOST_CHUNKS,
+    RECORD_ALIGNMENT,
+    TASK,
+)
+from qkv.backends.cpu.emit.argument_block import COUNTER_BYTES, WORD
 from qkv.backends.cpu.emit.emitter import DOUBLE, INT64, POINTER, Value
 from qkv.backends.cpu.emit.expressions.mask_bounds import MaskBounds
-from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD, Frame
+from qkv.backends.cpu.emit.frame import Frame
 from qkv.problem.language.expressions import FALSE, TRUE, variables
 
-CHUNK = 512
-"""Number of keys of one task, unless a kv head would then have more than `MOST_CHUNKS` tasks."""
-MOST_CHUNKS = 256
-BLOCK_KV = 64
-"""Number of keys whose products are added in one chain, and over which the mask is bounded."""
 MOST_READS = 1024
 """The most elements of a table that are read to bound the mask over one block."""
 
 EMPTY, PARTIAL, FULL = range(3)
 """Kinds of a block: no pair in it is allowed, some are, or all are."""
-
-TASK = ("group", "start", "stop", "full")
-"""Words of a task: the number of its group, its first key and the key after its last one, and 1 if
-the mask allows every pair, else 0."""
-GROUP = ("done", "first", "count", "keys")
-"""Words of a group, which is a kv head of a batch row: how many of its tasks are done, its first
-task, its number of tasks, and how many keys these have together."""
-RECORD_ALIGNMENT = 64
-
-
-def chunk_of(kv_len: int) -> int:
-    """Keys of one task."""
-    return CHUNK * max(1, -(-kv_len // (CHUNK * MOST_CHUNKS)))
-
-
-def shared_bytes(groups: int, kv_len: int, record: int) -> int:
-    """Memory of the tables that `plan` writes, and of a record of `record` bytes for each task."""
-    tasks = groups * -(-kv_len // chunk_of(kv_len))
-    tables = WORD * (groups * len(GROUP) + tasks * len(TASK))
-    return tables + RECORD_ALIGNMENT + tasks * record
 
 
 class DecodeTasks:

@@ -12,23 +12,12 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from qkv.backends.cpu.decode.rows import DecodeFrame, page_fields
+from qkv.backends.cpu.decode.layout import TILE_BLOCK_KV, page_fields
+from qkv.backends.cpu.decode.rows import DecodeFrame
 from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT64, POINTER, Value
 from qkv.backends.cpu.products.dim_lanes import RowProducts
-from qkv.backends.cpu.products.int8_tiles import ROWS, Int8Tiles
-from qkv.backends.cpu.products.tile_instructions import TILE_BYTES, TILE_ROWS
-
-TILE_BLOCK_KV = 128
-"""The most keys that are multiplied at once; those of a block of values have one unit."""
-
-
-def tile_bytes(rows: int, panel: int, head_dim: int, v_head_dim: int) -> int:
-    """Memory of one worker for the areas of `TileAreas`."""
-    tiles = -(-rows // panel) * -(-panel // ROWS)
-    query = tiles * (TILE_BYTES + TILE_ROWS * head_dim)
-    weights = TILE_BYTES + TILE_ROWS * TILE_BLOCK_KV
-    values = (TILE_BLOCK_KV + TILE_BYTES) * v_head_dim
-    return query + weights + TILE_ROWS * head_dim + TILE_BYTES * TILE_BLOCK_KV + values
+from qkv.backends.cpu.products.int8_tiles import Int8Tiles
+from qkv.backends.cpu.products.layout import ROWS, TILE_BYTES, TILE_ROWS
 
 
 class TileAreas(NamedTuple):

@@ -7,6 +7,6 @@ frame           what every kernel has: argument block, operands, tables, the loo
 expressions     score mods and masks as vector code, their bounds, and the arrays that they read
 storage         loading and storing dtypes, float16 and bfloat16 among them
 packing         rows of any stride transposed into vectors, copied, or checked for NaN
-transpose       dense masks and biases, transposed block by block
+transpose       dense masks and biases, transposed block by block; transposed_loads: which
 vector_math     exp, log, tanh, and sums with their rounding errors
 """

@@ -1,9 +1,4 @@
-"""The parts that every kernel has: argument block, operands, tables, and the loop over tasks.
-
-The argument block begins with the counter of tasks, alone in its cache lines. One 64-bit word for
-each field follows, then the tables of the expressions: the address of each, and the size and byte
-stride of each dimension.
-"""
+"""The parts that every kernel has: argument block, operands, tables, and the loop over tasks."""
 
 from __future__ import annotations
 
@@ -12,29 +7,13 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
+from qkv.backends.cpu.emit.argument_block import COUNTER_BYTES, WORD, operand_fields
 from qkv.backends.cpu.emit.emitter import DOUBLE, FLOAT, INT64, POINTER, Emitter, Value, is_vector
 from qkv.backends.cpu.emit.expressions.philox import random_word
 from qkv.backends.cpu.emit.expressions.tables import TableView
 from qkv.backends.cpu.emit.expressions.vector_code import Expressions
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.problem.spec import Spec
-
-WORD = 8
-COUNTER_BYTES = 128
-
-COMMON_FIELDS = (
-    "limit", "tasks", "scratch", "scratch_bytes",
-    "num_heads", "group_size", "q_len", "kv_len", "head_dim", "v_head_dim", "scale",
-    "dropout_seed", "dropout_threshold", "dropout_factor",
-)  # fmt: skip
-"""The first words of every argument block. `limit` is the number of the first task that a run
-leaves alone."""
-
-
-def operand_fields(*names: str) -> tuple[str, ...]:
-    """Words for each operand: address, byte offsets of batch rows, and three byte strides."""
-    parts = ("", "_batches", "_head", "_row", "_element")
-    return tuple(f"{name}{part}" for name in names for part in parts)
 
 
 class RowView(NamedTuple):

@@ -13,38 +13,11 @@ from collections.abc import Mapping, Sequence
 from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage
+from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import BYTE, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.expressions.vector_code import Expressions
-from qkv.backends.cpu.emit.frame import WORD
-from qkv.problem.language.expressions import Load, Node, Var, variables, walk
+from qkv.problem.language.expressions import Load, Node
 from qkv.problem.spec import Spec
-
-_KEY = Var("kv_index")
-_FLOATS = ("float32", "float16", "bfloat16")
-
-
-def transposed_loads(spec: Spec) -> tuple[Load, ...]:
-    """Loads whose column is the key and whose row depends on the query, in a fixed order."""
-    dtypes = {table.name: table.dtype for table in spec.tables}
-    return tuple(
-        node
-        for node in walk(spec.score, spec.mask)
-        if isinstance(node, Load) and _is_transposed(node, dtypes[node.table], spec.dtype)
-    )
-
-
-def _is_transposed(load: Load, stored: str, dtype: str) -> bool:
-    *rows, column = load.indices if load.indices else (None,)
-    if column != _KEY or not rows:
-        return False
-    reads = set().union(*(variables(row) for row in rows))
-    exact = stored in _FLOATS or (stored == "float64" and dtype == "float64")
-    return "q_index" in reads and not reads & {"kv_index", "score"} and (exact or stored == "bool")
-
-
-def transposed_bytes(spec: Spec, block_kv: int, vector_bytes: int) -> int:
-    """Bytes of scratch memory for all transposed blocks of one vector of queries."""
-    return len(transposed_loads(spec)) * block_kv * vector_bytes
 
 
 def transpose_tables(

@@ -9,5 +9,6 @@ boundary_blocks blocks that the boundary of a mask crosses, in `kernel`
 softmax         scores to weights: score mods, masks, row maximum and row sum
 products        S = Q K^T and O += P V for one block of keys, in `kernel`
 rows            queries packed; outputs and statistics unpacked
-frame           argument block, tasks and statistics of all forward kernels
+frame           arguments, tasks and queries in lanes of all forward kernels
+layout          what calls must know of the kernels: what their code depends on, and their memory
 """

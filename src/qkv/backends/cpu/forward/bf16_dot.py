@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from llvmlite import ir
 
+from qkv.backends.cpu.compiler.compile import EmitFunction
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import rows_from
-from qkv.backends.cpu.emit.transpose import transposed_bytes
+from qkv.backends.cpu.emit.transposed_loads import transposed_bytes
 from qkv.backends.cpu.forward.bf16_rows import Bf16Rows
-from qkv.backends.cpu.forward.frame import STATS, ForwardFrame, ForwardKey
-from qkv.backends.cpu.forward.kernel import ForwardKernel
+from qkv.backends.cpu.forward.frame import ForwardFrame
+from qkv.backends.cpu.forward.layout import STATS, ForwardKernel, ForwardKey
 from qkv.backends.cpu.forward.pair_kernel import emit_pair_kernel
 from qkv.backends.cpu.forward.score_blocks import (
     Buffers,
@@ -35,13 +36,8 @@ from qkv.backends.cpu.forward.score_blocks import (
     ValueBlock,
 )
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.products.bfloat16 import (
-    CHUNK,
-    join_pairs,
-    multiply_add_pairs,
-    present_elements,
-    round_to_chunks,
-)
+from qkv.backends.cpu.products.bfloat16 import join_pairs, multiply_add_pairs, present_elements
+from qkv.backends.cpu.products.layout import CHUNK, round_to_chunks
 from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors
 from qkv.problem.language.expressions import TRUE
 from qkv.problem.spec import Spec
@@ -208,5 +204,5 @@ class Bf16Operands(PairOperands):
         return self.e.at(values, self.e.mul(k, 2))
 
 
-BF16_DOT = ForwardKernel(emit_bf16_dot, bf16_dot_scratch_bytes, BLOCK_KV)
+BF16_DOT = ForwardKernel(EmitFunction(__name__, "emit_bf16_dot"), bf16_dot_scratch_bytes, BLOCK_KV)
 """The kernel for bfloat16 on machines that multiply pairs of it, and have no tiles."""

@@ -11,13 +11,13 @@ from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT16, INT32, INT64, POINT
 from qkv.backends.cpu.emit.frame import RowView, rows_from
 from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.backends.cpu.products.bfloat16 import (
-    CHUNK,
     HALVES,
     emit_round_to_chunks,
     load_chunk,
     present_elements,
     split_pairs,
 )
+from qkv.backends.cpu.products.layout import CHUNK
 from qkv.backends.cpu.products.query_lanes import vectors_at
 
 

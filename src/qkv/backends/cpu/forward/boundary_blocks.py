@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
+from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.expressions.vector_code import Expressions
-from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.backends.cpu.forward.products import values_function
 from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors
-from qkv.problem.language.expressions import TRUE, Load, Node, variables, walk
+from qkv.problem.language.expressions import Node
 
 STEP = 16
 """Ranges of keys are rounded to multiples of this number, which is how many weights are added in
@@ -28,15 +28,6 @@ _NARROW = 7, 8
 """Vectors are computed separately only if this saves more than 1/8 of the products."""
 
 Range = tuple[Value, Value]
-
-
-def skips_keys_within_blocks(mask: Node) -> bool:
-    """Whether blocks at the boundary of this mask are cut down to the keys that may be seen.
-
-    That evaluates the mask twice for some pairs, too slow if each pair has an element in a table.
-    """
-    reads = (node for node in walk(mask) if isinstance(node, Load))
-    return mask != TRUE and not any({"q_index", "kv_index"} <= variables(read) for read in reads)
 
 
 def write_range(

@@ -4,70 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple
 
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.expressions.vector_code import Expressions
-from qkv.backends.cpu.emit.frame import COMMON_FIELDS, Frame, operand_fields
+from qkv.backends.cpu.emit.frame import Frame
 from qkv.backends.cpu.emit.storage import real_dtype
-from qkv.backends.cpu.machine.tiling import TileShape
+from qkv.backends.cpu.forward.layout import BLOCK_KV, FIELDS, ForwardKey
 from qkv.problem.language.expressions import SCORE
-from qkv.problem.spec import Spec
-
-BLOCK_KV = 64
-"""Number of keys whose scores are held at once, unless a kernel has another number of its own."""
-
-FIELDS = (
-    *COMMON_FIELDS,
-    *operand_fields("query", "key", "value"),
-    "runs", "rows", "out", "unrounded", "lse", "lse_rest", "entropy", "max_score", "max_weight",
-    "copy_key", "copy_value", "sign", "q_blocks_per_task", "not_finite",
-)  # fmt: skip
-"""Words of the argument block. `scale` is not negative, because Q is packed times `sign`.
-Problems that share a kernel differ in `q_blocks_per_task`. `not_finite` becomes 1 if any output may
-not be finite; it is not written where no sum can overflow."""
-
-
-class StatsRow(IntEnum):
-    """The rows of statistics of a block of queries in scratch memory, in this order."""
-
-    ROW_MAX = 0
-    ROW_SUM = 1
-    RESCALE = 2
-    """The factor by which the output is to be rescaled."""
-    SUM_ERROR = 3
-    """The rounding error of the row sum."""
-    BLOCK_MAX = 4
-    """The maximum of the current block of keys."""
-    T_SUM = 5
-    """T, of which entropy is computed (see `kernel`)."""
-
-
-STATS = len(StatsRow)
-"""Number of rows of statistics."""
-STATS_SUMS = StatsRow.ROW_SUM, StatsRow.SUM_ERROR, StatsRow.T_SUM
-"""The rows that are 0 before the first key."""
-
-TASK = ("batch", "head", "first_row", "first_run", "last_run")
-RUN = ("start", "stop", "partial")
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardKey:
-    """Everything that the code of one kernel depends on.
-
-    If the operands were `rotated`, they are of the type of computation.
-    """
-
-    spec: Spec
-    shape: TileShape
-    int_bits: int
-    pack_gqa: bool
-    rotated: bool
-    out_dtype: str
-    statistics: bool
 
 
 class ScoreVector(NamedTuple):

@@ -36,22 +36,17 @@ from llvmlite import ir
 from qkv.backends.cpu.emit.emitter import BIT, POINTER, Value
 from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.emit.packing import all_finite_function, copy_rows_function
-from qkv.backends.cpu.emit.transpose import transposed_bytes
-from qkv.backends.cpu.forward.boundary_blocks import (
-    BoundaryBlock,
-    BoundaryBlocks,
-    skips_keys_within_blocks,
-)
-from qkv.backends.cpu.forward.frame import (
+from qkv.backends.cpu.forward.boundary_blocks import BoundaryBlock, BoundaryBlocks
+from qkv.backends.cpu.forward.frame import ForwardFrame, ScoreVector
+from qkv.backends.cpu.forward.layout import (
     BLOCK_KV,
     RUN,
     STATS,
     STATS_SUMS,
     TASK,
-    ForwardFrame,
     ForwardKey,
-    ScoreVector,
     StatsRow,
+    skips_keys_within_blocks,
 )
 from qkv.backends.cpu.forward.products import (
     scores_function,
@@ -60,18 +55,7 @@ from qkv.backends.cpu.forward.products import (
 )
 from qkv.backends.cpu.forward.rows import pack_function, rows_of_block, unpack_function
 from qkv.backends.cpu.forward.softmax import softmax_function
-from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.problem.language.expressions import TRUE
-from qkv.problem.spec import Spec
-
-
-def scratch_bytes(spec: Spec, shape: TileShape) -> int:
-    """Memory of one worker: packed Q, O, P and the statistics; one block of K, V and tables."""
-    real_bytes = spec.compute_dtype.itemsize
-    rows = spec.head_dim + spec.v_head_dim + BLOCK_KV + STATS
-    copies = BLOCK_KV * (spec.head_dim + spec.v_head_dim)
-    transposed = transposed_bytes(spec, BLOCK_KV, shape.lanes * real_bytes)
-    return -(-((rows * shape.block_q + copies) * real_bytes + transposed) // 4096) * 4096
 
 
 def emit_forward(key: ForwardKey) -> str:
@@ -104,21 +88,6 @@ def emit_forward(key: ForwardKey) -> str:
 
     frame.emit_job(run_task)
     return str(e.module)
-
-
-class ForwardKernel(NamedTuple):
-    """One of the forward kernels, as a forward pass uses it."""
-
-    emit: Callable[[ForwardKey], str]
-    """Writes the module."""
-    scratch_bytes: Callable[[Spec, TileShape], int]
-    """Memory in bytes that one worker needs."""
-    block_kv: int
-    """Keys whose scores are held at once."""
-
-
-ONLINE_SOFTMAX = ForwardKernel(emit_forward, scratch_bytes, BLOCK_KV)
-"""The kernel for every dtype and machine."""
 
 
 class _Areas(NamedTuple):

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
-from qkv.backends.cpu.forward.frame import STATS, STATS_SUMS, TASK, ForwardFrame, StatsRow
+from qkv.backends.cpu.forward.frame import ForwardFrame
+from qkv.backends.cpu.forward.layout import STATS, STATS_SUMS, TASK, StatsRow
 from qkv.backends.cpu.forward.rows import unpack_function
 from qkv.backends.cpu.forward.score_blocks import (
     BLOCK_RUN,

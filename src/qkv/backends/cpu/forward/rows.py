@@ -9,7 +9,8 @@ from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import Frame, RowView
 from qkv.backends.cpu.emit.packing import pack_rows, unpack_rows
 from qkv.backends.cpu.emit.storage import ITEM_BYTES, real_dtype
-from qkv.backends.cpu.forward.frame import ForwardFrame, StatsRow
+from qkv.backends.cpu.forward.frame import ForwardFrame
+from qkv.backends.cpu.forward.layout import StatsRow
 
 
 def pack_function(frame: ForwardFrame) -> Value:

@@ -23,16 +23,13 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BIT, Emitter, Value
 from qkv.backends.cpu.emit.frame import RowView
-from qkv.backends.cpu.forward.frame import RUN, ForwardFrame, ScoreVector, StatsRow
+from qkv.backends.cpu.forward.frame import ForwardFrame, ScoreVector
+from qkv.backends.cpu.forward.layout import QUARTERS, RUN, StatsRow
 from qkv.backends.cpu.forward.softmax import WeightOfKey
 from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
 from qkv.problem.language.expressions import TRUE
 from qkv.problem.tiles import TileKind
 
-QUARTERS = 4
-LAST_PARTIAL = 3
-"""The kind of a block of keys of which all quarters that are seen are `TileKind.FULL` but the last.
-Like that of `TileKind.PARTIAL`, and of no other kind, its lowest bit is 1."""
 BLOCK_RUN = (*RUN, "first", "last")
 """Words of a run of blocks of keys. `partial`, `first` and `last` hold two bits for each block of
 queries: its kind, and the first and the last quarter of the keys that it sees."""

@@ -11,8 +11,10 @@ from llvmlite import ir
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import Emitter, Value
 from qkv.backends.cpu.emit.expressions.vector_code import Expressions
-from qkv.backends.cpu.emit.transpose import transpose_tables, transposed_loads, transposed_values
-from qkv.backends.cpu.forward.frame import ForwardFrame, ScoreVector, StatsRow
+from qkv.backends.cpu.emit.transpose import transpose_tables, transposed_values
+from qkv.backends.cpu.emit.transposed_loads import transposed_loads
+from qkv.backends.cpu.forward.frame import ForwardFrame, ScoreVector
+from qkv.backends.cpu.forward.layout import StatsRow
 from qkv.problem.language.expressions import walk
 
 _SUM = 16

@@ -95,4 +95,4 @@ def _record_name() -> str | None:
         return None
     compiler = (llvmlite.__version__, file.st_size, file.st_mtime_ns)
     text = f"processor {seen} {os.uname().release} {compiler}"
-    return hashlib.sha256(text.encode()).hexdigest()
+    return f"processor-{hashlib.sha256(text.encode()).hexdigest()}"

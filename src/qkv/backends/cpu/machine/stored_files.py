@@ -26,9 +26,11 @@ _MAGIC = b"qkv file 3\n"
 _DIGEST = 32
 
 KEPT_FILES = 2000
-"""Kernels that the folder keeps, about 30 KB each; the least recently used go first."""
-_KERNEL_NAME = re.compile(r"[0-9a-f]{64}|new-\w+")
-"""The name of a finished file is a digest; a file that was never finished begins with "new-"."""
+"""Files that the folder keeps, about 30 KB each; the least recently used go first."""
+_NAME = re.compile(r"([a-z]+-)?[0-9a-f]{64}|new-\w+")
+"""The name of a file ends in a digest, which is all of the name of a kernel; a file that was never
+finished begins with "new-"."""
+_KERNEL_DIGITS = 64
 
 
 def cache_folder() -> Path | None:
@@ -160,12 +162,17 @@ def write_file(name: str | None, content: bytes) -> None:
 
 
 def kernel_files(folder: Path) -> list[Path]:
+    """The kernels that are kept there."""
+    return [file for file in _our_files(folder) if len(file.name) == _KERNEL_DIGITS]
+
+
+def _our_files(folder: Path) -> list[Path]:
     """The files that `write_file` made; the folder may hold other files of its owner."""
-    return [file for file in folder.iterdir() if _KERNEL_NAME.fullmatch(file.name)]
+    return [file for file in folder.iterdir() if _NAME.fullmatch(file.name)]
 
 
 def _forget_oldest(folder: Path) -> None:
-    files = kernel_files(folder)
+    files = _our_files(folder)
     if len(files) <= KEPT_FILES:
         return
     used = []

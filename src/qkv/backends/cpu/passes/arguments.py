@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays.addresses import address_of, batch_offsets, page_aligned
-from qkv.backends.cpu.emit.argument_block import LIMIT
-from qkv.backends.cpu.emit.frame import WORD
+from qkv.backends.cpu.emit.argument_block import LIMIT, WORD
 from qkv.partial import RowStatistics
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import Rows, whole_rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.backward.delta_correction import emit_delta_correction
-from qkv.backends.cpu.backward.frame import BLOCK_KV, TASK, BackwardKey, TableGradient
-from qkv.backends.cpu.backward.kernel import emit_backward
-from qkv.backends.cpu.compiler.compile import Kernel, Runnable, build
+from qkv.backends.cpu.backward.layout import BLOCK_KV, TASK, BackwardKey, TableGradient
+from qkv.backends.cpu.compiler.compile import EmitFunction, Kernel, Runnable, build
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.passes.forward import operations_of_a_pair
@@ -29,6 +27,11 @@ from qkv.backends.cpu.split_bf16 import choice as split_bf16
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.spec import Problem, Spec
 from qkv.problem.stored_rows import plain
+
+_EMIT_BACKWARD = EmitFunction("qkv.backends.cpu.backward.kernel", "emit_backward")
+_EMIT_DELTA_CORRECTION = EmitFunction(
+    "qkv.backends.cpu.backward.delta_correction", "emit_delta_correction"
+)
 
 Array = NDArray[Any]
 
@@ -105,11 +108,11 @@ class BackwardPass:
 
     def delta_correction(self) -> Kernel:
         """The kernel of the delta correction."""
-        return _kernel(emit_delta_correction, self._key, self._here)
+        return _kernel(_EMIT_DELTA_CORRECTION, self._key, self._here)
 
     def kernel(self) -> Kernel:
         tiles = self.shape.product == "tiles"
-        emit = split_bf16.backward_kernel().emit if tiles else emit_backward
+        emit = split_bf16.backward_kernel().emit if tiles else _EMIT_BACKWARD
         return _kernel(emit, self._key, self._here)
 
     def workers(self) -> int:
@@ -150,7 +153,7 @@ def gradient_dtype(problem: Problem) -> np.dtype[Any]:
 
 
 @lru_cache(maxsize=256)
-def _kernel(emit: Callable[[BackwardKey], str], key: BackwardKey, here: Host) -> Kernel:
+def _kernel(emit: EmitFunction, key: BackwardKey, here: Host) -> Kernel:
     return Kernel(build(emit, (key,), here))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays.addresses import page_aligned
-from qkv.backends.cpu.backward.frame import fields_with, padded_dim, scratch_areas
+from qkv.backends.cpu.backward.layout import fields_with, padded_dim, scratch_areas
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.passes.arguments import Arguments, rotated_operands
 from qkv.backends.cpu.passes.backward import BackwardPass, gradient_dtype

@@ -9,11 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.compiler.compile import Code, Kernel, build
-from qkv.backends.cpu.decode.kernel import emit_decode
-from qkv.backends.cpu.decode.layout import DecodeKey, panel_of, record_bytes, scratch_bytes
-from qkv.backends.cpu.decode.rows import FIELDS, page_fields
-from qkv.backends.cpu.decode.tasks import shared_bytes
+from qkv.backends.cpu.compiler.compile import Code, EmitFunction, Kernel, build
+from qkv.backends.cpu.decode.layout import (
+    FIELDS,
+    DecodeKey,
+    page_fields,
+    panel_of,
+    record_bytes,
+    scratch_bytes,
+    shared_bytes,
+)
 from qkv.backends.cpu.emit.argument_block import LIMIT, ArgumentBlock, word_index
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
@@ -29,6 +34,8 @@ from qkv.partial import Partial, RowStatistics
 from qkv.problem.spec import Problem, Spec
 from qkv.problem.stored_rows import Rows, StoredRows
 from qkv.process.threads import get_num_threads
+
+_EMIT = EmitFunction("qkv.backends.cpu.decode.kernel", "emit_decode")
 
 Array = NDArray[Any]
 
@@ -192,7 +199,7 @@ def _types_as_read(spec: Spec) -> tuple[tuple[str, str, str], tuple[bool, bool]]
 
 @lru_cache(maxsize=256)
 def _kernel(key: DecodeKey, here: Host) -> DecodeKernel:
-    return DecodeKernel(build(emit_decode, (key,), here, ("job", "step")))
+    return DecodeKernel(build(_EMIT, (key,), here, ("job", "step")))
 
 
 def decode_bytes(spec: Spec, shape: TileShape, workers: int) -> int:

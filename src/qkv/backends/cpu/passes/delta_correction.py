@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.backward.delta_correction import ROW_SUMS
+from qkv.backends.cpu.backward.layout import ROW_SUMS
 from qkv.partial import rest_of
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.spec import Problem

@@ -8,10 +8,13 @@ from functools import lru_cache
 import numpy as np
 
 from qkv.backends.cpu.compiler.compile import Kernel, Runnable, build
-from qkv.backends.cpu.forward.boundary_blocks import skips_keys_within_blocks
-from qkv.backends.cpu.forward.frame import ForwardKey
-from qkv.backends.cpu.forward.kernel import ONLINE_SOFTMAX, ForwardKernel
-from qkv.backends.cpu.forward.score_blocks import QUARTERS
+from qkv.backends.cpu.forward.layout import (
+    ONLINE_SOFTMAX,
+    QUARTERS,
+    ForwardKernel,
+    ForwardKey,
+    skips_keys_within_blocks,
+)
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.passes.workers import Workload, is_brief

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from qkv.backends.cpu.emit.argument_block import word_index
-from qkv.backends.cpu.forward.frame import FIELDS
+from qkv.backends.cpu.forward.layout import FIELDS
 from qkv.backends.cpu.passes.arguments import Arguments, rotated_operands
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.partial import Partial, RowStatistics

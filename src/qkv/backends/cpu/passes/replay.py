@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends import Progress
-from qkv.backends.cpu.compiler.compile import Kernel, build
+from qkv.backends.cpu.compiler.compile import EmitFunction, Kernel, build
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.passes.arguments import Arguments, rotated_operands
 from qkv.backends.cpu.passes.forward import operations_of_a_pair
@@ -19,13 +19,14 @@ from qkv.backends.cpu.passes.workers import Workload
 from qkv.backends.cpu.plan.kernel_choice import shape_of, wide_shape
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.backends.cpu.plan.schedule import TILE_KV, Schedule, fine_tile, packs_gqa, schedule
-from qkv.backends.cpu.replay.kernel import emit_replay
-from qkv.backends.cpu.replay.reduction import FIELDS, RANGE, Question, ReplayKey, scratch_bytes
-from qkv.backends.cpu.replay.weight_blocks import emit_weight_blocks
+from qkv.backends.cpu.replay.layout import FIELDS, RANGE, Question, ReplayKey, scratch_bytes
 from qkv.backends.cpu.split_bf16 import choice as split_bf16
 from qkv.partial import coarse
 from qkv.problem.spec import Problem, Spec
 from qkv.problem.stored_rows import plain
+
+_EMIT_REPLAY = EmitFunction("qkv.backends.cpu.replay.kernel", "emit_replay")
+_EMIT_WEIGHT_BLOCKS = EmitFunction("qkv.backends.cpu.replay.weight_blocks", "emit_weight_blocks")
 
 Array = NDArray[Any]
 
@@ -252,9 +253,9 @@ class _ReplayArguments(Arguments):
 
 @lru_cache(maxsize=256)
 def _kernel(key: ReplayKey, here: Host) -> Kernel:
-    emit = emit_replay if key.shape.terms == 1 else split_bf16.replay_kernel().emit
+    emit = _EMIT_REPLAY if key.shape.terms == 1 else split_bf16.replay_kernel().emit
     if key.question == "blocks":
-        emit = emit_weight_blocks
+        emit = _EMIT_WEIGHT_BLOCKS
     return Kernel(build(emit, (key,), here))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends.cpu.passes.replay import ReplayPass, padded_shift, weight_shift
-from qkv.backends.cpu.replay.reduction import RANGE
+from qkv.backends.cpu.replay.layout import RANGE
 from qkv.problem.spec import Problem
 
 Array = NDArray[Any]

@@ -11,9 +11,13 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.forward.boundary_blocks import skips_keys_within_blocks
-from qkv.backends.cpu.forward.frame import RUN, TASK
-from qkv.backends.cpu.forward.score_blocks import LAST_PARTIAL, QUARTERS
+from qkv.backends.cpu.forward.layout import (
+    LAST_PARTIAL,
+    QUARTERS,
+    RUN,
+    TASK,
+    skips_keys_within_blocks,
+)
 from qkv.problem.language.expressions import Load, Node, Op, conjunction, tables, variables, walk
 from qkv.problem.spec import Problem, Spec
 from qkv.problem.tiles import TileGrid, TileKind

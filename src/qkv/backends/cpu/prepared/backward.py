@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from qkv.arrays.addresses import quick_address_of
 from qkv.backends import Prepared, ResultForm, array_reader
-from qkv.backends.cpu.backward.frame import fields_with
-from qkv.backends.cpu.emit.argument_block import ArgumentBlock, word_index
-from qkv.backends.cpu.emit.frame import WORD
+from qkv.backends.cpu.backward.layout import fields_with
+from qkv.backends.cpu.emit.argument_block import WORD, ArgumentBlock, word_index
 from qkv.backends.cpu.passes.backward import BackwardPass, gradient_dtype
 from qkv.backends.cpu.passes.backward_arguments import (
     BackwardArguments,

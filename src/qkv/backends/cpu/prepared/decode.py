@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.decode.rows import FIELDS
-from qkv.backends.cpu.emit.argument_block import ArgumentBlock, word_index
-from qkv.backends.cpu.emit.frame import operand_fields
+from qkv.backends.cpu.decode.layout import FIELDS
+from qkv.backends.cpu.emit.argument_block import ArgumentBlock, operand_fields, word_index
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass
 from qkv.backends.cpu.passes.scratch import NO_RESULTS
 from qkv.backends.cpu.prepared.kernel import Kernel, expected_of

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from qkv.backends import Passes
 from qkv.backends.cpu.emit.argument_block import LIMIT, ArgumentBlock, word_index
-from qkv.backends.cpu.forward.frame import FIELDS
+from qkv.backends.cpu.forward.layout import FIELDS
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.passes.forward_arguments import ForwardArguments
 from qkv.backends.cpu.passes.scratch import (

@@ -12,9 +12,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.decode.rows import FIELDS
-from qkv.backends.cpu.emit.argument_block import ArgumentBlock, word_index
-from qkv.backends.cpu.emit.frame import WORD
+from qkv.backends.cpu.decode.layout import FIELDS
+from qkv.backends.cpu.emit.argument_block import WORD, ArgumentBlock, word_index
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass
 from qkv.backends.cpu.passes.scratch import NO_RESULTS
 from qkv.backends.cpu.prepared.any_length import LONGEST, AnyLengthForm, shift_tables

@@ -13,6 +13,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage, vector_math
 from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT16, INT32, POINTER, Emitter, Value
+from qkv.backends.cpu.products.layout import CHUNK
 
 
 class _BFloatType(ir.types.Type):  # type: ignore[misc]  # llvmlite has no types.
@@ -31,16 +32,8 @@ class _BFloatType(ir.types.Type):  # type: ignore[misc]  # llvmlite has no types
 _BFLOATS = ir.VectorType(_BFloatType(), 8)
 _FLOATS = ir.VectorType(FLOAT, 4)
 
-CHUNK = 32
-"""Number of bfloat16 elements in one vector, which is one row of a tile. Copied rows are padded to
-whole chunks."""
 HALVES = ir.VectorType(INT16, CHUNK)
 """A chunk as the bits of its elements."""
-
-
-def round_to_chunks(dim: int) -> int:
-    """`dim` rounded up to whole chunks."""
-    return -(-dim // CHUNK) * CHUNK
 
 
 def emit_round_to_chunks(e: Emitter, dim: Value) -> Value:

@@ -25,12 +25,8 @@ from qkv.backends.cpu.emit.emitter import (
     Value,
 )
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.products.bfloat16 import (
-    CHUNK,
-    load_chunk,
-    multiply_add_pairs,
-    present_elements,
-)
+from qkv.backends.cpu.products.bfloat16 import load_chunk, multiply_add_pairs, present_elements
+from qkv.backends.cpu.products.layout import CHUNK
 
 _PREFETCHED_BYTES = 512 * 1024
 """Rows are prefetched if all of K, or of V, has at least so many bytes. The processor follows

@@ -24,15 +24,9 @@ from collections.abc import Iterable, Sequence
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BYTE, FLOAT, INT32, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.products.tile_instructions import (
-    TILE_BYTES,
-    TILE_ROWS,
-    TILE_SIZE,
-    tiles_of,
-)
+from qkv.backends.cpu.products.layout import ROWS, TILE_BYTES, TILE_ROWS, TILE_SIZE
+from qkv.backends.cpu.products.tile_instructions import tiles_of
 
-ROWS = 4
-"""Rows of Q or of weights that one tile holds the digits of."""
 DIGITS = 4
 _FLOAT_BYTES = 4
 _QUAD = 4

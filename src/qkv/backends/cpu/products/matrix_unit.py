@@ -15,12 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.products.tile_instructions import (
-    TILE_BYTES,
-    TILE_ROWS,
-    TILE_SIZE,
-    tiles_of,
-)
+from qkv.backends.cpu.products.layout import TILE_BYTES, TILE_ROWS, TILE_SIZE
+from qkv.backends.cpu.products.tile_instructions import tiles_of
 
 Products = tuple[tuple[int, int], ...]
 """Which products of terms are added: the number of a term of the left factor, and of the right."""

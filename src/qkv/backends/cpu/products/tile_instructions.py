@@ -37,12 +37,7 @@ from qkv.backends.cpu.emit.emitter import (
     Value,
 )
 from qkv.backends.cpu.products.bfloat16 import flushed, multiply_add, split_pairs
-
-TILES = 8
-TILE_ROWS = 16
-TILE_BYTES = 64
-"""Bytes of one row of a tile."""
-TILE_SIZE = TILE_ROWS * TILE_BYTES
+from qkv.backends.cpu.products.layout import TILE_BYTES, TILE_ROWS, TILE_SIZE, TILES
 
 
 class TileInstructions(Protocol):

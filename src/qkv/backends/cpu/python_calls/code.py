@@ -15,28 +15,9 @@ from typing import Any
 
 from llvmlite import ir
 
+from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import BIT, INT32, INT64, POINTER, VOID, Emitter, Value
-from qkv.backends.cpu.emit.frame import WORD
-
-PLACES = ("not_finite", "kv_len", "q_shift")
-CALL_WORDS = (
-    "from_long_long", "as_long_long", "tuple_size", "tuple_item", "none", "block", "job",
-    "job_argument", "job_keys", "q_len", "longest", "at_end", "results", "arrays", *PLACES,
-)  # fmt: skip
-"""What is expected of a call begins with these words: the addresses of `PyLong_FromLongLong`,
-`PyLong_AsLongLong`, `PyTuple_Size`, `PyTuple_GetItem` and None; the argument block; a job that is
-run at once, or 0, its second argument, and the most keys that it takes if their number is not
-fixed. The number of keys is at most `longest`. The first of `q_len` queries stands at 0, or, if
-`at_end` is 1, the last one at the last key. A call has so many `results` and `arrays` of variants.
-`PLACES` say where in the block something is, in bytes; `kv_len` is 0 if the number of keys is
-fixed, and `not_finite` if the job does not tell."""
-OPERAND_WORDS = ("place", "dtype", "item", "ndim")
-"""Then, for query, key and value, each result and each array: where the address goes, the dtype
-object, the bytes of an element, and the number of axes. Of results nothing else is expected."""
-AXIS_WORDS = ("size", "stride", "place", "keys")
-"""Then, for each axis: its size, -1 for the number of keys; its stride in bytes, or, if any stride
-will do, where that goes, else 0. The axis of an array has an entry for so many `keys`, unless this
-is 0; the word before that of its stride is then its size."""
+from qkv.backends.cpu.python_calls.layout import AXIS_WORDS, CALL_WORDS, OPERAND_WORDS
 
 _DATA, _NDIM, _SHAPE, _STRIDES, _DTYPE = 0, 8, 16, 24, 40
 """Bytes behind the object header."""

@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays.addresses import address_of
-from qkv.backends.cpu.compiler.compile import Code, build
-from qkv.backends.cpu.emit.argument_block import ArgumentBlock
-from qkv.backends.cpu.emit.frame import WORD
+from qkv.backends.cpu.compiler.compile import Code, EmitFunction, build
+from qkv.backends.cpu.emit.argument_block import WORD, ArgumentBlock
 from qkv.backends.cpu.machine.host import host
-from qkv.backends.cpu.python_calls.code import CALL_WORDS, PLACES, emit_calls
 from qkv.backends.cpu.python_calls.function import address_of_c_function, python_function
+from qkv.backends.cpu.python_calls.layout import CALL_WORDS, PLACES
 from qkv.errors import KernelBuildError
+
+_EMIT = EmitFunction("qkv.backends.cpu.python_calls.code", "emit_calls")
 
 Array = NDArray[Any]
 Fill: TypeAlias = Callable[..., int]
@@ -58,7 +59,7 @@ def operand_of(place: int, array: Array) -> Operand:
 
 
 class FilledBlock(NamedTuple):
-    """An argument block and the compiled functions that fill it; see `emit_calls`.
+    """An argument block and the compiled functions that fill it; see `code.emit_calls`.
 
     Attributes
     ----------
@@ -178,4 +179,4 @@ def _unlike(array: Array) -> Iterator[Array]:
 
 @lru_cache(maxsize=1)
 def _code() -> Code:
-    return build(emit_calls, (object.__basicsize__,), host(), _NAMES)
+    return build(_EMIT, (object.__basicsize__,), host(), _NAMES)

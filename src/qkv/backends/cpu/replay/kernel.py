@@ -28,15 +28,16 @@ from contextlib import contextmanager
 from llvmlite import ir
 
 from qkv.backends.cpu.emit import vector_math
+from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import INT64, Value
-from qkv.backends.cpu.emit.frame import WORD
-from qkv.backends.cpu.forward.frame import STATS, ForwardFrame, StatsRow
+from qkv.backends.cpu.forward.frame import ForwardFrame
+from qkv.backends.cpu.forward.layout import STATS, StatsRow
 from qkv.backends.cpu.forward.softmax import finish_scores, softmax_function
 from qkv.backends.cpu.products.query_lanes import vectors_at
+from qkv.backends.cpu.replay.layout import ReplayKey
 from qkv.backends.cpu.replay.reduction import (
     QueryBlock,
     Reduction,
-    ReplayKey,
     areas_of,
     emit_range_tasks,
     emit_row_tasks,

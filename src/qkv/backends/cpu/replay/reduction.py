@@ -7,74 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
-from qkv.backends.cpu.emit.frame import COMMON_FIELDS, operand_fields
 from qkv.backends.cpu.emit.packing import copy_rows_function
-from qkv.backends.cpu.emit.transpose import transposed_bytes
-from qkv.backends.cpu.forward.frame import (
-    BLOCK_KV,
-    RUN,
-    STATS,
-    TASK,
-    ForwardFrame,
-    ForwardKey,
-    ScoreVector,
-)
+from qkv.backends.cpu.emit.transposed_loads import transposed_bytes
+from qkv.backends.cpu.forward.frame import ForwardFrame, ScoreVector
+from qkv.backends.cpu.forward.layout import BLOCK_KV, RUN, TASK, ForwardKey
 from qkv.backends.cpu.forward.rows import pack_function, rows_of_block
-from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors
+from qkv.backends.cpu.replay.layout import FIELDS, RANGE, ReplayKey
 from qkv.problem.language.expressions import TRUE
-from qkv.problem.spec import Spec
-
-Question: TypeAlias = Literal["sums", "top", "received", "blocks"]
-
-FIELDS = (
-    *COMMON_FIELDS,
-    *operand_fields("query", "key"),
-    "copy_key", "sign", "runs", "rows",
-    "row_max", "log_sum",
-    "k", "best", "indices",
-    "blocks", "shift", "padded_rows", "received", "q_blocks_per_task",
-    "unit", "first_vector", "first_unit", "units", "joined", "largest", "sums",
-)  # fmt: skip
-"""Words of the argument block. `shift` points to the numbers a and b of `replay.kernel`: a vector
-of each for every vector of rows; a head has `padded_rows` rows."""
-
-RANGE = ("batch", "head", "first_key", "last_key", "first_block", "last_block")
-"""Words of a task of `received`. `first_block` and `last_block` are rows of `blocks`, each a
-`TASK` of the forward pass."""
-
-
-def state_rows(question: Question, k: int) -> int:
-    """Numbers in the state of each query."""
-    return {"sums": STATS, "top": 2 * (k + 1), "received": 0, "blocks": 0}[question]
-
-
-def scratch_bytes(question: Question, spec: Spec, shape: TileShape, k: int, keys: int) -> int:
-    """Memory of one worker: packed Q, S, states; one block of K and of tables; sums of keys."""
-    real_bytes = spec.compute_dtype.itemsize
-    rows = (spec.head_dim + BLOCK_KV + state_rows(question, k)) * shape.block_q
-    totals = 2 * keys * shape.lanes if question == "received" else 0
-    transposed = transposed_bytes(spec, BLOCK_KV, shape.lanes * real_bytes)
-    size = (rows + BLOCK_KV * spec.head_dim + totals) * real_bytes + transposed
-    return -(-size // 4096) * 4096
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayKey:
-    """Everything that the code of one replay depends on."""
-
-    question: Question
-    spec: Spec
-    shape: TileShape
-    int_bits: int
-    pack_gqa: bool
-    rotated: bool
 
 
 def replay_frame(key: ReplayKey, block_kv: int = BLOCK_KV) -> ForwardFrame:

@@ -13,13 +13,8 @@ from collections.abc import Callable
 from qkv.backends.cpu.emit.emitter import Value
 from qkv.backends.cpu.products.query_lanes import vectors_at
 from qkv.backends.cpu.replay.kernel import shift_address, weights_function
-from qkv.backends.cpu.replay.reduction import (
-    QueryBlock,
-    Reduction,
-    ReplayKey,
-    emit_range_tasks,
-    replay_frame,
-)
+from qkv.backends.cpu.replay.layout import ReplayKey
+from qkv.backends.cpu.replay.reduction import QueryBlock, Reduction, emit_range_tasks, replay_frame
 
 
 def emit_weight_blocks(key: ReplayKey) -> str:

@@ -1,6 +1,7 @@
 """Compiled passes over rows before and after attention: rotary embedding and sinks.
 
-row_pass                   what both have: the loop over heads, argument words and threads
+row_pass, head_job         what both have: argument words and threads; the loop over heads
+layout                     what calls must know of the kernels
 rotation, rotation_kernel  rotary embedding: calls and tables of angles, and the code
 sinks, sinks_kernel        the sinks' share: calls, and the code
 """

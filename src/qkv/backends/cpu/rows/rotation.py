@@ -17,12 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays.addresses import batch_offsets, quick_address_of
-from qkv.backends.cpu.compiler.compile import Kernel, build
+from qkv.backends.cpu.compiler.compile import EmitFunction, Kernel, build
 from qkv.backends.cpu.emit.argument_block import word_index
 from qkv.backends.cpu.machine.host import Host, host
-from qkv.backends.cpu.rows.rotation_kernel import FIELDS, RotationKey, emit_rotation
+from qkv.backends.cpu.rows.layout import ROTATION_FIELDS, RotationKey
 from qkv.backends.cpu.rows.row_pass import RowPass, argument_words
 from qkv.problem.spec import Angles, Problem
+
+_EMIT = EmitFunction("qkv.backends.cpu.rows.rotation_kernel", "emit_rotation")
 
 Array = NDArray[Any]
 
@@ -36,7 +38,7 @@ _LARGEST_TABLE = 2**23
 
 @lru_cache(maxsize=64)
 def _kernel(key: RotationKey, here: Host) -> Kernel:
-    return Kernel(build(emit_rotation, (key,), here))
+    return Kernel(build(_EMIT, (key,), here))
 
 
 class CosSin(NamedTuple):
@@ -146,7 +148,7 @@ class Rotation:
         for n, layout in enumerate(layouts):
             values[f"heads_{n}"] = layout.heads
         places = [word for n in range(len(layouts)) for word in _WORDS[n]]
-        words = argument_words(FIELDS, values)
+        words = argument_words(ROTATION_FIELDS, values)
         self._pass = RowPass(_kernel(key, here), words, places, count, _WORTH_A_THREAD)
 
     def __call__(
@@ -189,7 +191,7 @@ class Rotation:
 
 _WORDS = [
     [
-        word_index(f"{name}_{n}", FIELDS)
+        word_index(f"{name}_{n}", ROTATION_FIELDS)
         for name in (
             "rows", "out", "batches", "head_stride", "row_stride", "element_stride", "length",
             "cosines", "sines", "table_bytes",

@@ -6,35 +6,14 @@ It computes in float64 and rounds once to the type of computation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage
+from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import DOUBLE, FLOAT, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.emit.frame import WORD
-from qkv.backends.cpu.rows.row_pass import emit_head_job
-
-SHARED_FIELDS = ("limit", "first_count", "dim", "pairs")
-ROW_FIELDS = (
-    "rows", "batches", "head_stride", "row_stride", "element_stride", "out", "heads", "length",
-    "cosines", "sines", "table_bytes",
-)  # fmt: skip
-FIELDS = (*SHARED_FIELDS, *[f"{name}_{n}" for n in (0, 1) for name in ROW_FIELDS])
-"""Words of the argument block after the counter. Tasks below `first_count` rotate heads of the
-first array, the others of the second. From the angles of one batch row to those of the next it is
-`table_bytes`, 0 if all share one table."""
-
-
-@dataclass(frozen=True, slots=True)
-class RotationKey:
-    """What the kernel depends on; `lanes` are of float64."""
-
-    dtype: str
-    out_dtype: str
-    interleaved: bool
-    lanes: int
-    halves: bool
+from qkv.backends.cpu.rows.head_job import emit_head_job
+from qkv.backends.cpu.rows.layout import ROTATION_FIELDS, ROW_FIELDS, SHARED_FIELDS, RotationKey
 
 
 def emit_rotation(key: RotationKey) -> str:
@@ -72,7 +51,7 @@ def emit_rotation(key: RotationKey) -> str:
 
         e.loop(0, fields["length"], 1, [], rotate_row)
 
-    emit_head_job(e, FIELDS, rotate_head)
+    emit_head_job(e, ROTATION_FIELDS, rotate_head)
     return str(e.module)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from qkv.backends.cpu.compiler.compile import Kernel
 from qkv.backends.cpu.emit.argument_block import LIMIT, ArgumentBlock
-from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD
 from qkv.backends.cpu.python_calls.filled_block import FilledBlock, Operand
 from qkv.backends.cpu.python_calls.function import has_gil
 from qkv.backends.cpu.threads import jobs
@@ -19,31 +17,10 @@ from qkv.process.threads import get_num_threads
 
 Array = NDArray[np.int64]
 
-__all__ = ["RowPass", "argument_words", "emit_head_job"]
+__all__ = ["RowPass", "argument_words"]
 
 _BRIEF = 2**16
 """Number of entries of rows for which Python may stay locked."""
-
-
-def emit_head_job(
-    e: Emitter, fields: Sequence[str], run: Callable[[Value, dict[str, Value]], None]
-) -> None:
-    """Emit `job(arguments, worker)`, which takes heads until none is left.
-
-    `run(number, words)` emits the pass over one head of one batch row, numbered through; `words`
-    has the words of the argument block by name, of which the first is `limit`.
-    """
-    with e.function("job", [POINTER, INT64], public=True) as (_, (arguments, _worker)):
-        words = {
-            name: e.load(e.at(arguments, COUNTER_BYTES + WORD * i), INT64, WORD)
-            for i, name in enumerate(fields)
-        }
-
-        def take_head() -> tuple[Value, Value]:
-            number = e.builder.atomic_rmw("add", arguments, e.index(1), "monotonic")
-            return number, e.below(number, words["limit"])
-
-        e.take_while(take_head, lambda number: run(number, words))
 
 
 def argument_words(fields: Sequence[str], values: Mapping[str, int]) -> Array:

@@ -15,11 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays.addresses import address_of
-from qkv.backends.cpu.compiler.compile import Kernel, build
+from qkv.backends.cpu.compiler.compile import EmitFunction, Kernel, build
 from qkv.backends.cpu.emit.argument_block import word_index
 from qkv.backends.cpu.machine.host import Host, host
+from qkv.backends.cpu.rows.layout import SINKS_FIELDS, SinksKey
 from qkv.backends.cpu.rows.row_pass import RowPass, argument_words
-from qkv.backends.cpu.rows.sinks_kernel import FIELDS, SinksKey, emit_sinks
+
+_EMIT = EmitFunction("qkv.backends.cpu.rows.sinks_kernel", "emit_sinks")
 
 Array = NDArray[Any]
 
@@ -31,7 +33,7 @@ _WORTH_A_THREAD = 2**16
 
 @lru_cache(maxsize=16)
 def _kernel(key: SinksKey, here: Host) -> Kernel:
-    return Kernel(build(emit_sinks, (key,), here))
+    return Kernel(build(_EMIT, (key,), here))
 
 
 class Sinks:
@@ -63,7 +65,7 @@ class Sinks:
         *lead, heads, length, dim = shape
         count = math.prod(lead) * heads
         words = argument_words(
-            FIELDS,
+            SINKS_FIELDS,
             {
                 "limit": count, "sinks": address_of(self._sinks), "heads": heads,
                 "length": length, "dim": dim,
@@ -80,4 +82,4 @@ class Sinks:
         self._pass.run(numbers, self._entries, (keep_alive, self._sinks))
 
 
-_WORDS = [word_index(name, FIELDS) for name in ("keys_out", "keys_lse", "rest", "out", "lse")]
+_WORDS = [word_index(name, SINKS_FIELDS) for name in ("keys_out", "keys_lse", "rest", "out", "lse")]

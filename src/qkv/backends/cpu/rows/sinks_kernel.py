@@ -6,32 +6,13 @@ It computes in float64 and rounds once to the type of storage.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage, vector_math
 from qkv.backends.cpu.emit.emitter import DOUBLE, FLOAT, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.rows.row_pass import emit_head_job
-
-FIELDS = ("limit", "sinks", "keys_out", "keys_lse", "rest", "out", "lse", "heads", "length", "dim")
-"""Words of the argument block after the counter. `keys_out` and `keys_lse` are of the keys alone;
-`lse` may be where `keys_lse` is; `rest`, what rounding took from lse, is 0 if it is not needed."""
-
-
-@dataclass(frozen=True, slots=True)
-class SinksKey:
-    """What the kernel depends on: types of computation and of the output.
-
-    If it `keeps` the output as it is before it is rounded, it writes that over `keys_out`.
-    """
-
-    dtype: str
-    out_dtype: str
-    lanes: int
-    halves: bool
-    fused: bool
-    keeps: bool = False
+from qkv.backends.cpu.rows.head_job import emit_head_job
+from qkv.backends.cpu.rows.layout import SINKS_FIELDS, SinksKey
 
 
 def emit_sinks(key: SinksKey) -> str:
@@ -69,7 +50,7 @@ def emit_sinks(key: SinksKey) -> str:
         e.loop(0, whole, e.lanes, [], lambda r, _: share_rows(several, r))
         e.loop(whole, fields["length"], 1, [], lambda r, _: share_rows(single, r))
 
-    emit_head_job(e, FIELDS, share_head)
+    emit_head_job(e, SINKS_FIELDS, share_head)
     return str(e.module)
 
 

@@ -28,17 +28,20 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from qkv.backends.cpu.backward.frame import BLOCK_KV, BackwardFrame, BackwardKey
+from qkv.backends.cpu.backward.frame import BackwardFrame
 from qkv.backends.cpu.backward.kernel import (
     add_partials_function,
     emit_tasks,
     key_range_function,
 )
+from qkv.backends.cpu.backward.layout import BLOCK_KV, BackwardKey
 from qkv.backends.cpu.backward.query_block import QueryBlockPass
+from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
-from qkv.backends.cpu.emit.frame import WORD, RowView
+from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.products import tile_instructions
-from qkv.backends.cpu.products.bfloat16 import CHUNK, emit_round_to_chunks
+from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
+from qkv.backends.cpu.products.layout import CHUNK
 from qkv.backends.cpu.split_bf16 import non_finite
 from qkv.backends.cpu.split_bf16.backward_block import (
     AREAS,

@@ -15,20 +15,27 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 
 from qkv.backends.cpu.backward.block import chain_rule_function, weights_function
-from qkv.backends.cpu.backward.frame import BLOCK_KV, BackwardFrame
+from qkv.backends.cpu.backward.frame import BackwardFrame
 from qkv.backends.cpu.backward.gradient_sums import add_vectors
+from qkv.backends.cpu.backward.layout import BLOCK_KV
 from qkv.backends.cpu.backward.query_block import vector_functions
 from qkv.backends.cpu.backward.query_rows import pack_function, unpack_function
 from qkv.backends.cpu.emit import vector_math
+from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import BIT, INT16, INT64, POINTER, Value
-from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.emit.packing import copy_rows_function
 from qkv.backends.cpu.emit.storage import load, real_dtype
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
-from qkv.backends.cpu.products.bfloat16 import CHUNK, emit_round_to_chunks, round_to_chunks
+from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
+from qkv.backends.cpu.products.layout import (
+    CHUNK,
+    TILE_BYTES,
+    TILE_ROWS,
+    TILE_SIZE,
+    round_to_chunks,
+)
 from qkv.backends.cpu.products.query_lanes import vectors_at
-from qkv.backends.cpu.products.tile_instructions import TILE_BYTES, TILE_ROWS, TILE_SIZE
 from qkv.backends.cpu.split_bf16 import non_finite
 from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES, TermSplitter
 from qkv.problem.language.expressions import TRUE

@@ -17,7 +17,7 @@ from qkv.process.forks import importing
 from qkv.process.threads import get_num_threads
 
 if TYPE_CHECKING:
-    from qkv.backends.cpu.forward.kernel import ForwardKernel
+    from qkv.backends.cpu.forward.layout import ForwardKernel
     from qkv.backends.cpu.split_bf16.kernels import BackwardKernel, ReplayKernel
 
 LEAST_SIZES = {"float32": (160, 96), "float16": (32, 48)}

@@ -16,13 +16,14 @@ from qkv.backends.cpu.bf16_tiles.sweep import Keys, Stretch, Sweep
 from qkv.backends.cpu.bf16_tiles.tasks import Layout, Task, Tasks, UnitRows
 from qkv.backends.cpu.bf16_tiles.unit import MOST_GROUPS, MOST_OPERATIONS
 from qkv.backends.cpu.bf16_tiles.weights import Row
+from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import Value
-from qkv.backends.cpu.emit.frame import WORD, rows_from
-from qkv.backends.cpu.emit.transpose import transposed_bytes
-from qkv.backends.cpu.forward.frame import ForwardFrame, ForwardKey
+from qkv.backends.cpu.emit.frame import rows_from
+from qkv.backends.cpu.emit.transposed_loads import transposed_bytes
+from qkv.backends.cpu.forward.frame import ForwardFrame
+from qkv.backends.cpu.forward.layout import ForwardKey
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.products.bfloat16 import CHUNK
-from qkv.backends.cpu.products.tile_instructions import TILE_BYTES, TILE_ROWS
+from qkv.backends.cpu.products.layout import CHUNK, TILE_BYTES, TILE_ROWS
 from qkv.backends.cpu.split_bf16 import non_finite
 from qkv.backends.cpu.split_bf16.scores import SplitScores
 from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES

@@ -10,8 +10,9 @@ from __future__ import annotations
 from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage
+from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import BIT, INT32, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.emit.frame import WORD, RowView
+from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.products.bfloat16 import split_pairs
 from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
 from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES, TermSplitter

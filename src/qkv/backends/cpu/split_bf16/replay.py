@@ -11,23 +11,18 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
+from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import BIT, POINTER, Value
-from qkv.backends.cpu.emit.frame import WORD, rows_from
-from qkv.backends.cpu.emit.transpose import transposed_bytes
-from qkv.backends.cpu.forward.frame import RUN, TASK
+from qkv.backends.cpu.emit.frame import rows_from
+from qkv.backends.cpu.emit.transposed_loads import transposed_bytes
+from qkv.backends.cpu.forward.layout import RUN, TASK
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit, tile_instructions
-from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks, round_to_chunks
+from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
+from qkv.backends.cpu.products.layout import round_to_chunks
 from qkv.backends.cpu.replay.kernel import SumsReduction, TopReduction
-from qkv.backends.cpu.replay.reduction import (
-    Areas,
-    QueryBlock,
-    Question,
-    Reduction,
-    ReplayKey,
-    replay_frame,
-    state_rows,
-)
+from qkv.backends.cpu.replay.layout import Question, ReplayKey, state_rows
+from qkv.backends.cpu.replay.reduction import Areas, QueryBlock, Reduction, replay_frame
 from qkv.backends.cpu.split_bf16 import non_finite
 from qkv.backends.cpu.split_bf16.scores import SplitScores
 from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES

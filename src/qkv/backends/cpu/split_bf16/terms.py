@@ -28,18 +28,14 @@ import numpy as np
 from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage
+from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.emit.frame import WORD, RowView
+from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
-from qkv.backends.cpu.products.bfloat16 import (
-    CHUNK,
-    emit_round_to_chunks,
-    join_pairs,
-    round_to_bfloat16,
-)
+from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks, join_pairs, round_to_bfloat16
+from qkv.backends.cpu.products.layout import CHUNK, TILE_BYTES, TILE_ROWS, TILE_SIZE
 from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
-from qkv.backends.cpu.products.tile_instructions import TILE_BYTES, TILE_ROWS, TILE_SIZE
 
 _PRODUCTS: dict[int, matrix_unit.Products] = {
     1: ((0, 0),),

@@ -25,17 +25,13 @@ from qkv.backends.cpu.bf16_tiles.shift import GROUP, PAIRS, Group, ShiftedRows, 
 from qkv.backends.cpu.bf16_tiles.weights import Queries, Weights
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
-from qkv.backends.cpu.emit.transpose import transpose_tables, transposed_bytes, transposed_loads
+from qkv.backends.cpu.emit.transpose import transpose_tables
+from qkv.backends.cpu.emit.transposed_loads import transposed_bytes, transposed_loads
 from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.backends.cpu.products.bfloat16 import split_pairs
+from qkv.backends.cpu.products.layout import TILE_BYTES, TILE_ROWS, TILE_SIZE
 from qkv.backends.cpu.products.matrix_unit import Products
-from qkv.backends.cpu.products.tile_instructions import (
-    TILE_BYTES,
-    TILE_ROWS,
-    TILE_SIZE,
-    TileInstructions,
-    tiles_of,
-)
+from qkv.backends.cpu.products.tile_instructions import TileInstructions, tiles_of
 from qkv.backends.cpu.split_bf16.terms import TermSplitter
 
 VECTORS = 2

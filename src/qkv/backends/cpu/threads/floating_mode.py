@@ -6,27 +6,18 @@ setting of the thread that began it.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from llvmlite import ir
 
+from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import INT32, INT64, POINTER, VOID, Emitter, Value
-from qkv.backends.cpu.emit.frame import WORD
+from qkv.backends.cpu.threads.layout import Processor
 
 _FLUSH = 1 << 15
 """The bit of MXCSR that makes subnormal results 0."""
-Processor: TypeAlias = Literal["x86", "arm", "other"]
-
-
-def this_processor() -> Processor:
-    """The one that this process runs on."""
-    machine = platform.machine().lower()
-    if machine in ("x86_64", "amd64"):
-        return "x86"
-    return "arm" if machine in ("arm64", "aarch64") else "other"
 
 
 def save_floating_mode(e: Emitter, processor: Processor, word: Value) -> None:

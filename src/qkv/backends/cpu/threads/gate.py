@@ -16,9 +16,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from qkv.backends.cpu.compiler.compile import build
+from qkv.backends.cpu.compiler.compile import EmitFunction, build
+from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.machine.host import host
 
 _WORDS = ("python", "inside", "answer")
@@ -41,7 +41,7 @@ class Gate:
     """
 
     def __init__(self, callback: Any, answer_path: tuple[int, ...]) -> None:
-        code = build(emit_gate, (answer_path,), host(), ("gate", "words"))
+        code = build(EmitFunction(__name__, "emit_gate"), (answer_path,), host(), ("gate", "words"))
         self.address = code.address("gate")
         at = ctypes.CFUNCTYPE(ctypes.c_int64)(code.address("words"))()
         self._words = (ctypes.c_int64 * len(_WORDS)).from_address(at)

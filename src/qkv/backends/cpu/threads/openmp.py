@@ -11,16 +11,17 @@ import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from qkv.backends.cpu.compiler.compile import Code, build
+from qkv.backends.cpu.compiler.compile import Code, EmitFunction, build
 from qkv.backends.cpu.machine.host import host
-from qkv.backends.cpu.threads.floating_mode import this_processor
-from qkv.backends.cpu.threads.openmp_code import WORDS, emit_team
+from qkv.backends.cpu.threads.layout import WORDS, this_processor
 from qkv.process.forks import is_forked
 from qkv.process.openmp import OpenMP
 from qkv.process.threads import get_num_threads
 
 if TYPE_CHECKING:
     from qkv.backends.cpu.compiler.compile import Kernel, Runnable
+
+_EMIT = EmitFunction("qkv.backends.cpu.threads.openmp_code", "emit_team")
 
 
 class Team:
@@ -55,4 +56,4 @@ class Team:
 
 @lru_cache(maxsize=1)
 def _code() -> Code:
-    return build(emit_team, (this_processor(),), host(), ("launch",))
+    return build(_EMIT, (this_processor(),), host(), ("launch",))

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from llvmlite import ir
 
+from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import INT32, INT64, POINTER, VOID, Emitter, Value
-from qkv.backends.cpu.emit.frame import WORD
-from qkv.backends.cpu.threads.floating_mode import (
-    Processor,
-    adopt_floating_mode,
-    save_floating_mode,
-)
+from qkv.backends.cpu.threads.floating_mode import adopt_floating_mode, save_floating_mode
+from qkv.backends.cpu.threads.layout import WORDS, Processor
 
-WORDS = ("parallel", "thread_num", "job", "arguments", "threads", "floating")
-"""What a launch is given: addresses of two functions of the library, the job and its arguments, how
-many threads may join, and room for the caller's floating mode."""
 _OFFSET = {name: 8 * i for i, name in enumerate(WORDS)}
 _PARALLEL = ir.FunctionType(VOID, [POINTER, POINTER, INT32, INT32]).as_pointer()
 _THREAD_NUM = ir.FunctionType(INT32, []).as_pointer()

@@ -16,21 +16,22 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from qkv.backends.cpu.compiler.compile import Code, build
+from qkv.backends.cpu.compiler.compile import Code, EmitFunction, build
 from qkv.backends.cpu.machine.host import host
-from qkv.backends.cpu.threads.floating_mode import this_processor
-from qkv.backends.cpu.threads.pool_code import (
+from qkv.backends.cpu.threads.layout import (
     BLOCK_BYTES,
     FUTEX_NUMBER,
     LINE,
     MOST_WORKERS,
     OFFSET,
     Sleep,
-    emit_pool,
+    this_processor,
 )
 
 if TYPE_CHECKING:
     from qkv.backends.cpu.compiler.compile import Kernel, Runnable
+
+_EMIT = EmitFunction("qkv.backends.cpu.threads.pool_code", "emit_pool")
 
 SPIN_SECONDS = 75e-6
 """Seconds that an idle worker watches for the next launch before it sleeps, if launches follow one
@@ -114,7 +115,7 @@ class Pool:
 def _compiled_code(sleep: Sleep) -> Code:
     """The compiled code, kept for good because threads are inside."""
     return build(
-        emit_pool,
+        _EMIT,
         (this_processor(), sleep, time.CLOCK_MONOTONIC),
         host(),
         ("run", "stop", "worker", "pauses"),

@@ -37,52 +37,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from llvmlite import ir
 
+from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import INT32, INT64, POINTER, VOID, Emitter, Value
-from qkv.backends.cpu.emit.frame import WORD
-from qkv.backends.cpu.threads.floating_mode import (
-    Processor,
-    adopt_floating_mode,
-    save_floating_mode,
-)
-
-Sleep: TypeAlias = Literal["futex", "condition"]
+from qkv.backends.cpu.threads.floating_mode import adopt_floating_mode, save_floating_mode
+from qkv.backends.cpu.threads.layout import FUTEX_NUMBER, MOST_WORKERS, OFFSET, Processor, Sleep
 
 _PAUSES_TO_YIELD = 32
 """Number of pauses, about a microsecond, after which a worker yields its core. On busy machines the
 system often wakes a worker on its caller's core, and a worker that only paused would keep the
 caller waiting."""
 
-MOST_WORKERS = 4096
-
-LINE = 128
-"""Bytes of two cache lines, which some processors fetch together. Words that change together share
-one line."""
-_LINES = (
-    ("generation", "stopped"),
-    ("ticket",),
-    ("busy",),
-    ("sleeping",),
-    ("job", "arguments", "floating"),
-    ("spins", "spin_nanoseconds"),
-    ("ended", "patience"),
-    ("mutex",),
-    ("condition",),
-)
-OFFSET = {
-    name: LINE * line + 8 * i for line, names in enumerate(_LINES) for i, name in enumerate(names)
-}
-BLOCK_BYTES = LINE * len(_LINES)
-
 _PLACE = 1 << 32
 """One place in the ticket; the bits below count the workers inside."""
 
 _JOB = ir.FunctionType(VOID, [POINTER, INT64]).as_pointer()
 
-FUTEX_NUMBER = {"x86": 202, "arm": 98}
 _FUTEX_WAIT, _FUTEX_WAKE = 128, 129
 """Operations of the Linux futex call, for threads of one process."""
 

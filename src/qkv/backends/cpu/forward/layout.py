@@ -1,0 +1,111 @@
+"""What calls must know of the kernels: what their code depends on, and the memory they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from qkv.backends.cpu.compiler.compile import EmitFunction
+from qkv.backends.cpu.emit.argument_block import COMMON_FIELDS, operand_fields
+from qkv.backends.cpu.emit.transposed_loads import transposed_bytes
+from qkv.backends.cpu.machine.tiling import TileShape
+from qkv.problem.language.expressions import TRUE, Load, Node, variables, walk
+from qkv.problem.spec import Spec
+
+BLOCK_KV = 64
+"""Number of keys whose scores are held at once, unless a kernel has another number of its own."""
+
+FIELDS = (
+    *COMMON_FIELDS,
+    *operand_fields("query", "key", "value"),
+    "runs", "rows", "out", "unrounded", "lse", "lse_rest", "entropy", "max_score", "max_weight",
+    "copy_key", "copy_value", "sign", "q_blocks_per_task", "not_finite",
+)  # fmt: skip
+"""Words of the argument block. `scale` is not negative, because Q is packed times `sign`.
+Problems that share a kernel differ in `q_blocks_per_task`. `not_finite` becomes 1 if any output may
+not be finite; it is not written where no sum can overflow."""
+
+
+class StatsRow(IntEnum):
+    """The rows of statistics of a block of queries in scratch memory, in this order."""
+
+    ROW_MAX = 0
+    ROW_SUM = 1
+    RESCALE = 2
+    """The factor by which the output is to be rescaled."""
+    SUM_ERROR = 3
+    """The rounding error of the row sum."""
+    BLOCK_MAX = 4
+    """The maximum of the current block of keys."""
+    T_SUM = 5
+    """T, of which entropy is computed (see `kernel`)."""
+
+
+STATS = len(StatsRow)
+"""Number of rows of statistics."""
+
+STATS_SUMS = StatsRow.ROW_SUM, StatsRow.SUM_ERROR, StatsRow.T_SUM
+"""The rows that are 0 before the first key."""
+
+TASK = ("batch", "head", "first_row", "first_run", "last_run")
+
+RUN = ("start", "stop", "partial")
+
+QUARTERS = 4
+
+LAST_PARTIAL = 3
+"""The kind of a block of keys of which all quarters that are seen are `TileKind.FULL` but the last.
+Like that of `TileKind.PARTIAL`, and of no other kind, its lowest bit is 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardKey:
+    """Everything that the code of one kernel depends on.
+
+    If the operands were `rotated`, they are of the type of computation.
+    """
+
+    spec: Spec
+    shape: TileShape
+    int_bits: int
+    pack_gqa: bool
+    rotated: bool
+    out_dtype: str
+    statistics: bool
+
+
+def skips_keys_within_blocks(mask: Node) -> bool:
+    """Whether blocks at the boundary of this mask are cut down to the keys that may be seen.
+
+    That evaluates the mask twice for some pairs, too slow if each pair has an element in a table.
+    """
+    reads = (node for node in walk(mask) if isinstance(node, Load))
+    return mask != TRUE and not any({"q_index", "kv_index"} <= variables(read) for read in reads)
+
+
+def scratch_bytes(spec: Spec, shape: TileShape) -> int:
+    """Memory of one worker: packed Q, O, P and the statistics; one block of K, V and tables."""
+    real_bytes = spec.compute_dtype.itemsize
+    rows = spec.head_dim + spec.v_head_dim + BLOCK_KV + STATS
+    copies = BLOCK_KV * (spec.head_dim + spec.v_head_dim)
+    transposed = transposed_bytes(spec, BLOCK_KV, shape.lanes * real_bytes)
+    return -(-((rows * shape.block_q + copies) * real_bytes + transposed) // 4096) * 4096
+
+
+class ForwardKernel(NamedTuple):
+    """One of the forward kernels, as a forward pass uses it."""
+
+    emit: EmitFunction
+    """Writes the module."""
+    scratch_bytes: Callable[[Spec, TileShape], int]
+    """Memory in bytes that one worker needs."""
+    block_kv: int
+    """Keys whose scores are held at once."""
+
+
+ONLINE_SOFTMAX = ForwardKernel(
+    EmitFunction("qkv.backends.cpu.forward.kernel", "emit_forward"), scratch_bytes, BLOCK_KV
+)
+"""The kernel for every dtype and machine."""
