@@ -60,7 +60,6 @@ from qkv.errors import (
 )
 from qkv.extras import install_command as _install_command
 from qkv.inspection.rendering.pages import write_pages_with as _write_pages_with
-from qkv.planning import Plan
 from qkv.positions import LearnedPositions, SinusoidalPositions
 from qkv.prepared import ArrayForm, CallForm, PreparedAttention, prepare
 from qkv.problem.stored_rows import Paged, Quantized
@@ -95,6 +94,7 @@ if _TYPE_CHECKING:
     from qkv.inspection.traces.trace import Trace
     from qkv.inspection.traces.trace_fields import Projections
     from qkv.inspection.weights.lazy_weights import LazyWeights
+    from qkv.planning import Plan
     from qkv.teaching.classical import ScaledDotProductAttention
     from qkv.teaching.saturation import ScalingCurve, ScalingPoint, scaling_curve
 
@@ -165,10 +165,11 @@ __all__ = [
     "vjp",
 ]
 
-_INSPECTION = {
+_WHEN_USED = {
     "LayerRecord": "inspection.models.model_record",
     "LazyWeights": "inspection.weights.lazy_weights",
     "ModelRecord": "inspection.models.model_record",
+    "Plan": "planning",
     "Projections": "inspection.traces.trace_fields",
     "Record": "inspection.records.record",
     "ScaledDotProductAttention": "teaching.classical",
@@ -178,8 +179,8 @@ _INSPECTION = {
     "explain": "inspection.traces.explain",
     "scaling_curve": "teaching.saturation",
 }
-"""What looks into attention, and the module of each. It is imported when it is first used, because
-a third of the time of `import qkv` would be spent on it."""
+"""What looks into attention or plans it, and the module of each. It is imported when it is first
+used, because a third of the time of `import qkv` would be spent on it."""
 
 _LAZY = {
     "cache": "",
@@ -210,12 +211,12 @@ _write_pages_with(_page)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_INSPECTION, *_LAZY})
+    return sorted({*globals(), *_WHEN_USED, *_LAZY})
 
 
 def __getattr__(name: str) -> _Any:
-    if name in _INSPECTION:
-        return getattr(_import_module(f"qkv.{_INSPECTION[name]}"), name)
+    if name in _WHEN_USED:
+        return getattr(_import_module(f"qkv.{_WHEN_USED[name]}"), name)
     if name not in _LAZY:
         raise AttributeError(f"module 'qkv' has no attribute {name!r}")
     try:

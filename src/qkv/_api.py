@@ -25,12 +25,12 @@ from qkv.call.dispatch import checked
 from qkv.call.inspected import attend_for_inspection
 from qkv.call.merging import merge_parts
 from qkv.errors import ArgumentError
-from qkv.planning import Plan, make_plan
 from qkv.problem.building.check import Layout
 from qkv.process.forks import importing
 
 if TYPE_CHECKING:
     from qkv.inspection.records.record import Record
+    from qkv.planning import Plan
 
 __all__ = ["attention", "attention_of", "inspect", "merge", "plan"]
 
@@ -227,6 +227,9 @@ def plan(
     2048000000
     """
     call = checked(query, key, value, variants, option_values("plan", options))
+    with importing():
+        from qkv.planning import make_plan
+
     return make_plan(call.problem, call.choice, library_of(query, "query").name)
 
 

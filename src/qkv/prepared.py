@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,10 @@ from qkv.call.repeated.cache import PreparedCall
 from qkv.call.repeated.forms import MAX_DECODE_QUERIES, fixed_form, heads_first, step_form
 from qkv.call.repeated.preparing import prepared_by
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
-from qkv.planning import Plan, make_plan
+from qkv.process.forks import importing
+
+if TYPE_CHECKING:
+    from qkv.planning import Plan
 
 __all__ = ["ArrayForm", "CallForm", "PreparedAttention", "prepare"]
 
@@ -104,6 +107,9 @@ class PreparedAttention:
         self._prepared, call = _prepared(_bound, _passes, _free)
         self.form = CallForm(*self._forms(_bound.leaves))
         self._library = library_of(_bound.leaves[0], "query").name
+        with importing():
+            from qkv.planning import make_plan
+
         self.plan: Plan = make_plan(call.problem, call.choice, self._library)
         # The arrays of variants are kept, query, key and value are not.
         self._views = [(view.dtype, view.shape, view.strides) for view in call.leaves[:3]]

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 
 from qkv.backends import Refusal, ensure_residuals
-from qkv.ledger import memory
 from qkv.partial import Partial, rest_of
 from qkv.problem.backward import BackwardInputs, OperandGradients, backward
 from qkv.problem.overflow import recomputed
 from qkv.problem.scores import Scores, weighted_sum
 from qkv.problem.spec import Problem, Spec
 from qkv.problem.tiles import TileKind
+from qkv.process.forks import importing
 
 DENSE_LIMIT = 2 * 2**30
 """Bytes that one dense matrix and its temporaries may take."""
@@ -34,6 +34,9 @@ class ReferenceBackend:
     def refusals(self, spec: Spec) -> tuple[Refusal, ...]:
         size = dense_bytes(spec)
         if size > DENSE_LIMIT:
+            with importing():
+                from qkv.ledger import memory
+
             return (
                 Refusal(f"would hold {memory(size)} of scores", f"up to {memory(DENSE_LIMIT)}"),
             )
