@@ -18,6 +18,7 @@ from qkv.backends.cpu.decode.layout import STRETCH_KV, panel_of, record_bytes
 from qkv.backends.cpu.decode.rows import FIELDS
 from qkv.backends.cpu.decode.tasks import BLOCK_KV, CHUNK, GROUP, TASK, chunk_of, shared_bytes
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock, word_index
+from qkv.backends.cpu.machine import host as cpu_host
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes import decode as streaming
 from qkv.backends.cpu.passes import workers
@@ -29,11 +30,12 @@ from qkv.problem.building.check import check
 from qkv.problem.scores import Scores
 from qkv.testing import DTYPES, Case, bounds, cases, check_case, truth
 from qkv.variants import ALL
+from watched import forget_prepared_calls
 
 from test_cpu import MODS  # isort: skip
 
 
-NARROW = [as_it_runs(isa) for isa in ("avx2", "sse")]
+NARROW = [as_it_runs(isa) for isa in ("avx2", "sse", "neon-bf16")]
 SUITE = [
     pytest.param(case, dtype, id=f"{case.name}-{dtype}")
     for case in cases()
@@ -130,8 +132,9 @@ def test_any_head_dim(head_dim, dtype) -> None:
 
 @pytest.mark.parametrize("head_dim", [17, 31, 128])
 @pytest.mark.parametrize("size", [1.0, 2.0**-90, 2.0**90])
-def test_scores_of_bfloat16_pairs(head_dim, size, monkeypatch) -> None:
-    """By the instruction, and by its emulation to the same bits; in pages, in tiles of 4, 2, 1."""
+@pytest.mark.parametrize("isa", ["avx512-bf16", "neon-bf16"])
+def test_scores_of_bfloat16_pairs(isa, head_dim, size, monkeypatch) -> None:
+    """By an instruction, and by its emulation to the same bits; in pages, in tiles of 4, 2, 1."""
     shapes = (1, 7, 1, head_dim), (1, 1, 60, head_dim), (1, 1, 60, 40)
     query, key, value = (
         normal(*shape, seed=n).astype(ml_dtypes.bfloat16) for n, shape in enumerate(shapes)
@@ -147,13 +150,33 @@ def test_scores_of_bfloat16_pairs(head_dim, size, monkeypatch) -> None:
         ]
         for size in (1, 3, 20)
     ]
-    for isa in both_ways("avx512-bf16"):
-        monkeypatch.setenv("QKV_ISA", isa)
+    for kernels in both_ways(isa):
+        monkeypatch.setenv("QKV_ISA", kernels)
         for rows in forms:
             out, lse = run(query, *rows)
             assert np.abs(out.astype(float) - expected.out).max() <= limit.out
             assert np.abs(lse - expected.lse).max() <= limit.lse
             found.add(out.tobytes() + lse.tobytes())
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+def test_products_at_once_change_no_bit(dtype, monkeypatch, no_prepared_calls) -> None:
+    """Vectors of 16 bytes: 16 products at once, or as many as a vector has lanes."""
+    isa, found = as_it_runs("neon-bf16"), set()
+    monkeypatch.setenv("QKV_ISA", isa)
+    kind = DTYPES[dtype]
+    for products in (16, 0):
+        shape = replace(cpu_host._SHAPES["neon-bf16"], row_products=products)
+        monkeypatch.setitem(cpu_host._SHAPES, "neon-bf16", shape)
+        assert host().shape.products_at_once == (products or 4)
+        forget_prepared_calls()
+        all_bytes = b""
+        for keys, head_dim in ((3, 40), (700, 33), (90, 2)):
+            query, key = normal(7, 1, head_dim, dtype=kind), normal(1, keys, head_dim, dtype=kind)
+            for result in run(query, key, normal(1, keys, 75, seed=1, dtype=kind)):
+                all_bytes += result.tobytes()
+        found.add(all_bytes)
     assert len(found) == 1
 
 

@@ -68,6 +68,13 @@ def assembly(triple: str, cpu: str, shape: TileShape, dtype: str) -> str:
     return compiled(emit(key), triple, cpu)
 
 
+def decoding(triple: str, cpu: str, isa: str, dtype: str) -> str:
+    """The kernel for few queries without variants, all operands of one type."""
+    shape = Host(cpu, "", isa).shape_of(plain_spec(dtype).compute_dtype)
+    key = DecodeKey(plain_spec(dtype), shape, 32, (dtype,) * 3, (False, False), dtype, False)
+    return compiled(emit_decode(key), triple, cpu)
+
+
 def plain_spec(dtype: str) -> Spec:
     array = np.zeros((1, 4, 4), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     return kernel_spec(check(array, array, array, ()).spec)
@@ -260,22 +267,44 @@ def test_weights_of_parts_stay_in_registers(dtype) -> None:
 )
 def test_decoding_prefetches_rows_where_a_processor_needs_it(cpu, cache) -> None:
     triple, isa = MACHINES[cpu]
-    shape = Host(cpu, "", isa).shape
-    dtypes = ("float32",) * 3
-    key = DecodeKey(plain_spec("float32"), shape, 32, dtypes, (False, False), "float32", False)
-    assert set(re.findall(r"prefetch(\w+)", compiled(emit_decode(key), triple, cpu))) == {cache}
+    text = decoding(triple, cpu, isa, "float32")
+    assert set(re.findall(r"prefetch(\w+)", text)) == {cache}
 
 
 def test_decoding_multiplies_pairs_of_bfloat16_as_they_are() -> None:
     """16 sums in a loop stay in registers, and no key is widened."""
-    shape = Host("znver4", "", "avx512-bf16").shape
-    dtypes = ("bfloat16",) * 3
-    key = DecodeKey(plain_spec("bfloat16"), shape, 32, dtypes, (False, False), "bfloat16", False)
-    loops = product_loops(compiled(emit_decode(key), LINUX, "znver4"), r"vdpbf16ps\s.*%zmm", 16)
+    text = decoding(LINUX, "znver4", "avx512-bf16", "bfloat16")
+    loops = product_loops(text, r"vdpbf16ps\s.*%zmm", 16)
     assert loops
     for loop in loops:
         assert number_of(loop, "vpmovzxwd") == 0
         assert not any("%zmm" in line and _STACK.search(line) for line in loop)
+
+
+ON_ARM = [
+    (ARM, "cortex-a57", "neon", "float32", "fmla", 0),
+    (ARM, "neoverse-v1", "neon", "float32", "fmla", 0),
+    (ARM, "neoverse-n2", "neon", "float64", "fmla", 0),
+    (APPLE, "apple-m1", "neon", "bfloat16", "fmla", 1),
+    (ARM, "neoverse-v2", "neon-bf16", "bfloat16", "bfdot", 0),
+    (APPLE, "apple-m2", "neon-bf16", "bfloat16", "bfdot", 0),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("triple", "cpu", "isa", "dtype", "multiply_add", "conversions"), ON_ARM)
+def test_decoding_on_arm(triple, cpu, isa, dtype, multiply_add, conversions) -> None:
+    """16 products of 4, 2 or 1 rows of Q with 4, 8 or 16 keys, whose vectors are loaded, and
+    converted if need be, once; besides that, a loop has at most 6 instructions."""
+    loops = product_loops(decoding(triple, cpu, isa, dtype), rf"{multiply_add}(\.|\s)", 16)
+    loops = [loop for loop in loops if not number_of(loop, "ld1")]  # of the last elements
+    of_rows = {rows + 16 // rows: 16 // rows for rows in (4, 2, 1)}
+    assert sorted(number_of(loop, "ld") for loop in loops) == sorted(of_rows)
+    for loop in loops:
+        loads = number_of(loop, "ld")
+        assert number_of(loop, "shll") == conversions * of_rows[loads]
+        assert len(loop) <= 16 + loads + conversions * of_rows[loads] + 6
+        assert not [line for line in loop if _STACK.search(line)]
 
 
 def test_a_tile_too_large_is_seen() -> None:

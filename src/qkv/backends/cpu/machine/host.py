@@ -24,14 +24,14 @@ from qkv.errors import ArgumentError
 from qkv.process.forks import alone_in_llvm
 
 _AVX512 = TileShape(lanes=16, vectors=4, keys=4, halves=True)
-_NEON = TileShape(lanes=4, vectors=4, keys=4, halves=True)
+_NEON = TileShape(lanes=4, vectors=4, keys=4, halves=True, row_products=16)
 _SHAPES = {
     "amx": replace(_AVX512, byte_tiles=True),
     "avx512-bf16": replace(_AVX512, pair_rows=True),
     "avx512": _AVX512,
     "avx2": TileShape(lanes=8, vectors=3, keys=4, halves=True),
     "sse": TileShape(lanes=4, vectors=3, keys=3, fused=False),
-    "neon-bf16": _NEON,
+    "neon-bf16": replace(_NEON, pair_rows=True, pairs_by="bfdot"),
     "neon": _NEON,
 }
 """The tile shape for float32, for each instruction set."""

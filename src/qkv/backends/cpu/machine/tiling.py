@@ -29,6 +29,8 @@ class TileShape:
     """Whether one instruction multiplies tiles of int8."""
     pair_rows: bool = False
     """Whether decoding multiplies rows of bfloat16 by pairs."""
+    row_products: int = 0
+    """Number of products of rows that decoding computes at once; 0 means one for each lane."""
     emulated: bool = False
     """Whether instructions that multiply bfloat16 are written out as ordinary vector code."""
     terms: int = 1
@@ -49,6 +51,11 @@ class TileShape:
     @property
     def block_q(self) -> int:
         return self.lanes * self.vectors
+
+    @property
+    def products_at_once(self) -> int:
+        """Number of products of rows that decoding computes at once, each in a vector."""
+        return self.row_products or self.lanes
 
     def keys_of(self, vectors: int) -> int:
         """Keys, or columns, of a tile of fewer vectors: as many as fit, and are still addressed."""
