@@ -160,23 +160,32 @@ def test_scores_of_bfloat16_pairs(isa, head_dim, size, monkeypatch) -> None:
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
-def test_products_at_once_change_no_bit(dtype, monkeypatch, no_prepared_calls) -> None:
-    """Vectors of 16 bytes: 16 products at once, or as many as a vector has lanes."""
-    isa, found = as_it_runs("neon-bf16"), set()
-    monkeypatch.setenv("QKV_ISA", isa)
-    kind = DTYPES[dtype]
-    for products in (16, 0):
-        shape = replace(cpu_host._SHAPES["neon-bf16"], row_products=products)
+@pytest.mark.parametrize(
+    ("dtype", "way"),
+    [
+        ("float64", {"row_products": 0}),
+        ("float32", {"row_products": 0}),
+        ("float16", {"row_products": 0}),
+        ("float16", {"narrow_rows": ()}),
+    ],
+)
+def test_what_changes_no_bit_on_arm(dtype, way, monkeypatch, no_prepared_calls) -> None:
+    """16 products at once or 4; float16 multiplied as it is or converted before, some of it
+    subnormal."""
+    monkeypatch.setenv("QKV_ISA", as_it_runs("neon-bf16"))
+    before = cpu_host._SHAPES["neon-bf16"]
+    kind, found = DTYPES[dtype], set()
+    for shape in (before, replace(before, **way)):
         monkeypatch.setitem(cpu_host._SHAPES, "neon-bf16", shape)
-        assert host().shape.products_at_once == (products or 4)
         forget_prepared_calls()
         all_bytes = b""
-        for keys, head_dim in ((3, 40), (700, 33), (90, 2)):
-            query, key = normal(7, 1, head_dim, dtype=kind), normal(1, keys, head_dim, dtype=kind)
-            for result in run(query, key, normal(1, keys, 75, seed=1, dtype=kind)):
+        for keys, head_dim, size in ((3, 40, 1.0), (700, 33, 2.0**-17), (90, 2, 4.0)):
+            query = normal(7, 1, head_dim, dtype=kind)
+            key = (size * normal(1, keys, head_dim)).astype(kind)
+            for result in run(query, key, normal(1, keys, 75, seed=1, dtype=kind), scale=1 / size):
                 all_bytes += result.tobytes()
         found.add(all_bytes)
+    assert shape != before
     assert len(found) == 1
 
 

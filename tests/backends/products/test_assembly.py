@@ -286,6 +286,8 @@ ON_ARM = [
     (ARM, "neoverse-v1", "neon", "float32", "fmla", 0),
     (ARM, "neoverse-n2", "neon", "float64", "fmla", 0),
     (APPLE, "apple-m1", "neon", "bfloat16", "fmla", 1),
+    (APPLE, "apple-m1", "neon-fhm", "float16", "fmlal2?", 0),
+    (ARM, "neoverse-v1", "neon-bf16", "float16", "fmlal2?", 0),
     (ARM, "neoverse-v2", "neon-bf16", "bfloat16", "bfdot", 0),
     (APPLE, "apple-m2", "neon-bf16", "bfloat16", "bfdot", 0),
 ]
@@ -295,15 +297,19 @@ ON_ARM = [
 @pytest.mark.parametrize(("triple", "cpu", "isa", "dtype", "multiply_add", "conversions"), ON_ARM)
 def test_decoding_on_arm(triple, cpu, isa, dtype, multiply_add, conversions) -> None:
     """16 products of 4, 2 or 1 rows of Q with 4, 8 or 16 keys, whose vectors are loaded, and
-    converted if need be, once; besides that, a loop has at most 6 instructions."""
-    loops = product_loops(decoding(triple, cpu, isa, dtype), rf"{multiply_add}(\.|\s)", 16)
-    loops = [loop for loop in loops if not number_of(loop, "ld1")]  # of the last elements
+    converted if need be, once; besides that, a loop has at most 6 instructions. FMLAL and FMLAL2
+    multiply half a vector of float16 each."""
+    count = 16 if multiply_add != "fmlal2?" else 32
+    loops = product_loops(decoding(triple, cpu, isa, dtype), rf"{multiply_add}(\.|\s)", count)
+    # The last elements of a row are loaded under a mask (ld1), or in a function (bl).
+    loops = [loop for loop in loops if not number_of(loop, "ld1") + number_of(loop, "bl\t")]
     of_rows = {rows + 16 // rows: 16 // rows for rows in (4, 2, 1)}
     assert sorted(number_of(loop, "ld") for loop in loops) == sorted(of_rows)
     for loop in loops:
         loads = number_of(loop, "ld")
         assert number_of(loop, "shll") == conversions * of_rows[loads]
-        assert len(loop) <= 16 + loads + conversions * of_rows[loads] + 6
+        assert number_of(loop, "fcvtl") == 0
+        assert len(loop) <= count + loads + conversions * of_rows[loads] + 6
         assert not [line for line in loop if _STACK.search(line)]
 
 

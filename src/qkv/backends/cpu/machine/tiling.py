@@ -27,8 +27,8 @@ class TileShape:
     """The instruction that multiplies pairs, which says how products are added up and rounded."""
     byte_tiles: bool = False
     """Whether one instruction multiplies tiles of int8."""
-    pair_rows: bool = False
-    """Whether decoding multiplies rows of bfloat16 by pairs."""
+    narrow_rows: tuple[str, ...] = ()
+    """Types of 16 bits whose rows decoding multiplies without converting them."""
     row_products: int = 0
     """Number of products of rows that decoding computes at once; 0 means one for each lane."""
     emulated: bool = False

@@ -64,7 +64,8 @@ def present_elements(e: Emitter, count: Value) -> Value:
 def load_chunk(e: Emitter, place: Value, present: Value) -> Value:
     """A pair of elements in each lane; elements that are not `present` are not read, but 0."""
     halves = ir.VectorType(INT16, 2 * e.lanes)
-    if e.pairs_by == "vdpbf16ps" or e.emulated:
+    has_masked_loads = e.pairs_by == "vdpbf16ps" and halves.count == CHUNK
+    if has_masked_loads or e.emulated:
         return e.builder.bitcast(e.load_where(present, place, halves, 2), e.vector)
     marks = e.builder.bitcast(present, ir.IntType(halves.count))
     return e.builder.call(_load_chunk_function(e, halves), [place, marks])

@@ -2,7 +2,8 @@
 
 K and V are read as they lie, rows with adjacent elements of any type, a vector at a time. Each
 vector of K and V is multiplied with several rows of Q, so that it is loaded and widened once. Where
-both Q and K are bfloat16 and the machine multiplies pairs, K is not widened at all. The product of
+both Q and K are of one type of 16 bits and the machine multiplies that, K is not widened at all: a
+lane then has two elements, which are a pair in bfloat16. The product of
 two rows is first a sum in every lane; the lanes of as many products as there are lanes are then
 added up together.
 Matrices of scores have `score_row` bytes from row to row of Q, one element for each key.
@@ -26,6 +27,7 @@ from qkv.backends.cpu.emit.emitter import (
 )
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.bfloat16 import load_chunk, multiply_add_pairs, present_elements
+from qkv.backends.cpu.products.float16 import multiply_add_halves
 
 _PREFETCHED_BYTES = 512 * 1024
 """Rows are prefetched if all of K, or of V, has at least so many bytes. The processor follows
@@ -38,18 +40,18 @@ def loop_over_vectors(
     carried: list[Value],
     body: Callable[[Value, Value | None, list[Value]], list[Value]],
     *,
-    pairs: bool = False,
+    narrow: bool = False,
 ) -> list[Value]:
-    """`body(d, live, carried)` for each vector of a row, of elements or of `pairs` of them.
+    """`body(d, live, carried)` for each vector of a row; if `narrow`, a lane has two elements.
 
     `live` are the elements that a vector has, None if it has all.
     """
-    size = 2 * e.lanes if pairs else e.lanes
+    size = 2 * e.lanes if narrow else e.lanes
     whole = e.round_down(dim, size)
 
     def visit_last(d: Value, old: list[Value]) -> list[Value]:
         left = e.sub(dim, d)
-        return body(d, present_elements(e, left) if pairs else e.first_lanes(left), old)
+        return body(d, present_elements(e, left) if narrow else e.first_lanes(left), old)
 
     carried = e.loop(0, whole, size, carried, lambda d, old: body(d, None, old))
     return e.loop(whole, dim, size, carried, visit_last)
@@ -61,10 +63,10 @@ def load_vector_at(e: Emitter, row: Value, d: Value, dtype: str, live: Value | N
     return storage.load(e, place, dtype, e.lanes, live)
 
 
-def load_pairs_at(
+def load_narrow_at(
     e: Emitter, row: Value, d: Value, live: Value | None, *, in_halves: bool = False
 ) -> Value:
-    """Elements of bfloat16 from d on of a row, in pairs; those that are not `live` are 0.
+    """Elements of 16 bits from d on of a row, two in a lane; those that are not `live` are 0.
 
     `in_halves` makes two loads of a vector, which LLVM would join if they were not settled.
     """
@@ -87,9 +89,9 @@ class RowProducts:
         self.e, self.shape = e, shape
         query_dtype, self.key_dtype, self.value_dtype = dtypes
         self.score_row = score_row
-        self.by_pairs = shape.pair_rows and query_dtype == self.key_dtype == "bfloat16"
-        """Whether scores are sums of products of pairs."""
-        self.query_dtype = "bfloat16" if self.by_pairs else storage.real_dtype(e)
+        self.narrow = query_dtype == self.key_dtype and query_dtype in shape.narrow_rows
+        """Whether Q and K are multiplied without being widened, two elements in a lane."""
+        self.query_dtype = query_dtype if self.narrow else storage.real_dtype(e)
         """The type in which the functions find Q."""
         self.at_once = shape.products_at_once
         """Number of sums, each of them a vector, that a tile keeps in registers."""
@@ -146,15 +148,16 @@ class RowProducts:
 
         That was measured with vectors of 64 bytes.
         """
-        if self.by_pairs:
-            in_halves = in_halves and self.shape.pairs_by == "vdpbf16ps"
-            return load_pairs_at(self.e, row, d, live, in_halves=in_halves)
+        if self.narrow:
+            in_halves = in_halves and self.e.lanes == 16
+            return load_narrow_at(self.e, row, d, live, in_halves=in_halves)
         return load_vector_at(self.e, row, d, dtype, live)
 
     def _multiply_add(self, x: Value, y: Value, total: Value) -> Value:
-        if self.by_pairs:
-            return multiply_add_pairs(self.e, x, y, total)
-        return self.e.fma(x, y, total)
+        if not self.narrow:
+            return self.e.fma(x, y, total)
+        multiply_add = multiply_add_pairs if self.query_dtype == "bfloat16" else multiply_add_halves
+        return multiply_add(self.e, x, y, total)
 
     def scores_function(self, rows: int) -> Value:
         """A function: S of `rows` rows of Q with a segment of keys, or with the `only` key."""
@@ -210,7 +213,7 @@ class RowProducts:
                 def multiply_rows() -> None:
                     totals = [e.const(0.0)] * self.at_once
                     totals = loop_over_vectors(
-                        e, head_dim, totals, add_products, pairs=self.by_pairs
+                        e, head_dim, totals, add_products, narrow=self.narrow
                     )
                     store_products(totals)
 
