@@ -157,16 +157,28 @@ def test_pairs_of_bfloat16_stay_in_registers(cpu) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cpu", ["neoverse-v1", "neoverse-v2", "neoverse-n2", "cortex-x2"])
-def test_pairs_of_bfloat16_stay_in_registers_on_arm(cpu) -> None:
-    """A vector of 16 lanes is four registers: 24 products in at most 38 instructions."""
+@pytest.mark.parametrize(
+    ("triple", "cpu", "instruction", "most"),
+    [
+        (ARM, "neoverse-v1", "bfmmla", 31),
+        (ARM, "neoverse-v2", "bfmmla", 31),
+        (ARM, "neoverse-n2", "bfmmla", 31),
+        (APPLE, "apple-m2", "bfmmla", 31),
+        (ARM, "cortex-x2", "bfdot", 38),
+    ],
+)
+def test_products_of_bfloat16_stay_in_registers_on_arm(triple, cpu, instruction, most) -> None:
+    """16 queries and 4 keys: 16 products of two rows by two, of 4 elements each. By pairs, which
+    is for gradients alone, 24 products of 2 elements, 16 queries and 6 keys."""
     shape = Host(cpu, "", "neon-bf16").bfloat16_shape
-    text = assembly(ARM, cpu, shape, "bfloat16")
-    count = 4 * shape.vectors * shape.keys
-    loops = product_loops(text, r"bfdot\s", count)
+    count = 4 * shape.keys
+    if instruction == "bfdot":
+        shape, count = replace(shape, quads=False, keys=6), 24
+    text = assembly(triple, cpu, shape, "bfloat16")
+    loops = product_loops(text, rf"{instruction}(\.|\s)", count)
     assert len(loops) == 2
     for loop in loops:
-        assert len(loop) <= count + 14
+        assert len(loop) <= most
         assert not [line for line in loop if _STACK.search(line)]
     assert "bfcvtn" in text
 

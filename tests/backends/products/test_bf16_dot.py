@@ -24,6 +24,7 @@ from qkv.problem.building.check import check
 from qkv.problem.tiles import TileGrid, TileKind
 from qkv.testing import bounds, cases, check_case, truth
 from qkv.variants import ALL
+from watched import forget_prepared_calls
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 CASES = [case for case in cases() if "bfloat16" in case.dtypes]
@@ -220,6 +221,26 @@ def test_weights_are_rounded_to_nearest(isa) -> None:
     found = qkv.backends.cpu.CpuBackend().run(check(*problem[:3], (problem[3], sinks)))
     assert found.out.dtype == np.float32
     assert np.abs(found.out - 1).max() < 2.0**-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "keys", "dim", "v_dim"), [(40, 301, 34, 65), (17, 5, 130, 1)])
+def test_two_rows_at_once_change_no_bit(
+    rows, keys, dim, v_dim, monkeypatch, no_prepared_calls
+) -> None:
+    """BFMMLA, by two rows of keys and of columns of values, and BFDOT; some values not finite."""
+    monkeypatch.setenv("QKV_ISA", as_it_runs("neon-bf16"))
+    arrays = normal(2, rows, dim), normal(1, keys, dim, seed=1), normal(1, keys, v_dim, seed=2)
+    arrays[2][0, keys // 2] = np.nan
+    shape, found = host().bfloat16_shape, set()
+    assert shape.quads
+    for quads in (True, False):
+        known = replace(cpu_host._BFLOAT16_SHAPES["neon-bf16"], quads=quads)
+        monkeypatch.setitem(cpu_host._BFLOAT16_SHAPES, "neon-bf16", known)
+        forget_prepared_calls()
+        results = [run(*arrays, q_offset=0), run(*arrays, qkv.Causal(), q_offset="end")]
+        found.add(b"".join(each.tobytes() for pair in results for each in pair))
+    assert len(found) == 1
 
 
 # What is forbidden, and what is not finite

@@ -38,11 +38,9 @@ from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.bfloat16 import (
     CHUNK,
     join_pairs,
-    multiply_add_pairs,
     present_elements,
     round_to_chunks,
 )
-from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors
 from qkv.problem.language.expressions import TRUE
 from qkv.problem.spec import Spec
 
@@ -113,29 +111,7 @@ class Bf16Operands(PairOperands):
         return function
 
     def product_function(self, name: str, *, onto: bool) -> Value:
-        """A function `(rows, packed, out, row, count, pairs)`:
-
-        out[i, :] = (out[i, :] if onto else 0) + sum_p rows[i, p] . packed[p, :]
-        """
-        e = self.e
-        with e.function(name, [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
-            rows, packed, out, row, count, pairs = args
-
-            def store_products(i: Value, products: list[Value], _: list[Value]) -> list[Value]:
-                place = e.at(out, e.mul(i, self.width))
-                if onto:
-                    held = [
-                        e.load_vector(e.at(place, n * e.vector_bytes)) for n in range(len(products))
-                    ]
-                    products = list(map(e.builder.fadd, held, products))
-                store_vectors(e, place, products)
-                return []
-
-            dot_rows(
-                e, rows, row, count, packed, self.vectors, pairs, self.frame.shape.keys, [],
-                store_products, SumOrder(multiply_add_pairs),
-            )  # fmt: skip
-        return function
+        return self.rows.packed.product_function(name, onto=onto)
 
     def place_of_pair(self, scores: Value, k: Value, width: Value) -> Value:
         e = self.e
@@ -144,9 +120,10 @@ class Bf16Operands(PairOperands):
     def store_pair(self, first: Value, second: Value, place: Value) -> None:
         self.e.store_vector(join_pairs(self.e, first, second), place)
 
-    def clear_pairs(self, weights: Value, first: Value, stop: Value) -> None:
+    def finish_pairs(self, weights: Value, first: Value, stop: Value) -> None:
         e = self.e
         e.clear(weights, e.mul(first, self.width), e.mul(stop, self.width))
+        self.rows.packed.finish(weights, stop)
 
     def sift_function(self) -> Value:
         """A function `(values, v_head_dim, count)`: whether any value is not finite.

@@ -48,10 +48,11 @@ _BFLOAT16_SHAPES = {
     "neon-bf16": TileShape(
         lanes=16,
         vectors=1,
-        keys=6,
+        keys=4,
         halves=True,
         product="pairs",
         pairs_by="bfdot",
+        quads=True,
         q_blocks_per_task=16,
     ),
 }

@@ -25,6 +25,8 @@ class TileShape:
     """What one instruction multiplies: elements, or pairs or tiles of bfloat16."""
     pairs_by: Literal["vdpbf16ps", "bfdot"] = "vdpbf16ps"
     """The instruction that multiplies pairs, which says how products are added up and rounded."""
+    quads: bool = False
+    """Whether one instruction multiplies two pairs of two rows with those of two others."""
     byte_tiles: bool = False
     """Whether one instruction multiplies tiles of int8."""
     narrow_rows: tuple[str, ...] = ()

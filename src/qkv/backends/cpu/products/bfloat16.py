@@ -108,6 +108,25 @@ def multiply_add_pairs(e: Emitter, x: Value, y: Value, total: Value) -> Value:
     return e.machine_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", e.vector, total, *pairs)
 
 
+def multiply_add_quads(e: Emitter, x: Value, y: Value, total: Value) -> Value:
+    """total + X Y^T for every four lanes: X and Y are two rows of two pairs, the total is 2 x 2.
+
+    BFMMLA does what BFDOT does with the first pair of each row, and then with the second one (Arm,
+    "Architecture Reference Manual", BFMatMulAdd).
+    """
+    if e.emulated:
+        for pair in range(2):
+            rows, columns = (
+                e.shuffle_mask([i + 2 * n + pair for i in range(0, e.lanes, 4) for n in picks])
+                for picks in ((0, 0, 1, 1), (0, 1, 0, 1))
+            )
+            first = e.builder.shuffle_vector(x, x, rows)
+            second = e.builder.shuffle_vector(y, y, columns)
+            total = multiply_add_pairs(e, first, second, total)
+        return total
+    return _by_quarters(e, _bfmmla, x, y, total)
+
+
 def _by_quarters(e: Emitter, compute: Callable[..., Value], *vectors: Value) -> Value:
     """What `compute` makes of four neighbouring lanes at a time, side by side."""
     parts = [
@@ -126,6 +145,11 @@ def _by_quarters(e: Emitter, compute: Callable[..., Value], *vectors: Value) -> 
 def _bfdot(e: Emitter, x: Value, y: Value, total: Value) -> Value:
     pairs = (e.builder.bitcast(pair, _BFLOATS) for pair in (x, y))
     return e.machine_intrinsic("llvm.aarch64.neon.bfdot.v4f32.v8bf16", _FLOATS, total, *pairs)
+
+
+def _bfmmla(e: Emitter, x: Value, y: Value, total: Value) -> Value:
+    rows = (e.builder.bitcast(each, _BFLOATS) for each in (x, y))
+    return e.machine_intrinsic("llvm.aarch64.neon.bfmmla", _FLOATS, total, *rows)
 
 
 def join_pairs(e: Emitter, first: Value, second: Value) -> Value:
