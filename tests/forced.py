@@ -9,7 +9,7 @@ from qkv.errors import ArgumentError
 from sampling import sample
 
 OF_X86 = ("amx", "avx512-bf16", "avx512", "avx2", "sse")
-OF_ARM = ("neon-bf16", "neon")
+OF_ARM = ("neon-bf16", "neon-fhm", "neon")
 WITH_BFLOAT16 = ("amx", "avx512-bf16", "neon-bf16")
 """Those that multiply bfloat16."""
 

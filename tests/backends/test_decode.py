@@ -27,6 +27,7 @@ from qkv.backends.cpu.decode.layout import (
     shared_bytes,
 )
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock, word_index
+from qkv.backends.cpu.machine import host as cpu_host
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes import decode as streaming
 from qkv.backends.cpu.passes import workers
@@ -38,11 +39,12 @@ from qkv.problem.building.check import check
 from qkv.problem.scores import Scores
 from qkv.testing import DTYPES, Case, bounds, cases, check_case, truth
 from qkv.variants import ALL
+from watched import forget_prepared_calls
 
 from test_cpu import MODS  # isort: skip
 
 
-NARROW = [as_it_runs(isa) for isa in ("avx2", "sse")]
+NARROW = [as_it_runs(isa) for isa in ("avx2", "sse", "neon-bf16")]
 SUITE = [
     pytest.param(case, dtype, id=f"{case.name}-{dtype}")
     for case in cases()
@@ -139,8 +141,9 @@ def test_any_head_dim(head_dim, dtype) -> None:
 
 @pytest.mark.parametrize("head_dim", [17, 31, 128])
 @pytest.mark.parametrize("size", [1.0, 2.0**-90, 2.0**90])
-def test_scores_of_bfloat16_pairs(head_dim, size, monkeypatch) -> None:
-    """By the instruction, and by its emulation to the same bits; in pages, in tiles of 4, 2, 1."""
+@pytest.mark.parametrize("isa", ["avx512-bf16", "neon-bf16"])
+def test_scores_of_bfloat16_pairs(isa, head_dim, size, monkeypatch) -> None:
+    """By an instruction, and by its emulation to the same bits; in pages, in tiles of 4, 2, 1."""
     shapes = (1, 7, 1, head_dim), (1, 1, 60, head_dim), (1, 1, 60, 40)
     query, key, value = (
         normal(*shape, seed=n).astype(ml_dtypes.bfloat16) for n, shape in enumerate(shapes)
@@ -156,13 +159,42 @@ def test_scores_of_bfloat16_pairs(head_dim, size, monkeypatch) -> None:
         ]
         for size in (1, 3, 20)
     ]
-    for isa in both_ways("avx512-bf16"):
-        monkeypatch.setenv("QKV_ISA", isa)
+    for kernels in both_ways(isa):
+        monkeypatch.setenv("QKV_ISA", kernels)
         for rows in forms:
             out, lse = run(query, *rows)
             assert np.abs(out.astype(float) - expected.out).max() <= limit.out
             assert np.abs(lse - expected.lse).max() <= limit.lse
             found.add(out.tobytes() + lse.tobytes())
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "way"),
+    [
+        ("float64", {"row_products": 0}),
+        ("float32", {"row_products": 0}),
+        ("float16", {"row_products": 0}),
+        ("float16", {"narrow_rows": ()}),
+    ],
+)
+def test_what_changes_no_bit_on_arm(dtype, way, monkeypatch, no_prepared_calls) -> None:
+    """16 products at once or 4; float16 multiplied as it is or converted before, some of it
+    subnormal."""
+    monkeypatch.setenv("QKV_ISA", as_it_runs("neon-bf16"))
+    before = cpu_host._SHAPES["neon-bf16"]
+    kind, found = DTYPES[dtype], set()
+    for shape in (before, replace(before, **way)):
+        monkeypatch.setitem(cpu_host._SHAPES, "neon-bf16", shape)
+        forget_prepared_calls()
+        all_bytes = b""
+        for keys, head_dim, size in ((3, 40, 1.0), (700, 33, 2.0**-17), (90, 2, 4.0)):
+            query = normal(7, 1, head_dim, dtype=kind)
+            key = (size * normal(1, keys, head_dim)).astype(kind)
+            for result in run(query, key, normal(1, keys, 75, seed=1, dtype=kind), scale=1 / size):
+                all_bytes += result.tobytes()
+        found.add(all_bytes)
+    assert shape != before
     assert len(found) == 1
 
 

@@ -68,6 +68,13 @@ def assembly(triple: str, cpu: str, shape: TileShape, dtype: str) -> str:
     return compiled(emit(key), triple, cpu)
 
 
+def decoding(triple: str, cpu: str, isa: str, dtype: str) -> str:
+    """The kernel for few queries without variants, all operands of one type."""
+    shape = Host(cpu, "", isa).shape_of(plain_spec(dtype).compute_dtype)
+    key = DecodeKey(plain_spec(dtype), shape, 32, (dtype,) * 3, (False, False), dtype, False)
+    return compiled(emit_decode(key), triple, cpu)
+
+
 def plain_spec(dtype: str) -> Spec:
     array = np.zeros((1, 4, 4), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     return kernel_spec(check(array, array, array, ()).spec)
@@ -150,16 +157,28 @@ def test_pairs_of_bfloat16_stay_in_registers(cpu) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cpu", ["neoverse-v1", "neoverse-v2", "neoverse-n2", "cortex-x2"])
-def test_pairs_of_bfloat16_stay_in_registers_on_arm(cpu) -> None:
-    """A vector of 16 lanes is four registers: 24 products in at most 38 instructions."""
+@pytest.mark.parametrize(
+    ("triple", "cpu", "instruction", "most"),
+    [
+        (ARM, "neoverse-v1", "bfmmla", 31),
+        (ARM, "neoverse-v2", "bfmmla", 31),
+        (ARM, "neoverse-n2", "bfmmla", 31),
+        (APPLE, "apple-m2", "bfmmla", 31),
+        (ARM, "cortex-x2", "bfdot", 38),
+    ],
+)
+def test_products_of_bfloat16_stay_in_registers_on_arm(triple, cpu, instruction, most) -> None:
+    """16 queries and 4 keys: 16 products of two rows by two, of 4 elements each. By pairs, which
+    is for gradients alone, 24 products of 2 elements, 16 queries and 6 keys."""
     shape = Host(cpu, "", "neon-bf16").bfloat16_shape
-    text = assembly(ARM, cpu, shape, "bfloat16")
-    count = 4 * shape.vectors * shape.keys
-    loops = product_loops(text, r"bfdot\s", count)
+    count = 4 * shape.keys
+    if instruction == "bfdot":
+        shape, count = replace(shape, quads=False, keys=6), 24
+    text = assembly(triple, cpu, shape, "bfloat16")
+    loops = product_loops(text, rf"{instruction}(\.|\s)", count)
     assert len(loops) == 2
     for loop in loops:
-        assert len(loop) <= count + 14
+        assert len(loop) <= most
         assert not [line for line in loop if _STACK.search(line)]
     assert "bfcvtn" in text
 
@@ -260,22 +279,50 @@ def test_weights_of_parts_stay_in_registers(dtype) -> None:
 )
 def test_decoding_prefetches_rows_where_a_processor_needs_it(cpu, cache) -> None:
     triple, isa = MACHINES[cpu]
-    shape = Host(cpu, "", isa).shape
-    dtypes = ("float32",) * 3
-    key = DecodeKey(plain_spec("float32"), shape, 32, dtypes, (False, False), "float32", False)
-    assert set(re.findall(r"prefetch(\w+)", compiled(emit_decode(key), triple, cpu))) == {cache}
+    text = decoding(triple, cpu, isa, "float32")
+    assert set(re.findall(r"prefetch(\w+)", text)) == {cache}
 
 
 def test_decoding_multiplies_pairs_of_bfloat16_as_they_are() -> None:
     """16 sums in a loop stay in registers, and no key is widened."""
-    shape = Host("znver4", "", "avx512-bf16").shape
-    dtypes = ("bfloat16",) * 3
-    key = DecodeKey(plain_spec("bfloat16"), shape, 32, dtypes, (False, False), "bfloat16", False)
-    loops = product_loops(compiled(emit_decode(key), LINUX, "znver4"), r"vdpbf16ps\s.*%zmm", 16)
+    text = decoding(LINUX, "znver4", "avx512-bf16", "bfloat16")
+    loops = product_loops(text, r"vdpbf16ps\s.*%zmm", 16)
     assert loops
     for loop in loops:
         assert number_of(loop, "vpmovzxwd") == 0
         assert not any("%zmm" in line and _STACK.search(line) for line in loop)
+
+
+ON_ARM = [
+    (ARM, "cortex-a57", "neon", "float32", "fmla", 0),
+    (ARM, "neoverse-v1", "neon", "float32", "fmla", 0),
+    (ARM, "neoverse-n2", "neon", "float64", "fmla", 0),
+    (APPLE, "apple-m1", "neon", "bfloat16", "fmla", 1),
+    (APPLE, "apple-m1", "neon-fhm", "float16", "fmlal2?", 0),
+    (ARM, "neoverse-v1", "neon-bf16", "float16", "fmlal2?", 0),
+    (ARM, "neoverse-v2", "neon-bf16", "bfloat16", "bfdot", 0),
+    (APPLE, "apple-m2", "neon-bf16", "bfloat16", "bfdot", 0),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("triple", "cpu", "isa", "dtype", "multiply_add", "conversions"), ON_ARM)
+def test_decoding_on_arm(triple, cpu, isa, dtype, multiply_add, conversions) -> None:
+    """16 products of 4, 2 or 1 rows of Q with 4, 8 or 16 keys, whose vectors are loaded, and
+    converted if need be, once; besides that, a loop has at most 6 instructions. FMLAL and FMLAL2
+    multiply half a vector of float16 each."""
+    count = 16 if multiply_add != "fmlal2?" else 32
+    loops = product_loops(decoding(triple, cpu, isa, dtype), rf"{multiply_add}(\.|\s)", count)
+    # The last elements of a row are loaded under a mask (ld1), or in a function (bl).
+    loops = [loop for loop in loops if not number_of(loop, "ld1") + number_of(loop, "bl\t")]
+    of_rows = {rows + 16 // rows: 16 // rows for rows in (4, 2, 1)}
+    assert sorted(number_of(loop, "ld") for loop in loops) == sorted(of_rows)
+    for loop in loops:
+        loads = number_of(loop, "ld")
+        assert number_of(loop, "shll") == conversions * of_rows[loads]
+        assert number_of(loop, "fcvtl") == 0
+        assert len(loop) <= count + loads + conversions * of_rows[loads] + 6
+        assert not [line for line in loop if _STACK.search(line)]
 
 
 def test_a_tile_too_large_is_seen() -> None:

@@ -25,6 +25,7 @@ from qkv.problem.building.check import check
 from qkv.problem.tiles import TileGrid, TileKind
 from qkv.testing import bounds, cases, check_case, truth
 from qkv.variants import ALL
+from watched import forget_prepared_calls
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 CASES = [case for case in cases() if "bfloat16" in case.dtypes]
@@ -89,50 +90,77 @@ def test_tiles_that_the_system_refuses(monkeypatch) -> None:
         cpu_host._host.cache_clear()
 
 
-@pytest.mark.parametrize("multiplies", [True, False])
-def test_arm_with_and_without_bfloat16(monkeypatch, multiplies) -> None:
+@pytest.mark.parametrize(
+    ("features", "isa"),
+    [
+        ({"bf16", "fp16fml"}, "neon-bf16"),
+        ({"fp16fml"}, "neon-fhm"),
+        ({"bf16"}, "neon"),
+        (set(), "neon"),
+    ],
+)
+def test_arm_with_and_without_narrow_products(monkeypatch, features, isa) -> None:
     """What LLVM is told of the processor, whose list of features does not say it."""
     monkeypatch.setattr(cpu_host.platform, "machine", lambda: "aarch64")
-    monkeypatch.setattr(cpu_host, "multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr(cpu_host, "arm_features", lambda: frozenset(features))
     monkeypatch.delenv("QKV_ISA", raising=False)
     cpu_host._host.cache_clear()
     try:
         here = host()
-        assert here.isa == ("neon-bf16" if multiplies else "neon")
-        assert ("+bf16" in here.features.split(",")) == multiplies
-        assert (here.bfloat16_shape is not None) == multiplies
+        assert here.isa == isa
+        told = {name[1:] for name in here.features.split(",") if name.startswith("+")}
+        used = {"neon-bf16": {"bf16", "fp16fml"}, "neon-fhm": {"fp16fml"}, "neon": set()}[isa]
+        assert told & {"bf16", "fp16fml"} == used
+        assert (here.bfloat16_shape is not None) == (isa == "neon-bf16")
         monkeypatch.setenv("QKV_ISA", "neon")
         assert host().bfloat16_shape is None
+        assert host() != here or isa == "neon", "kernels are stored by what a host is"
     finally:
         monkeypatch.undo()
         cpu_host._host.cache_clear()
 
 
-def test_what_systems_say_of_bfloat16(monkeypatch) -> None:
-    """The answers of Linux (AT_HWCAP2) and macOS (sysctl), from libraries that give them."""
+@pytest.mark.parametrize("system", ["linux", "darwin", "win32"])
+def test_what_systems_say_of_an_arm_processor(monkeypatch, system) -> None:
+    """The answers of Linux (AT_HWCAP and AT_HWCAP2) and macOS (sysctl)."""
 
     class Library:
-        def __init__(self, word: int) -> None:
+        """Gives these answers."""
+
+        def __init__(self, hwcap: int, hwcap2: int) -> None:
+            names = {"FEAT_FHM": hwcap >> 23 & 1, "FEAT_BF16": hwcap2 >> 14 & 1}
+            found_by_name = {f"hw.optional.arm.{n}".encode(): on for n, on in names.items()}
+
             def getauxval(kind):
-                return word if kind == 26 else 0
+                return {16: hwcap, 26: hwcap2}.get(kind, 0)
 
             def sysctlbyname(name, found, size, new, length):
-                if name != b"hw.optional.arm.FEAT_BF16":
-                    return -1
-                found._obj.value = word >> 14 & 1
+                found._obj.value = found_by_name[name]
                 return 0
 
             self.getauxval, self.sysctlbyname = getauxval, sysctlbyname
 
-    for system in ("linux", "darwin"):
-        monkeypatch.setattr(arm_features.sys, "platform", system)
-        for word, expected in ((1 << 14, True), (1 << 13, False), (0xFFFF, True)):
-            monkeypatch.setattr(arm_features.ctypes, "CDLL", lambda _, word=word: Library(word))
-            assert arm_features.multiplies_bfloat16() is expected
+    fhm, bf16 = 1 << 23, 1 << 14
+    monkeypatch.setattr(arm_features.sys, "platform", system)
+    for words, expected in (
+        ((fhm, bf16), {"bf16", "fp16fml"}),
+        ((fhm, 0), {"fp16fml"}),
+        ((0, bf16), {"bf16"}),
+        ((~fhm & 2**32 - 1, ~bf16 & 2**32 - 1), set()),
+        ((bf16, fhm), set()),
+    ):
+        monkeypatch.setattr(arm_features.ctypes, "CDLL", lambda _, words=words: Library(*words))
+        assert arm_features.arm_features() == (set() if system == "win32" else expected)
     monkeypatch.setattr(arm_features.ctypes, "CDLL", lambda _: object())
-    assert not arm_features.multiplies_bfloat16()
-    monkeypatch.setattr(arm_features.sys, "platform", "win32")
-    assert not arm_features.multiplies_bfloat16()
+    assert arm_features.arm_features() == set()
+
+
+def test_a_system_that_does_not_know_the_name(monkeypatch) -> None:
+    """macOS before a name came: sysctl fails."""
+    unknown = type("Library", (), {"sysctlbyname": staticmethod(lambda *_: -1)})
+    monkeypatch.setattr(arm_features.sys, "platform", "darwin")
+    monkeypatch.setattr(arm_features.ctypes, "CDLL", lambda _: unknown)
+    assert arm_features.arm_features() == set()
 
 
 # Numbers
@@ -193,6 +221,26 @@ def test_weights_are_rounded_to_nearest(isa) -> None:
     found = qkv.backends.cpu.CpuBackend().run(check(*problem[:3], (problem[3], sinks)))
     assert found.out.dtype == np.float32
     assert np.abs(found.out - 1).max() < 2.0**-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "keys", "dim", "v_dim"), [(40, 301, 34, 65), (17, 5, 130, 1)])
+def test_two_rows_at_once_change_no_bit(
+    rows, keys, dim, v_dim, monkeypatch, no_prepared_calls
+) -> None:
+    """BFMMLA, by two rows of keys and of columns of values, and BFDOT; some values not finite."""
+    monkeypatch.setenv("QKV_ISA", as_it_runs("neon-bf16"))
+    arrays = normal(2, rows, dim), normal(1, keys, dim, seed=1), normal(1, keys, v_dim, seed=2)
+    arrays[2][0, keys // 2] = np.nan
+    shape, found = host().bfloat16_shape, set()
+    assert shape.quads
+    for quads in (True, False):
+        known = replace(cpu_host._BFLOAT16_SHAPES["neon-bf16"], quads=quads)
+        monkeypatch.setitem(cpu_host._BFLOAT16_SHAPES, "neon-bf16", known)
+        forget_prepared_calls()
+        results = [run(*arrays, q_offset=0), run(*arrays, qkv.Causal(), q_offset="end")]
+        found.add(b"".join(each.tobytes() for pair in results for each in pair))
+    assert len(found) == 1
 
 
 # What is forbidden, and what is not finite

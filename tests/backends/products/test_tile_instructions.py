@@ -14,7 +14,11 @@ from forced import both_ways
 from qkv.backends.cpu.compiler.compile import EmitFunction, Kernel, build
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter
 from qkv.backends.cpu.machine.host import Host, host
-from qkv.backends.cpu.products.bfloat16 import multiply_add_pairs, round_to_bfloat16
+from qkv.backends.cpu.products.bfloat16 import (
+    multiply_add_pairs,
+    multiply_add_quads,
+    round_to_bfloat16,
+)
 from qkv.backends.cpu.products.layout import TILE_BYTES, TILE_SIZE
 from qkv.backends.cpu.products.tile_instructions import configure, release, tiles_of
 
@@ -101,6 +105,17 @@ def bfdot(a: Array, b: Array, c: Array) -> Array:
     return out
 
 
+def bfmmla(a: Array, b: Array, c: Array) -> Array:
+    """BFMMLA for each row of lanes: in every four, 2 x 4 by 4 x 2 elements, two pairs in order."""
+    out = c.copy()
+    for m, n in np.ndindex(c.shape):
+        first, (i, j) = n // 4 * 8, divmod(n % 4, 2)
+        for pair in (first, first + 2):
+            left, right = (x[m : m + 1, pair + 4 * k :][:, :2] for x, k in ((a, i), (b, j)))
+            out[m, n] = bfdot(left, right, out[m : m + 1, n : n + 1])[0, 0]
+    return out
+
+
 # What runs
 
 
@@ -126,6 +141,8 @@ def emit(instruction: str, emulated: bool, pairs_by: str) -> str:
                 x, y, total = (e.load_vector(e.at(place, offset)) for place in (a, b, c))
                 if instruction in ("pairs", "bfdot"):
                     found = multiply_add_pairs(e, x, y, total)
+                elif instruction == "bfmmla":
+                    found = multiply_add_quads(e, x, y, total)
                 else:
                     found = round_to_bfloat16(e, e.as_bits(x), e.as_bits(y))
                 e.store(found, e.at(c, offset), TILE_BYTES)
@@ -165,6 +182,7 @@ DEFINITIONS: dict[str, Callable[[Array, Array, Array], Array]] = {
     "tiles": tile_product,
     "pairs": pair_product,
     "bfdot": bfdot,
+    "bfmmla": bfmmla,
 }
 
 
@@ -270,6 +288,19 @@ def test_numbers_near_the_least(instruction) -> None:
     assert (np.abs(found[found != 0]) >= np.float32(NORMAL)).all()
     if emulated:
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("isa", both_ways("neon-bf16"))
+def test_two_rows_by_two(isa, monkeypatch) -> None:
+    """BFMMLA, for numbers of all sizes: as the definition, on any machine."""
+    monkeypatch.setenv("QKV_ISA", isa)
+    monkeypatch.setenv("QKV_CACHE_DIR", "")
+    for seed, (low, high) in enumerate([(-3, 4), (-40, 41), (-66, -60)]):
+        a, b, c = random(seed, low, high)
+        c *= np.float32(2.0 ** (low if low < -60 else 0))
+        require_same("bfmmla", (a, b, c), exact=True)
+    a[0, ::5], b[1, ::3], c[2, ::4] = np.inf, np.nan, -np.inf
+    require_same("bfmmla", (a, b, c), exact=True)
 
 
 @pytest.mark.parametrize("isa", both_ways("amx"))

@@ -102,8 +102,8 @@ class _Decode:
         self.e = self.frame.e
         self.softmax = RowSoftmax(self.frame, key)
         self.merge = RecordMerge(self.frame, key)
-        self.score_row = (STRETCH_KV + self.e.lanes) * self.e.real_bytes
-        """Bytes of a row of S, with room behind it for a vector."""
+        self.score_row = (STRETCH_KV + key.shape.products_at_once) * self.e.real_bytes
+        """Bytes of a row of S, with room behind it for the products of one more step."""
         self.products = RowProducts(self.e, key.dtypes, self.score_row, key.shape)
         self.query_bytes = storage.ITEM_BYTES[self.products.query_dtype]
         has_tiles = key.shape.byte_tiles and self.e.real == FLOAT and "int8" in key.dtypes

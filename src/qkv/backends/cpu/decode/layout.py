@@ -127,7 +127,8 @@ def shared_bytes(groups: int, kv_len: int, record: int) -> int:
 def scratch_bytes(spec: Spec, shape: TileShape) -> int:
     """Memory of one worker: Q; P, sums B, and factors of a panel; scales, K or V; tiles."""
     rows, dims = spec.group_size * spec.q_len, (spec.head_dim, spec.v_head_dim)
-    each_row = STRETCH_KV + padded(spec.v_head_dim, shape.lanes) + 2 * shape.lanes
+    width = padded(spec.v_head_dim, shape.lanes) + shape.lanes
+    each_row = STRETCH_KV + shape.products_at_once + width
     shared = 2 * STRETCH_KV + BLOCK_KV * max(dims) + rows * spec.head_dim
     size = (each_row * panel_of(spec) + shared) * spec.compute_dtype.itemsize
     stored = [each.dtype for each in (spec.key_storage, spec.value_storage) if each]

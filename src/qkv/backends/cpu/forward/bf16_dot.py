@@ -36,9 +36,8 @@ from qkv.backends.cpu.forward.score_blocks import (
     ValueBlock,
 )
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.products.bfloat16 import join_pairs, multiply_add_pairs, present_elements
+from qkv.backends.cpu.products.bfloat16 import join_pairs, present_elements
 from qkv.backends.cpu.products.layout import CHUNK, round_to_chunks
-from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors
 from qkv.problem.language.expressions import TRUE
 from qkv.problem.spec import Spec
 
@@ -109,29 +108,7 @@ class Bf16Operands(PairOperands):
         return function
 
     def product_function(self, name: str, *, onto: bool) -> Value:
-        """A function `(rows, packed, out, row, count, pairs)`:
-
-        out[i, :] = (out[i, :] if onto else 0) + sum_p rows[i, p] . packed[p, :]
-        """
-        e = self.e
-        with e.function(name, [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
-            rows, packed, out, row, count, pairs = args
-
-            def store_products(i: Value, products: list[Value], _: list[Value]) -> list[Value]:
-                place = e.at(out, e.mul(i, self.width))
-                if onto:
-                    held = [
-                        e.load_vector(e.at(place, n * e.vector_bytes)) for n in range(len(products))
-                    ]
-                    products = list(map(e.builder.fadd, held, products))
-                store_vectors(e, place, products)
-                return []
-
-            dot_rows(
-                e, rows, row, count, packed, self.vectors, pairs, self.frame.shape.keys, [],
-                store_products, SumOrder(multiply_add_pairs),
-            )  # fmt: skip
-        return function
+        return self.rows.packed.product_function(name, onto=onto)
 
     def place_of_pair(self, scores: Value, k: Value, width: Value) -> Value:
         e = self.e
@@ -140,9 +117,10 @@ class Bf16Operands(PairOperands):
     def store_pair(self, first: Value, second: Value, place: Value) -> None:
         self.e.store_vector(join_pairs(self.e, first, second), place)
 
-    def clear_pairs(self, weights: Value, first: Value, stop: Value) -> None:
+    def finish_pairs(self, weights: Value, first: Value, stop: Value) -> None:
         e = self.e
         e.clear(weights, e.mul(first, self.width), e.mul(stop, self.width))
+        self.rows.packed.finish(weights, stop)
 
     def sift_function(self) -> Value:
         """A function `(values, v_head_dim, count)`: whether any value is not finite.

@@ -18,6 +18,7 @@ from qkv.backends.cpu.products.bfloat16 import (
     split_pairs,
 )
 from qkv.backends.cpu.products.layout import CHUNK
+from qkv.backends.cpu.products.packed_pairs import packed_pairs
 from qkv.backends.cpu.products.query_lanes import vectors_at
 
 
@@ -28,6 +29,7 @@ class Bf16Rows:
     def __init__(self, frame: ForwardFrame, vectors: int) -> None:
         self.frame, self.e = frame, frame.e
         self.vectors = vectors
+        self.packed = packed_pairs(self.e, frame.shape, vectors)
         self.width = self.vectors * self.e.vector_bytes
 
     def copy_function(self) -> Value:
@@ -86,7 +88,7 @@ class Bf16Rows:
                 present = present_elements(e, e.sub(head_dim, d))
                 loaded = [load_chunk(e, e.at(place, e.mul(d, 2)), present) for place in places]
                 start = e.at(packed, e.mul(d, self.width // 2))
-                for p, pairs in enumerate(e.transpose(loaded)):
+                for p, pairs in enumerate(self.packed.packed_rows(e.transpose(loaded))):
                     signed = e.as_floats(b.xor(e.as_bits(pairs), flip))
                     e.store_vector(signed, e.at(start, p * self.width))
 
@@ -173,7 +175,7 @@ class Bf16Rows:
 
             def add_key(k: Value, _: list[Value]) -> None:
                 is_second = b.trunc(b.and_(k, e.index(1)), BIT)
-                pairs = vectors_at(e, weights, self.vectors, b.ashr(k, e.index(1)))
+                pairs = self.packed.pairs_at(weights, b.ashr(k, e.index(1)))
                 halves = [split_pairs(e, pair) for pair in pairs]
                 weights_of_key = [b.select(is_second, second, first) for first, second in halves]
 

@@ -117,10 +117,10 @@ def rescale_output(
     v_head_dim: Value,
     count: Value,
 ) -> Value:
-    """Rescale O and pad the weights to a whole chunk; gives the number of pairs of weights."""
+    """Rescale O and make a right factor of the weights; gives the number of their pairs."""
     e, b = operands.e, operands.e.builder
     pairs = e.add(b.ashr(e.sub(count, 1), e.index(1)), 1)
-    operands.clear_pairs(weights, pairs, b.ashr(emit_round_to_chunks(e, count), e.index(1)))
+    operands.finish_pairs(weights, pairs, b.ashr(emit_round_to_chunks(e, count), e.index(1)))
     factors = vectors_at(e, rescale, operands.vectors)
     any_rescaled = ir.Constant(BIT, 0)
     lanes = ir.IntType(e.lanes)

@@ -143,8 +143,8 @@ class PairOperands(ABC):
         """Store two weights of each lane as a pair."""
 
     @abstractmethod
-    def clear_pairs(self, weights: Value, first: Value, stop: Value) -> None:
-        """Set pairs of weights to 0, which pad the last chunk."""
+    def finish_pairs(self, weights: Value, first: Value, stop: Value) -> None:
+        """Set pairs of weights to 0, which pad the last chunk, and make a right factor of all."""
 
     @abstractmethod
     def buffers(self, scratch: Value, head_dim: Value, v_head_dim: Value) -> Buffers:

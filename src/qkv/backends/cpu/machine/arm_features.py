@@ -1,29 +1,43 @@
-"""Whether an Arm processor multiplies bfloat16, as the system says: LLVM does not list that."""
+"""What an Arm processor multiplies, as the system says: LLVM does not list that."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 
-__all__ = ["multiplies_bfloat16"]
+__all__ = ["arm_features"]
 
-_AT_HWCAP2 = 26
-_HWCAP2_BF16 = 1 << 14
-"""Linux, `getauxval` and arch/arm64/include/uapi/asm/hwcap.h."""
+_AT_HWCAP, _AT_HWCAP2 = 16, 26
+_FEATURES = {
+    "bf16": (_AT_HWCAP2, 1 << 14, b"hw.optional.arm.FEAT_BF16"),
+    "fp16fml": (_AT_HWCAP, 1 << 23, b"hw.optional.arm.FEAT_FHM"),
+}
+"""Where Linux (`getauxval`, arch/arm64/include/uapi/asm/hwcap.h) and macOS (`sysctl`) have them."""
 
 
-def multiplies_bfloat16() -> bool:
-    """Whether there are BFDOT and BFCVT (FEAT_BF16), as far as Linux or macOS tell."""
+def arm_features() -> frozenset[str]:
+    """Which there are, as far as Linux or macOS tell, of the instructions that have LLVM's names
+    "bf16" (FEAT_BF16: BFDOT, BFMMLA, BFCVTN) and "fp16fml" (FEAT_FHM: FMLAL)."""
     try:
-        library = ctypes.CDLL(None)
-        if sys.platform == "darwin":
+        has = _asker()
+        return frozenset(name for name, places in _FEATURES.items() if has(*places))
+    except (AttributeError, OSError, TypeError):
+        return frozenset()
+
+
+def _asker() -> Callable[[int, int, bytes], bool]:
+    """What asks the system for one feature."""
+    library = ctypes.CDLL(None)
+    if sys.platform == "darwin":
+
+        def ask_sysctl(_kind: int, _bit: int, name: bytes) -> bool:
             found, size = ctypes.c_int32(0), ctypes.c_size_t(4)
-            name = b"hw.optional.arm.FEAT_BF16"
             failed = library.sysctlbyname(name, ctypes.byref(found), ctypes.byref(size), None, 0)
             return failed == 0 and found.value == 1
-        if sys.platform == "linux":
-            library.getauxval.restype, library.getauxval.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
-            return bool(library.getauxval(_AT_HWCAP2) & _HWCAP2_BF16)
-    except (AttributeError, OSError, TypeError):
-        pass
-    return False
+
+        return ask_sysctl
+    if sys.platform == "linux":
+        library.getauxval.restype, library.getauxval.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
+        return lambda kind, bit, _name: bool(library.getauxval(kind) & bit)
+    return lambda _kind, _bit, _name: False

@@ -1,9 +1,10 @@
 """The machine that code is compiled for.
 
 `QKV_ISA` forces a lesser instruction set: "amx" (bfloat16 tiles), "avx512-bf16" (pairs of
-bfloat16), "avx512", "avx2", "sse", "neon-bf16" or "neon". For tests, "amx-emulated" and the like
-run the kernels of any set on any machine: vectors are made of shorter ones, and instructions for
-bfloat16 are written out (`products.tile_instructions`), which is slow.
+bfloat16), "avx512", "avx2", "sse", "neon-bf16" (pairs of bfloat16, and float16), "neon-fhm"
+(float16) or "neon". For tests, "amx-emulated" and the like run the kernels of any set on any
+machine: vectors are made of shorter ones, and instructions for bfloat16 are written out
+(`products.tile_instructions`), which is slow.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ from typing import Any
 import numpy as np
 
 from qkv.backends.cpu.machine import threadpool_limits
-from qkv.backends.cpu.machine.arm_features import multiplies_bfloat16
+from qkv.backends.cpu.machine.arm_features import arm_features
 from qkv.backends.cpu.machine.processor import processor
 from qkv.backends.cpu.machine.tile_permission import may_use_tiles, tile_refusal
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.errors import ArgumentError
 
 _AVX512 = TileShape(lanes=16, vectors=4, keys=4, halves=True)
-_NEON = TileShape(lanes=4, vectors=4, keys=4, halves=True)
+_NEON = TileShape(lanes=4, vectors=4, keys=4, halves=True, row_products=16)
 _SHAPES = {
     "amx": replace(_AVX512, byte_tiles=True),
-    "avx512-bf16": replace(_AVX512, pair_rows=True),
+    "avx512-bf16": replace(_AVX512, narrow_rows=("bfloat16",)),
     "avx512": _AVX512,
     "avx2": TileShape(lanes=8, vectors=3, keys=4, halves=True),
     "sse": TileShape(lanes=4, vectors=3, keys=3, fused=False),
-    "neon-bf16": _NEON,
+    "neon-bf16": replace(_NEON, narrow_rows=("bfloat16", "float16"), pairs_by="bfdot"),
+    "neon-fhm": replace(_NEON, narrow_rows=("float16",)),
     "neon": _NEON,
 }
 """The tile shape for float32, for each instruction set."""
@@ -46,10 +48,11 @@ _BFLOAT16_SHAPES = {
     "neon-bf16": TileShape(
         lanes=16,
         vectors=1,
-        keys=6,
+        keys=4,
         halves=True,
         product="pairs",
         pairs_by="bfdot",
+        quads=True,
         q_blocks_per_task=16,
     ),
 }
@@ -64,6 +67,11 @@ _REQUIRED = {
     "avx2": frozenset({"avx2", "fma", "f16c"}),
 }
 """Features of the processor that each instruction set needs, the fastest set first."""
+_REQUIRED_ON_ARM = {
+    "neon-bf16": frozenset({"bf16", "fp16fml"}),
+    "neon-fhm": frozenset({"fp16fml"}),
+    "neon": frozenset[str](),
+}
 _FAR_PREFETCH: dict[str, Any] = {"nearest": False, "reach": 16 * 1024}
 _PREFETCH = dict.fromkeys(("znver1", "znver2", "znver3", "znver4"), _FAR_PREFETCH)
 """How some processors prefetch best, where that differs from the defaults of `TileShape`."""
@@ -148,7 +156,8 @@ def _host(forced: str) -> Host:
     has = {name for name, present in features.items() if present}
     withheld: list[tuple[str, str]] = []
     if platform.machine().lower() in ("arm64", "aarch64"):
-        usable = ["neon-bf16", "neon"] if multiplies_bfloat16() else ["neon"]
+        known = arm_features()
+        usable = [isa for isa, needs in _REQUIRED_ON_ARM.items() if needs <= known]
     else:
         usable = [isa for isa, needs in _REQUIRED.items() if needs <= has] + ["sse"]
         if usable[0] == "amx" and not may_use_tiles():
@@ -169,7 +178,6 @@ def _host(forced: str) -> Host:
     for name in features:
         if name.startswith(dropped):
             features[name] = False
-    if isa == "neon-bf16":
-        features["bf16"] = True
+    features |= dict.fromkeys(_REQUIRED_ON_ARM.get(isa, ()), True)
     flat = ",".join(("+" if on else "-") + name for name, on in sorted(features.items()))
     return Host(described.cpu, flat, isa, emulated_on)

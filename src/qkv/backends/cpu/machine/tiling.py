@@ -25,10 +25,14 @@ class TileShape:
     """What one instruction multiplies: elements, or pairs or tiles of bfloat16."""
     pairs_by: Literal["vdpbf16ps", "bfdot"] = "vdpbf16ps"
     """The instruction that multiplies pairs, which says how products are added up and rounded."""
+    quads: bool = False
+    """Whether one instruction multiplies two pairs of two rows with those of two others."""
     byte_tiles: bool = False
     """Whether one instruction multiplies tiles of int8."""
-    pair_rows: bool = False
-    """Whether decoding multiplies rows of bfloat16 by pairs."""
+    narrow_rows: tuple[str, ...] = ()
+    """Types of 16 bits whose rows decoding multiplies without converting them."""
+    row_products: int = 0
+    """Number of products of rows that decoding computes at once; 0 means one for each lane."""
     emulated: bool = False
     """Whether instructions that multiply bfloat16 are written out as ordinary vector code."""
     terms: int = 1
@@ -49,6 +53,11 @@ class TileShape:
     @property
     def block_q(self) -> int:
         return self.lanes * self.vectors
+
+    @property
+    def products_at_once(self) -> int:
+        """Number of products of rows that decoding computes at once, each in a vector."""
+        return self.row_products or self.lanes
 
     def keys_of(self, vectors: int) -> int:
         """Keys, or columns, of a tile of fewer vectors: as many as fit, and are still addressed."""

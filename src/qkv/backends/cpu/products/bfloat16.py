@@ -8,6 +8,7 @@ them, but for the conversion to bfloat16 of Arm.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from llvmlite import ir
 
@@ -42,25 +43,28 @@ def emit_round_to_chunks(e: Emitter, dim: Value) -> Value:
 
 
 def present_elements(e: Emitter, count: Value) -> Value:
-    """A mask of the elements that a chunk has if `count` are left, its first ones."""
-    b = e.builder
-    left = b.trunc(e.least(count, CHUNK), INT16)
-    empty = ir.Constant(HALVES, ir.Undefined)
+    """A mask of the elements that a vector of pairs has if `count` are left, its first ones."""
+    b, size = e.builder, 2 * e.lanes
+    halves = ir.VectorType(INT16, size)
+    left = b.trunc(e.least(count, size), INT16)
+    empty = ir.Constant(halves, ir.Undefined)
     first = b.insert_element(empty, left, ir.Constant(INT32, 0))
-    numbers = ir.Constant(HALVES, list(range(CHUNK)))
-    counts = b.shuffle_vector(first, empty, e.shuffle_mask([0] * CHUNK))
+    numbers = ir.Constant(halves, list(range(size)))
+    counts = b.shuffle_vector(first, empty, e.shuffle_mask([0] * size))
     return b.icmp_signed("<", numbers, counts)
 
 
 def load_chunk(e: Emitter, place: Value, present: Value) -> Value:
-    """32 elements as 16 pairs; elements that are not `present` are not read, but 0."""
-    if e.pairs_by == "vdpbf16ps" or e.emulated:
-        return e.builder.bitcast(e.load_where(present, place, HALVES, 2), e.vector)
-    marks = e.builder.bitcast(present, INT32)
-    return e.builder.call(_load_chunk_function(e), [place, marks])
+    """A pair of elements in each lane; elements that are not `present` are not read, but 0."""
+    halves = ir.VectorType(INT16, 2 * e.lanes)
+    has_masked_loads = e.pairs_by == "vdpbf16ps" and halves.count == CHUNK
+    if has_masked_loads or e.emulated:
+        return e.builder.bitcast(e.load_where(present, place, halves, 2), e.vector)
+    marks = e.builder.bitcast(present, ir.IntType(halves.count))
+    return e.builder.call(_load_chunk_function(e, halves), [place, marks])
 
 
-def _load_chunk_function(e: Emitter) -> Value:
+def _load_chunk_function(e: Emitter, halves: Any) -> Value:
     """A function `(place, marks)` that does the same with the mask in a word.
 
     Without instructions for masked loads, LLVM writes a branch for each element. So they stand
@@ -70,12 +74,13 @@ def _load_chunk_function(e: Emitter) -> Value:
     known = e.module.globals.get(name)
     if known is not None:
         return known
-    with e.function(name, [POINTER, INT32], e.vector) as (function, (place, marks)):
+    word = ir.IntType(halves.count)
+    with e.function(name, [POINTER, word], e.vector) as (function, (place, marks)):
         b = e.builder
-        with b.if_then(b.icmp_signed("==", marks, ir.Constant(INT32, -1)), likely=True):
+        with b.if_then(b.icmp_signed("==", marks, ir.Constant(word, -1)), likely=True):
             b.ret(e.load(place, e.vector, 2))
-        present = b.bitcast(marks, ir.VectorType(BIT, CHUNK))
-        b.ret(b.bitcast(e.load_where(present, place, HALVES, 2), e.vector))
+        present = b.bitcast(marks, ir.VectorType(BIT, halves.count))
+        b.ret(b.bitcast(e.load_where(present, place, halves, 2), e.vector))
     return function
 
 
@@ -96,6 +101,25 @@ def multiply_add_pairs(e: Emitter, x: Value, y: Value, total: Value) -> Value:
     return e.machine_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", e.vector, total, *pairs)
 
 
+def multiply_add_quads(e: Emitter, x: Value, y: Value, total: Value) -> Value:
+    """total + X Y^T for every four lanes: X and Y are two rows of two pairs, the total is 2 x 2.
+
+    BFMMLA does what BFDOT does with the first pair of each row, and then with the second one (Arm,
+    "Architecture Reference Manual", BFMatMulAdd).
+    """
+    if e.emulated:
+        for pair in range(2):
+            rows, columns = (
+                e.shuffle_mask([i + 2 * n + pair for i in range(0, e.lanes, 4) for n in picks])
+                for picks in ((0, 0, 1, 1), (0, 1, 0, 1))
+            )
+            first = e.builder.shuffle_vector(x, x, rows)
+            second = e.builder.shuffle_vector(y, y, columns)
+            total = multiply_add_pairs(e, first, second, total)
+        return total
+    return _by_quarters(e, _bfmmla, x, y, total)
+
+
 def _by_quarters(e: Emitter, compute: Callable[..., Value], *vectors: Value) -> Value:
     """What `compute` makes of four neighbouring lanes at a time, side by side."""
     parts = [
@@ -114,6 +138,11 @@ def _by_quarters(e: Emitter, compute: Callable[..., Value], *vectors: Value) -> 
 def _bfdot(e: Emitter, x: Value, y: Value, total: Value) -> Value:
     pairs = (e.builder.bitcast(pair, _BFLOATS) for pair in (x, y))
     return e.machine_intrinsic("llvm.aarch64.neon.bfdot.v4f32.v8bf16", _FLOATS, total, *pairs)
+
+
+def _bfmmla(e: Emitter, x: Value, y: Value, total: Value) -> Value:
+    rows = (e.builder.bitcast(each, _BFLOATS) for each in (x, y))
+    return e.machine_intrinsic("llvm.aarch64.neon.bfmmla", _FLOATS, total, *rows)
 
 
 def join_pairs(e: Emitter, first: Value, second: Value) -> Value:

@@ -2,7 +2,8 @@
 
 K and V are read as they lie, rows with adjacent elements of any type, a vector at a time. Each
 vector of K and V is multiplied with several rows of Q, so that it is loaded and widened once. Where
-both Q and K are bfloat16 and the machine multiplies pairs, K is not widened at all. The product of
+both Q and K are of one type of 16 bits and the machine multiplies that, K is not widened at all: a
+lane then has two elements, which are a pair in bfloat16. The product of
 two rows is first a sum in every lane; the lanes of as many products as there are lanes are then
 added up together.
 Matrices of scores have `score_row` bytes from row to row of Q, one element for each key.
@@ -26,7 +27,7 @@ from qkv.backends.cpu.emit.emitter import (
 )
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.bfloat16 import load_chunk, multiply_add_pairs, present_elements
-from qkv.backends.cpu.products.layout import CHUNK
+from qkv.backends.cpu.products.float16 import multiply_add_halves
 
 _PREFETCHED_BYTES = 512 * 1024
 """Rows are prefetched if all of K, or of V, has at least so many bytes. The processor follows
@@ -39,18 +40,18 @@ def loop_over_vectors(
     carried: list[Value],
     body: Callable[[Value, Value | None, list[Value]], list[Value]],
     *,
-    pairs: bool = False,
+    narrow: bool = False,
 ) -> list[Value]:
-    """`body(d, live, carried)` for each vector of a row, of elements or of `pairs` of them.
+    """`body(d, live, carried)` for each vector of a row; if `narrow`, a lane has two elements.
 
     `live` are the elements that a vector has, None if it has all.
     """
-    size = CHUNK if pairs else e.lanes
+    size = 2 * e.lanes if narrow else e.lanes
     whole = e.round_down(dim, size)
 
     def visit_last(d: Value, old: list[Value]) -> list[Value]:
         left = e.sub(dim, d)
-        return body(d, present_elements(e, left) if pairs else e.first_lanes(left), old)
+        return body(d, present_elements(e, left) if narrow else e.first_lanes(left), old)
 
     carried = e.loop(0, whole, size, carried, lambda d, old: body(d, None, old))
     return e.loop(whole, dim, size, carried, visit_last)
@@ -62,12 +63,12 @@ def load_vector_at(e: Emitter, row: Value, d: Value, dtype: str, live: Value | N
     return storage.load(e, place, dtype, e.lanes, live)
 
 
-def load_pairs_at(
+def load_narrow_at(
     e: Emitter, row: Value, d: Value, live: Value | None, *, in_halves: bool = False
 ) -> Value:
-    """Elements of bfloat16 from d on of a row, in pairs; those that are not `live` are 0.
+    """Elements of 16 bits from d on of a row, two in a lane; those that are not `live` are 0.
 
-    `in_halves` makes two loads of a whole chunk, which LLVM would join if they were not settled.
+    `in_halves` makes two loads of a vector, which LLVM would join if they were not settled.
     """
     place = e.at(row, e.mul(d, storage.ITEM_BYTES["bfloat16"]))
     if live is not None:
@@ -75,7 +76,7 @@ def load_pairs_at(
     if not in_halves:
         return e.load(place, e.vector, 2)
     half = ir.VectorType(e.real, e.lanes // 2)
-    parts = [e.settled(e.load(e.at(place, n * CHUNK), half, 2)) for n in range(2)]
+    parts = [e.settled(e.load(e.at(place, n * 2 * e.lanes), half, 2)) for n in range(2)]
     return e.builder.shuffle_vector(*parts, e.shuffle_mask(range(e.lanes)))
 
 
@@ -88,11 +89,13 @@ class RowProducts:
         self.e, self.shape = e, shape
         query_dtype, self.key_dtype, self.value_dtype = dtypes
         self.score_row = score_row
-        self.by_pairs = shape.pair_rows and query_dtype == self.key_dtype == "bfloat16"
-        """Whether scores are sums of products of pairs."""
-        self.query_dtype = "bfloat16" if self.by_pairs else storage.real_dtype(e)
+        self.narrow = query_dtype == self.key_dtype and query_dtype in shape.narrow_rows
+        """Whether Q and K are multiplied without being widened, two elements in a lane."""
+        self.query_dtype = query_dtype if self.narrow else storage.real_dtype(e)
         """The type in which the functions find Q."""
-        self.tiles = [rows for rows in (4, 2, 1) if rows <= e.lanes]
+        self.at_once = shape.products_at_once
+        """Number of sums, each of them a vector, that a tile keeps in registers."""
+        self.tiles = [rows for rows in (4, 2, 1) if rows <= self.at_once]
         """Rows of Q that a tile multiplies at once."""
 
     # Prefetching rows of K or V
@@ -141,20 +144,25 @@ class RowProducts:
     def _load(
         self, row: Value, d: Value, dtype: str, live: Value | None, *, in_halves: bool = False
     ) -> Value:
-        """A vector of Q or K; of pairs `in_halves` for one row of Q, as memory is read faster."""
-        if self.by_pairs:
-            return load_pairs_at(self.e, row, d, live, in_halves=in_halves)
+        """A vector of Q or K; of pairs `in_halves` for one row of Q, as memory is read faster.
+
+        That was measured with vectors of 64 bytes.
+        """
+        if self.narrow:
+            in_halves = in_halves and self.e.lanes == 16
+            return load_narrow_at(self.e, row, d, live, in_halves=in_halves)
         return load_vector_at(self.e, row, d, dtype, live)
 
     def _multiply_add(self, x: Value, y: Value, total: Value) -> Value:
-        if self.by_pairs:
-            return multiply_add_pairs(self.e, x, y, total)
-        return self.e.fma(x, y, total)
+        if not self.narrow:
+            return self.e.fma(x, y, total)
+        multiply_add = multiply_add_pairs if self.query_dtype == "bfloat16" else multiply_add_halves
+        return multiply_add(self.e, x, y, total)
 
     def scores_function(self, rows: int) -> Value:
         """A function: S of `rows` rows of Q with a segment of keys, or with the `only` key."""
         e = self.e
-        keys = e.lanes // rows
+        keys = self.at_once // rows
         arguments = [*[POINTER] * 3, *[INT64] * 5, BIT]
         with e.function(f"scores_{rows}", arguments) as (function, args):
             key, query, out, key_row, head_dim, count, ahead, asked, only = args
@@ -188,18 +196,26 @@ class RowProducts:
                             totals[at] = self._multiply_add(x, q[i], totals[at])
                     return totals
 
-                def store_products(products: Value) -> None:
-                    for i in range(rows):
-                        part = e.lanes_from(products, i * keys, keys)
-                        at = e.at(out, i * self.score_row, e.mul(first, e.real_bytes))
-                        e.store(part, at, e.real_bytes)
+                def store_products(totals: list[Value]) -> None:
+                    """Adds up the lanes of each total; those of a row of Q follow one another."""
+                    size = min(keys, e.lanes)
+                    for start in range(0, self.at_once, e.lanes):
+                        products = e.sum_each(totals[start : start + e.lanes])
+                        if products.type.element != e.real:
+                            products = b.fptrunc(products, e.vector)
+                        for lane in range(0, e.lanes, size):
+                            part = e.lanes_from(products, lane, size)
+                            i, j = divmod(start + lane, keys)
+                            to = i * self.score_row + j * e.real_bytes
+                            at = e.at(out, to, e.mul(first, e.real_bytes))
+                            e.store(part, at, e.real_bytes)
 
                 def multiply_rows() -> None:
-                    totals = [e.const(0.0)] * e.lanes
+                    totals = [e.const(0.0)] * self.at_once
                     totals = loop_over_vectors(
-                        e, head_dim, totals, add_products, pairs=self.by_pairs
+                        e, head_dim, totals, add_products, narrow=self.narrow
                     )
-                    store_products(e.sum_each(totals))
+                    store_products(totals)
 
                 def multiply_short_rows() -> None:
                     """Rows of one vector: float64, because no addition is fused with a product."""
@@ -213,8 +229,7 @@ class RowProducts:
                         b.fpext(load_vector_at(e, row, e.index(0), self.key_dtype, live), wide)
                         for row in key_rows
                     ]
-                    products = e.sum_each([b.fmul(each, q[i]) for i in range(rows) for each in x])
-                    store_products(b.fptrunc(products, e.vector))
+                    store_products([b.fmul(each, q[i]) for i in range(rows) for each in x])
 
                 def multiply_only_key() -> None:
                     """An only key's score is its lse: this sum would be all the error of lse."""
@@ -230,8 +245,7 @@ class RowProducts:
 
                     zero = ir.Constant(wide, None)
                     totals = loop_over_vectors(e, head_dim, [zero] * rows, add_products)
-                    repeated = [total for total in totals for _ in range(keys)]
-                    store_products(b.fptrunc(e.sum_each(repeated), e.vector))
+                    store_products([total for total in totals for _ in range(keys)])
 
                 if e.real == DOUBLE:
                     multiply_rows()
@@ -290,7 +304,7 @@ class RowProducts:
                 for at, total in zip(places, totals, strict=True):
                     e.store_vector(total, at)
 
-            start, vectors = e.index(0), e.lanes // rows
+            start, vectors = e.index(0), self.at_once // rows
             while vectors:
 
                 def add_columns(d: Value, _: list[Value], vectors: int = vectors) -> None:

@@ -1,0 +1,164 @@
+"""Products of rows of bfloat16 with a factor that is packed for vectors of queries.
+
+    out[i, q]  =  sum_p rows[i, p] . packed[p, q]          p: a pair of neighbouring elements
+
+The rows lie in memory with adjacent elements. A row of the packed factor has `vectors` vectors with
+a pair of each query in a lane, or, for an instruction that multiplies two rows by two (BFMMLA of
+Arm), two rows have a *quad* of each query: two neighbouring pairs, four elements. Products are
+added in the same order, so that no bit depends on which it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llvmlite import ir
+
+from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.machine.tiling import TileShape
+from qkv.backends.cpu.products.bfloat16 import multiply_add_pairs, multiply_add_quads
+from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors, vectors_at
+
+
+class PackedPairs:
+    """A factor packed as pairs, and its products."""
+
+    def __init__(self, e: Emitter, vectors: int, keys: int) -> None:
+        self.e, self.vectors, self.keys = e, vectors, keys
+        self.width = vectors * e.vector_bytes
+
+    def packed_rows(self, pairs: list[Value]) -> list[Value]:
+        """One vector of queries, given all their pairs in order, as it is packed in each row."""
+        return pairs
+
+    def pairs_at(self, packed: Value, p: Value) -> list[Value]:
+        """The pairs of number p of all queries, a vector of them for each vector of queries."""
+        return vectors_at(self.e, packed, self.vectors, p)
+
+    def finish(self, pairs: Value, count: Value) -> None:
+        """Make the packed factor of `count` rows of pairs, in place; their number is even."""
+
+    def product_function(self, name: str, *, onto: bool) -> Value:
+        """A function `(rows, packed, out, row, count, pairs)`:
+
+        out[i, :] = (out[i, :] if onto else 0) + sum_p rows[i, p] . packed[p, :]
+        """
+        e = self.e
+        with e.function(name, [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
+            rows, packed, out, row, count, pairs = args
+
+            def store_products(i: Value, products: list[Value], _: list[Value]) -> list[Value]:
+                self.store_row(out, i, products, onto=onto)
+                return []
+
+            dot_rows(
+                e, rows, row, count, packed, self.vectors, pairs, self.keys, [],
+                store_products, SumOrder(multiply_add_pairs),
+            )  # fmt: skip
+        return function
+
+    def store_row(self, out: Value, i: Value, products: list[Value], *, onto: bool) -> None:
+        e = self.e
+        place = e.at(out, e.mul(i, self.width))
+        if onto:
+            held = [e.load_vector(e.at(place, n * e.vector_bytes)) for n in range(len(products))]
+            products = list(map(e.builder.fadd, held, products))
+        store_vectors(e, place, products)
+
+
+class PackedQuads(PackedPairs):
+    """A factor packed as quads: one row has those of the first half of the queries of each vector,
+    the next row those of the second half."""
+
+    def packed_rows(self, pairs: list[Value]) -> list[Value]:
+        e, half = self.e, self.e.lanes // 2
+        first = [i for lane in range(half) for i in (lane, e.lanes + lane)]
+        return [
+            e.builder.shuffle_vector(*both, e.shuffle_mask([i + start for i in first]))
+            for both in zip(pairs[::2], pairs[1::2], strict=True)
+            for start in (0, half)
+        ]
+
+    def pairs_at(self, packed: Value, p: Value) -> list[Value]:
+        e, b = self.e, self.e.builder
+        is_second = b.trunc(b.and_(p, e.index(1)), BIT)
+        first = e.round_down(p, 2)
+        rows = (vectors_at(e, packed, self.vectors, e.add(first, n)) for n in range(2))
+        found = []
+        for both in zip(*rows, strict=True):
+            even, odd = (
+                b.shuffle_vector(*both, e.shuffle_mask(range(n, 2 * e.lanes, 2))) for n in range(2)
+            )
+            found.append(b.select(is_second, odd, even))
+        return found
+
+    def finish(self, pairs: Value, count: Value) -> None:
+        e = self.e
+
+        def pack_two_rows(p: Value, _: list[Value]) -> None:
+            for j in range(self.vectors):
+                row = e.at(pairs, e.mul(p, self.width), j * e.vector_bytes)
+                places = [row, e.at(row, self.width)]
+                for place, packed in zip(
+                    places, self.packed_rows([e.load_vector(at) for at in places]), strict=True
+                ):
+                    e.store_vector(packed, place)
+
+        e.loop(0, count, 2, [], pack_two_rows)
+
+    def product_function(self, name: str, *, onto: bool) -> Value:
+        """As that of pairs. An odd number of rows is one more: rows lie in whole chunks."""
+        e = self.e
+        with e.function(name, [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
+            rows, packed, out, row, count, pairs = args
+            stop = e.round_down(e.add(pairs, 1), 2)
+
+            def multiply_rows(size: int) -> Callable[[Value, list[Value]], None]:
+                def multiply_from(i: Value, _: list[Value]) -> None:
+                    left = [e.at(rows, e.mul(e.add(i, n), row)) for n in range(size)]
+                    zeros = [e.const(0.0)] * (size * self.vectors)
+                    totals = e.loop(
+                        0, stop, 2, zeros, lambda p, old: self._add_quads(left, packed, p, old)
+                    )
+                    step = 2 * self.vectors
+                    for n in range(0, size, 2):
+                        of_two = totals[n * self.vectors :][:step]
+                        for m, products in enumerate(self._rows_of(of_two)):
+                            self.store_row(out, e.add(i, n + m), products, onto=onto)
+
+                return multiply_from
+
+            end = e.round_down(count, self.keys)
+            e.loop(0, end, self.keys, [], multiply_rows(self.keys))
+            e.loop(end, count, 2, [], multiply_rows(2))
+        return function
+
+    def _add_quads(
+        self, left: list[Value], packed: Value, p: Value, totals: list[Value]
+    ) -> list[Value]:
+        """Add the products of quads of two rows each with those in rows p and p + 1 of `packed`."""
+        e, b = self.e, self.e.builder
+        quad, repeated = ir.VectorType(FLOAT, 2), e.shuffle_mask([0, 1, 2, 3] * (e.lanes // 4))
+        quads = [e.load(e.at(row, e.mul(p, 4)), quad, 2) for row in left]
+        two_rows = [
+            b.shuffle_vector(*both, repeated) for both in zip(quads[::2], quads[1::2], strict=True)
+        ]
+        columns = [y for n in range(2) for y in vectors_at(e, packed, self.vectors, e.add(p, n))]
+        factors = [(x, y) for x in two_rows for y in columns]
+        return [
+            multiply_add_quads(e, x, y, total)
+            for (x, y), total in zip(factors, totals, strict=True)
+        ]
+
+    def _rows_of(self, totals: list[Value]) -> list[list[Value]]:
+        """Two rows with queries in lanes, of totals of 2 x 2 products in every four lanes."""
+        e = self.e
+        halves = list(zip(totals[: self.vectors], totals[self.vectors :], strict=True))
+        lanes = [range(m, 2 * e.lanes, 4) for m in (0, 2)]
+        masks = [e.shuffle_mask([i + n for i in of_row for n in range(2)]) for of_row in lanes]
+        return [[e.builder.shuffle_vector(*both, mask) for both in halves] for mask in masks]
+
+
+def packed_pairs(e: Emitter, shape: TileShape, vectors: int) -> PackedPairs:
+    """The way of packing that fits the instructions of a machine."""
+    return (PackedQuads if shape.quads else PackedPairs)(e, vectors, shape.keys)
