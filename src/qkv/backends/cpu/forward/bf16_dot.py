@@ -20,13 +20,11 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from qkv.backends.cpu.compiler.compile import EmitFunction
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import rows_from
-from qkv.backends.cpu.emit.transposed_loads import transposed_bytes
 from qkv.backends.cpu.forward.bf16_rows import Bf16Rows
 from qkv.backends.cpu.forward.frame import ForwardFrame
-from qkv.backends.cpu.forward.layout import STATS, ForwardKernel, ForwardKey
+from qkv.backends.cpu.forward.layout import PAIRS_BLOCK_KV, ForwardKey
 from qkv.backends.cpu.forward.pair_kernel import emit_pair_kernel
 from qkv.backends.cpu.forward.score_blocks import (
     Buffers,
@@ -35,35 +33,20 @@ from qkv.backends.cpu.forward.score_blocks import (
     QueryBlocks,
     ValueBlock,
 )
-from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.bfloat16 import join_pairs, present_elements
-from qkv.backends.cpu.products.layout import CHUNK, round_to_chunks
+from qkv.backends.cpu.products.layout import CHUNK
 from qkv.problem.language.expressions import TRUE
-from qkv.problem.spec import Spec
-
-BLOCK_KV = 256
-"""Number of keys whose scores are held at once; a multiple of `CHUNK`."""
 
 _PARTIAL_BITS = int("01" * CHUNK, 2)
 """A run's word of kinds has two bits for each block of queries. These are the bits that mark blocks
 as partial."""
-_V_ROW = 2 * BLOCK_KV
+_V_ROW = 2 * PAIRS_BLOCK_KV
 """Bytes of one row of transposed V."""
-
-
-def bf16_dot_scratch_bytes(spec: Spec, shape: TileShape) -> int:
-    """Memory of one worker: a block of S, V, K and tables; Q, O and statistics of each block."""
-    width = 4 * shape.block_q
-    head_dim, v_head_dim = round_to_chunks(spec.head_dim), round_to_chunks(spec.v_head_dim)
-    shared = BLOCK_KV * (width + 2 * (head_dim + 2 * v_head_dim))
-    own = width * (head_dim // 2 + v_head_dim + STATS)
-    transposed = transposed_bytes(spec, BLOCK_KV, 4 * shape.lanes)
-    return -(-(shared + shape.q_blocks_per_task * own + transposed) // 4096) * 4096
 
 
 def emit_bf16_dot(key: ForwardKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
-    return emit_pair_kernel(Bf16Operands(ForwardFrame(key, block_kv=BLOCK_KV)))
+    return emit_pair_kernel(Bf16Operands(ForwardFrame(key, block_kv=PAIRS_BLOCK_KV)))
 
 
 class Bf16Operands(PairOperands):
@@ -145,10 +128,10 @@ class Bf16Operands(PairOperands):
 
     def buffers(self, scratch: Value, head_dim: Value, v_head_dim: Value) -> Buffers:
         e = self.e
-        values = e.at(scratch, BLOCK_KV * self.width)
+        values = e.at(scratch, PAIRS_BLOCK_KV * self.width)
         key_copy = e.at(values, e.mul(v_head_dim, _V_ROW))
-        value_copy = e.at(key_copy, e.mul(head_dim, 2 * BLOCK_KV))
-        blocks = e.at(value_copy, e.mul(v_head_dim, 2 * BLOCK_KV))
+        value_copy = e.at(key_copy, e.mul(head_dim, 2 * PAIRS_BLOCK_KV))
+        blocks = e.at(value_copy, e.mul(v_head_dim, 2 * PAIRS_BLOCK_KV))
         return Buffers(scratch, values, key_copy, value_copy, blocks)
 
     def prepare_keys(self, task: QueryBlocks, kv_start: Value, count: Value) -> tuple[Value, Value]:
@@ -180,7 +163,3 @@ class Bf16Operands(PairOperands):
 
     def values_from(self, values: Value, k: Value) -> Value:
         return self.e.at(values, self.e.mul(k, 2))
-
-
-BF16_DOT = ForwardKernel(EmitFunction(__name__, "emit_bf16_dot"), bf16_dot_scratch_bytes, BLOCK_KV)
-"""The kernel for bfloat16 on machines that multiply pairs of it, and have no tiles."""

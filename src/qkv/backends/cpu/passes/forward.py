@@ -9,6 +9,7 @@ import numpy as np
 
 from qkv.backends.cpu.compiler.compile import Kernel, Runnable, build
 from qkv.backends.cpu.forward.layout import (
+    BF16_DOT,
     ONLINE_SOFTMAX,
     QUARTERS,
     ForwardKernel,
@@ -103,13 +104,11 @@ def _kernel_of(shape: TileShape) -> ForwardKernel:
         return ONLINE_SOFTMAX
     if shape.terms > 1:
         return split_bf16.forward_kernel()
+    if shape.product == "pairs":
+        return BF16_DOT
     with importing():
-        if shape.product == "tiles":
-            from qkv.backends.cpu.bf16_tiles.kernel import BF16_TILES
-
-            return BF16_TILES
-        from qkv.backends.cpu.forward.bf16_dot import BF16_DOT
-    return BF16_DOT
+        from qkv.backends.cpu.bf16_tiles.kernel import BF16_TILES
+    return BF16_TILES
 
 
 def scratch_of(spec: Spec, shape: TileShape) -> int:
