@@ -67,7 +67,7 @@ def load_vector_at(e: Emitter, row: Value, d: Value, dtype: str, live: Value | N
 
 
 def load_pairs_at(
-    e: Emitter, row: Value, d: Value, live: Value | None, *, in_halves: bool = False
+    e: Emitter, row: Value, d: Value, live: Value | None, *, in_halves: bool
 ) -> Value:
     """Elements of bfloat16 from d on of a row, in pairs; those that are not `live` are 0.
 
