@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from benchmarks import compare, record, report
 from benchmarks.contenders import contenders_of
 from benchmarks.latency import session as latency
 from benchmarks.models import session as models
 from benchmarks.models.rows import choose as choose_models
-from benchmarks.picture import svg
-from benchmarks.session import LineUp, Settings, bench
-from benchmarks.workloads import choose
+from benchmarks.problems.workloads import choose
+from benchmarks.results import compare, record, report
+from benchmarks.results.picture import svg
+from benchmarks.running.revision import beside, checked_out
+from benchmarks.running.session import LineUp, Settings, bench
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.inspection.summaries.terminal import Page
 from qkv.process.threads import get_num_threads
@@ -74,7 +75,7 @@ def _run(options: argparse.Namespace) -> record.Run:
     chosen = choose(options.workloads, quick=quick)
     settings = Settings(threads, rounds, _QUICK_SECONDS if quick else _SECONDS)
     ordinary: LineUp = partial(contenders_of, packages=options.only or ())
-    revision = compare.beside(*options.compare) if options.compare else nullcontext(ordinary)
+    revision = beside(*options.compare) if options.compare else nullcontext(ordinary)
 
     with revision as line_up:
         return bench(chosen, settings, line_up, _tell, partial(_keep, options))
@@ -84,7 +85,7 @@ def _latency(options: argparse.Namespace, threads: int) -> record.Run:
     rounds = {} if options.rounds is None else {"rounds": options.rounds}
     settings = latency.Settings(threads, **rounds)
     chosen, keep = latency.choose(options.workloads), partial(_keep, options)
-    revision = compare.checked_out(*options.compare) if options.compare else nullcontext(None)
+    revision = checked_out(*options.compare) if options.compare else nullcontext(None)
     with revision as there:
         return latency.measure(chosen, settings, options.only or (), _tell, keep, there)
 

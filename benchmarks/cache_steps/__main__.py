@@ -9,9 +9,9 @@ from importlib.util import find_spec
 
 from benchmarks import cache_steps
 from benchmarks.cache_steps.worker import FRONTS
-from benchmarks.compare import Revision, checked_out
-from benchmarks.one_process import times_of
-from benchmarks.tables import Table, markdown
+from benchmarks.results.tables import Table, markdown
+from benchmarks.running.one_process import times_of
+from benchmarks.running.revision import Revision, checked_out
 from qkv.cli import Parser, exit_code
 from qkv.errors import ArgumentError
 

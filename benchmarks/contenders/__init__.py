@@ -4,7 +4,8 @@ A contender turns a workload's arrays into its own library's once, outside the t
 a function that runs the workload, and one that reads the result as NumPy arrays.
 
 A new one is an entry of `CONTENDERS` here, a function in the file of its library (`of_qkv`,
-`of_torch`, `of_jax`, `of_onnxruntime`, `of_openvino`), and its name in `benchmarks.workloads`.
+`of_torch`, `of_jax`, `of_onnxruntime`, `of_openvino`), and its name in
+`benchmarks.problems.workloads`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any, TypeAlias
 
 from numpy.typing import NDArray
 
-from benchmarks.reference import Inputs
-from benchmarks.workloads import Workload
+from benchmarks.problems.reference import Inputs
+from benchmarks.problems.workloads import Workload
 from qkv.errors import ArgumentError
 
 Array = NDArray[Any]

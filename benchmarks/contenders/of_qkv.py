@@ -9,9 +9,9 @@ import numpy as np
 
 import qkv
 from benchmarks.contenders import Prepared
-from benchmarks.moved import OptionValues
-from benchmarks.reference import Inputs
-from benchmarks.workloads import Workload
+from benchmarks.problems.moved import OptionValues
+from benchmarks.problems.reference import Inputs
+from benchmarks.problems.workloads import Workload
 from qkv.call.checked import CheckedCall
 from qkv.call.dispatch import checked
 from qkv.errors import UnsupportedError

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.contenders import Prepared
-from benchmarks.reference import Inputs
-from benchmarks.rules import Rule
-from benchmarks.workloads import Workload
+from benchmarks.problems.reference import Inputs
+from benchmarks.problems.rules import Rule
+from benchmarks.problems.workloads import Workload
 from qkv.errors import UnsupportedError
 
 __all__ = ["prepare", "prepare_flex", "prepare_packed"]

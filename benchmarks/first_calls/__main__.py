@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import first_calls
-from benchmarks.compare import Revision, checked_out
 from benchmarks.first_calls.calls import CALLS, COLUMNS
-from benchmarks.one_process import times_of
-from benchmarks.tables import Table, markdown
+from benchmarks.results.tables import Table, markdown
+from benchmarks.running.one_process import times_of
+from benchmarks.running.revision import Revision, checked_out
 from qkv.cli import Parser, exit_code
 from qkv.errors import ArgumentError
 

@@ -12,9 +12,9 @@ from typing import TypeAlias
 from benchmarks.latency.front_ends import FRONT_ENDS
 from benchmarks.latency.session import STEP
 from benchmarks.latency.worker import MANY
-from benchmarks.record import Result, Run
-from benchmarks.samples import medians
-from benchmarks.tables import Table
+from benchmarks.results.record import Result, Run
+from benchmarks.results.samples import medians
+from benchmarks.results.tables import Table
 
 __all__ = ["tables"]
 

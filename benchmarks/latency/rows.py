@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.moved import Builder, Shape
+from benchmarks.problems.moved import Builder, Shape
 from qkv.variants import (
     ALL,
     ALiBi,

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from benchmarks.compare import Revision
 from benchmarks.latency.front_ends import FRONT_ENDS, FrontEnd
 from benchmarks.latency.rows import Row, rows
-from benchmarks.machine import describe, load_average
-from benchmarks.process import Process
-from benchmarks.record import Entry, Result, Run, Turn
+from benchmarks.results.record import Entry, Result, Run, Turn
+from benchmarks.running.machine import describe, load_average
+from benchmarks.running.process import Process
+from benchmarks.running.revision import Revision
 from qkv.errors import ArgumentError
 
 __all__ = ["KIND", "STEP", "Settings", "choose", "measure"]

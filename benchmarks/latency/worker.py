@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 import qkv
 from benchmarks.latency.front_ends import FrontEnd, front_end
 from benchmarks.latency.rows import BASE, CALL, LAYERS, STEP_STARTS, STEPS, Row, row_of, step
-from benchmarks.moved import Shape
-from benchmarks.worker import answered, serve
+from benchmarks.problems.moved import Shape
+from benchmarks.running.worker import answered, serve
 from qkv.errors import QkvError
 
 __all__ = ["MANY", "answer"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from statistics import median
 
-from benchmarks.record import Entry, Result, Run
-from benchmarks.samples import medians, ratio
-from benchmarks.tables import Table
+from benchmarks.results.record import Entry, Result, Run
+from benchmarks.results.samples import medians, ratio
+from benchmarks.results.tables import Table
 
 __all__ = ["tables"]
 

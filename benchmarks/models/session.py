@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.machine import describe, load_average
 from benchmarks.models.rows import Row
-from benchmarks.process import Process
-from benchmarks.record import Entry, Result, Run, Turn
+from benchmarks.results.record import Entry, Result, Run, Turn
+from benchmarks.running.machine import describe, load_average
+from benchmarks.running.process import Process
 from qkv.errors import UnsupportedError
 
 __all__ = ["KIND", "Settings", "largest_difference", "measure"]

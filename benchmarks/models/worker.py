@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.models.rows import Row, row_of
-from benchmarks.worker import answered, fall_asleep, serve
+from benchmarks.running.worker import answered, fall_asleep, serve
 
 __all__ = ["Clock", "Worker", "clocked"]
 

@@ -96,14 +96,14 @@ class Plan:
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
 
 
-def make_plan(problem: Problem, choice: Choice, library: str | None = None) -> Plan:
+def make_plan(problem: Problem, choice: Choice, library: str) -> Plan:
     """The plan of a checked problem for the backend that was chosen.
 
     `library` is that of the caller's arrays, which a backend of that library may take too.
     """
     spec = problem.spec
     backend = choice.backend
-    given = spec if library is None else replace(spec, library=library)
+    given = replace(spec, library=library)
     block_q, block_kv = backend.blocks(spec)
     grid = Scores(problem, spec.compute_dtype).grid(block_q, block_kv)
     tiles, pairs = _count(grid, spec.batch_size, spec.num_heads)

@@ -114,6 +114,20 @@ def test_examples_in_docstrings_run(name: str) -> None:
     assert failed == 0
 
 
+def test_every_error_names_one_thing_to_do() -> None:
+    """Of those that `qkv.errors` has; what a page of the lab sends is written by no reader."""
+    silent = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
+                continue
+            called, keywords = node.exc, [keyword.arg for keyword in node.exc.keywords]
+            kind = ast.unparse(called.func).removeprefix("qkv.")
+            if kind in qkv.errors.__all__ and len(called.args) < 3 and "action" not in keywords:
+                silent.append(f"{path.relative_to(SOURCE)}:{node.lineno}")
+    assert [place for place in silent if not place.startswith("lab/messages.py")] == []
+
+
 def test_the_package_is_typed_and_has_a_version() -> None:
     assert (SOURCE / "py.typed").exists()
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", qkv.__version__)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import qkv
-from benchmarks import record, report, tables
 from benchmarks.__main__ import main
 from benchmarks.latency import front_ends, session, worker
 from benchmarks.latency.rows import BASE, LAYERS, STEP_STARTS, STEPS, rows
 from benchmarks.latency.session import Settings
-from benchmarks.record import Entry, Result, Run, Turn
+from benchmarks.results import record, report, tables
+from benchmarks.results.record import Entry, Result, Run, Turn
 from qkv.errors import ArgumentError
 from qkv.variants import ALL
 

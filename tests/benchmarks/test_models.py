@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import report
 from benchmarks.models import session, worker
 from benchmarks.models.rows import ROWS, Row, choose, row_of
 from benchmarks.models.session import Settings, largest_difference
 from benchmarks.models.worker import Clock, Worker
-from benchmarks.record import Entry, Result, Run, Turn
+from benchmarks.results import report
+from benchmarks.results.record import Entry, Result, Run, Turn
 from qkv.errors import ArgumentError
 
 SMALL: dict[str, Any] = {

@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import compare, record, report
-from benchmarks.picture import svg
-from benchmarks.record import Entry, Result, Run, Turn
+from benchmarks.results import compare, record, report
+from benchmarks.results.picture import svg
+from benchmarks.results.record import Entry, Result, Run, Turn
 from qkv.errors import FileError
 
 MACHINE = {

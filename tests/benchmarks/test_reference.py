@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import rules
-from benchmarks.reference import Inputs, Quantised, judge, make_inputs
-from benchmarks.rules import Rule
-from benchmarks.workloads import Workload, choose, workloads
+from benchmarks.problems import rules
+from benchmarks.problems.reference import Inputs, Quantised, judge, make_inputs
+from benchmarks.problems.rules import Rule
+from benchmarks.problems.workloads import Workload, choose, workloads
 from qkv.errors import ArgumentError
 from qkv.problem.building.builder import Shape
 

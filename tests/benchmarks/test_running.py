@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 
 import qkv
-from benchmarks import compare, rules, session, worker
 from benchmarks.__main__ import main
 from benchmarks.contenders import CONTENDERS, Contender, Prepared, contender, contenders_of
-from benchmarks.process import Process
-from benchmarks.reference import Inputs
-from benchmarks.session import Settings
-from benchmarks.worker import Worker
-from benchmarks.workloads import Workload, workloads
+from benchmarks.problems import rules
+from benchmarks.problems.reference import Inputs
+from benchmarks.problems.workloads import Workload, workloads
+from benchmarks.running import revision, session, worker
+from benchmarks.running.process import Process
+from benchmarks.running.session import Settings
+from benchmarks.running.worker import Worker
 from qkv.backends.cpu.machine.host import host
 from qkv.cost.peaks import PRODUCTS
 from qkv.errors import ArgumentError, UnsupportedError
@@ -206,7 +207,7 @@ def test_everybody_has_a_turn_in_each_round_and_another_is_first(
 
 
 def test_a_process_that_ends_is_a_failure_with_its_last_words() -> None:
-    process = Process("benchmarks.worker", {"PYTHONPATH": "", "PYTHONHOME": "/nowhere"})
+    process = Process("benchmarks.running.worker", {"PYTHONPATH": "", "PYTHONHOME": "/nowhere"})
     answer = process.ask({"do": "release", "with": {}})
     assert answer["state"] == "failed"
     assert "its process ended with code 1" in answer["detail"]
@@ -323,8 +324,8 @@ def test_wrong_arguments_are_reported_before_anything_runs(
 
 
 def test_a_revision_takes_part_as_another_contender() -> None:
-    there = compare.Revision("abc1234", {"PYTHONPATH": "tree/src"})
-    pair = compare._pair(_named("short-64"), there)
+    there = revision.Revision("abc1234", {"PYTHONPATH": "tree/src"})
+    pair = revision._pair(_named("short-64"), there)
     assert [one.name for one in pair] == ["qkv", "qkv kernel", "qkv at abc1234",
                                           "qkv kernel at abc1234"]  # fmt: skip
     assert pair[2].environment["PYTHONPATH"] == "tree/src"

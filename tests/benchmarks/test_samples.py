@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.record import Entry, Result, Turn
-from benchmarks.samples import medians, ratio, spread, summary
+from benchmarks.results.record import Entry, Result, Turn
+from benchmarks.results.samples import medians, ratio, spread, summary
 
 
 def entry(name: str, *rounds: tuple[float, ...], ceiling: float | None = 100.0) -> Entry:

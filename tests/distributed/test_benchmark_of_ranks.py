@@ -17,7 +17,7 @@ import qkv
 @pytest.fixture
 def ranks_of_the_tests(group: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Processes that are there already, which fail as those of the benchmark do."""
-    from benchmarks import ranks
+    from benchmarks.ranks import __main__ as ranks
 
     class Existing:
         def __init__(self, count: int) -> None:
@@ -45,7 +45,7 @@ def ranks_of_the_tests(group: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.mark.usefixtures("ranks_of_the_tests")
 def test_speed_beside_one_process(capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks import ranks
+    from benchmarks.ranks import __main__ as ranks
 
     ranks.speed(256, 1)
     said = capsys.readouterr().out
@@ -57,7 +57,7 @@ def test_speed_beside_one_process(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("ranks_of_the_tests")
 def test_predictions_beside_the_clock(capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks import ranks
+    from benchmarks.ranks import __main__ as ranks
 
     ranks.prediction(256, 1)
     said = capsys.readouterr().out
@@ -68,7 +68,7 @@ def test_predictions_beside_the_clock(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is measured by Linux's /proc")
 @pytest.mark.usefixtures("ranks_of_the_tests")
 def test_memory_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks import ranks
+    from benchmarks.ranks import __main__ as ranks
 
     ranks.memory(256, 1)
     said = capsys.readouterr().out
@@ -80,7 +80,7 @@ def test_memory_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_balance_of_orders(capsys: pytest.CaptureFixture[str]) -> None:
     """2,048 rows: of two halves of a causal mask the later has three quarters of the work."""
-    from benchmarks import balance
+    from benchmarks.ranks import balance
 
     balance.balance(2048)
     said = capsys.readouterr().out

@@ -127,7 +127,9 @@ def _interval(name: str, given: Any) -> tuple[float, float]:
     try:
         return float(low), float(high)
     except OverflowError:
-        raise ArgumentError(f"{name} is beyond the range of float64.") from None
+        raise ArgumentError(
+            f"{name} is beyond the range of float64.", action=f"Pass {name} as floating numbers."
+        ) from None
 
 
 def _places(name: str, given: Any) -> list[int]:

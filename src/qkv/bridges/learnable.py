@@ -36,9 +36,7 @@ def with_scale(query: Any, options: OptionValues) -> tuple[Any, OptionValues]:
     return scaled, options._replace(scale=1.0)
 
 
-def refuse_constants(
-    variants: Sequence[Any], is_tracked: Callable[[Any], bool], advice: str
-) -> None:
+def refuse_constants(variants: Sequence[Any], is_tracked: Callable[[Any], bool]) -> None:
     """Raise an error if an array without a gradient is to be learned: it would train nothing."""
     for variant in variants:
         fields = getattr(type(variant), "constant_fields", {})
@@ -46,5 +44,5 @@ def refuse_constants(
             if is_tracked(getattr(variant, name, None)):
                 raise UnsupportedError(
                     f"a gradient of {name} of {type(variant).__name__} is wanted; qkv has none.",
-                    action=f"Pass {name}{advice}, or {instead}.",
+                    action=f"Pass {name}.detach(), or {instead}.",
                 )

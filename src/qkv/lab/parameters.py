@@ -114,9 +114,13 @@ class Parameters:
         try:
             array = np.array(value, np.float64)
         except OverflowError as error:
-            raise ArgumentError(f"{name} has a number that is too large.") from error
+            raise ArgumentError(
+                f"{name} has a number that is too large.", action="Pass numbers below 1e308."
+            ) from error
         if not np.isfinite(array).all():
-            raise ArgumentError(f"{name} has a number that is not finite.")
+            raise ArgumentError(
+                f"{name} has a number that is not finite.", action="Pass finite numbers."
+            )
         return array
 
     def tokens(self, name: str, count: int) -> tuple[str, ...] | None:
@@ -127,14 +131,17 @@ class Parameters:
         if not isinstance(value, list) or not all(isinstance(token, str) for token in value):
             raise ArgumentError(f"{name} is not a list of strings.", action="Pass strings.")
         if len(value) != count:
-            raise ArgumentError(f"{name} has {len(value)} entries for {count} rows.")
+            raise ArgumentError(
+                f"{name} has {len(value)} entries for {count} rows.",
+                action="Pass one for each row.",
+            )
         return tuple(_without_surrogates(token[:200]) for token in value)
 
     def items(self, name: str, most: int) -> list[Parameters]:
         """A list of objects."""
         value = self._given.get(name, [])
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            raise ArgumentError(f"{name} is not a list of objects.")
+            raise ArgumentError(f"{name} is not a list of objects.", action="Pass objects.")
         if len(value) > most:
             raise TooLongError(f"{name} has {len(value)} entries; at most {most} are read.")
         return [Parameters(item) for item in value]

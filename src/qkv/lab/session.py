@@ -281,9 +281,8 @@ class Session:
         return result
 
     def _thumbnails(self, given: Parameters) -> Answer:
-        heads = self.heads()
-        layer = heads.layer(given.integer("layer", 0, max(len(heads.layers) - 1, 0)))
-        count = sum(each.num_heads for each in heads.layers)
+        layer = self._layer(given)
+        count = sum(each.num_heads for each in self.heads().layers)
         result = {"layer": layer.index, "queries": queries_drawn(layer, count)}
         return Answer(result, (thumbnails(layer, count),))
 
@@ -352,9 +351,12 @@ class Session:
             result: dict[str, Any] = plain(source.intervene(given))
         return result
 
-    def _place(self, given: Parameters) -> tuple[HeadLayer, int]:
+    def _layer(self, given: Parameters) -> HeadLayer:
         heads = self.heads()
-        layer = heads.layer(given.integer("layer", 0, max(len(heads.layers) - 1, 0)))
+        return heads.layer(given.integer("layer", 0, max(len(heads.layers) - 1, 0)))
+
+    def _place(self, given: Parameters) -> tuple[HeadLayer, int]:
+        layer = self._layer(given)
         return layer, given.integer("head", 0, layer.num_heads - 1)
 
 

@@ -16,7 +16,7 @@ from qkv.problem.language.evaluate import evaluate
 from qkv.problem.language.expressions import SCORE, TRUE, Node
 from qkv.problem.philox import dropout_factors
 from qkv.problem.spec import Problem
-from qkv.problem.stored_rows import read_rows
+from qkv.problem.stored_rows import Rows, read_rows
 from qkv.problem.tiles import TileGrid, TileKind
 
 Array = NDArray[Any]
@@ -54,19 +54,16 @@ class Scores:
 
     def key(self, batch: int, head: int, rows: Any) -> Array:
         """Rotated key rows of the kv head that the query head reads."""
-        spec = self.problem.spec
-        index = np.unravel_index(batch, spec.batch_shape)
-        key_rows = read_rows(
-            self.problem.operands.key, index, head // spec.group_size, rows, self.dtype
-        )
+        key_rows = self._of_kv_head(self.problem.operands.key, batch, head, rows)
         return self._rotated("kv", batch, rows, key_rows)
 
     def value(self, batch: int, head: int, rows: Any) -> Array:
+        return self._of_kv_head(self.problem.operands.value, batch, head, rows)
+
+    def _of_kv_head(self, stored: Rows, batch: int, head: int, rows: Any) -> Array:
         spec = self.problem.spec
         index = np.unravel_index(batch, spec.batch_shape)
-        return read_rows(
-            self.problem.operands.value, index, head // spec.group_size, rows, self.dtype
-        )
+        return read_rows(stored, index, head // spec.group_size, rows, self.dtype)
 
     def tile(
         self,

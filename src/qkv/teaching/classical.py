@@ -177,7 +177,10 @@ def _matrix(array: Any, name: str) -> Array:
             f"{name} is a list whose rows differ in length.", action="Pass rows of one length."
         ) from None
     if given.dtype.kind not in "iuf" and given.dtype.name != "bfloat16":
-        raise DTypeError(f"{name} has dtype {given.dtype}, not numbers.")
+        raise DTypeError(
+            f"{name} has dtype {given.dtype}, not numbers.",
+            action=f"Pass {name} as integers or floating numbers.",
+        )
     if given.ndim < 2:
         raise ShapeError(
             f"{name} has {given.ndim} dimensions; a matrix has 2 or more.",

@@ -22,9 +22,6 @@ _KEYS = 5
 
 _LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
-_PAIRS = 10_000
-"""The largest number of random query and key rows whose dot products are computed."""
-
 
 @dataclass(frozen=True, slots=True)
 class ScalingPoint:
@@ -37,7 +34,7 @@ class ScalingPoint:
     scaled : bool
         Whether scores are divided by `sqrt(d_k)`.
     score_variance : float
-        Variance of dot products of rows of unit-normal numbers: about d_k, divided about 1.
+        Variance of all scores: about d_k, divided about 1.
     max_weight : float
         Largest weight of a row.
     entropy_nats : float
@@ -131,8 +128,6 @@ class ScalingCurve:
 
 _MOST_DRAWS = 10**7
 """Draws take 40 bytes each while one d_k is computed."""
-_LONGEST_ROW = 10**4
-"""The largest d_k: `_PAIRS` rows of it for queries and as many for keys take 1.6 GB."""
 
 
 @ends_graph
@@ -166,13 +161,12 @@ def scaling_curve(
     Raises
     ------
     ArgumentError
-        If a number is not a positive integer, or more than 10,000,000 draws or a d_k of 10,000, or
-        the seed is negative.
+        If a number is not a positive integer, or more than 10,000,000 draws, or the seed is
+        negative.
 
     Notes
     -----
-    Source: Vaswani et al. (2017), section 3.2.1, footnote 4. Cost: `O(draws)` for each d_k, and
-    as many dot products, at most 10,000.
+    Source: Vaswani et al. (2017), section 3.2.1, footnote 4. Cost: `O(draws)` for each d_k.
 
     Examples
     --------
@@ -185,12 +179,11 @@ def scaling_curve(
     normal = np.random.default_rng(seed).normal(size=(draws, _KEYS))
     points = []
     for length in d_k:
-        checked_size("d_k", length, 1, _LONGEST_ROW)
-        variance = float(_dot_products(length, min(draws, _PAIRS), seed).var())
+        checked_size("d_k", length)
         scores = normal * _query_lengths(length, draws, seed)[:, None]
         points += [
-            ScalingPoint(length, False, variance, *_means(scores)),
-            ScalingPoint(length, True, variance / length, *_means(scores / np.sqrt(length))),
+            ScalingPoint(length, scaled, float(each.var()), *_means(each))
+            for scaled, each in ((False, scores), (True, scores / np.sqrt(length)))
         ]
     return ScalingCurve(draws, seed, tuple(points))
 
@@ -198,12 +191,6 @@ def scaling_curve(
 def _query_lengths(d_k: int, draws: int, seed: int) -> NDArray[np.float64]:
     """Lengths of rows of d_k unit-normal numbers, without the rows."""
     return np.sqrt(np.random.default_rng([seed, d_k, 1]).chisquare(d_k, draws))
-
-
-def _dot_products(d_k: int, pairs: int, seed: int) -> NDArray[np.float64]:
-    rng = np.random.default_rng([seed, d_k])
-    query, key = rng.normal(size=(2, pairs, d_k))
-    return np.asarray(np.einsum("ij,ij->i", query, key))
 
 
 def _means(scores: NDArray[np.float64]) -> tuple[float, float, float, float]:

@@ -11,6 +11,7 @@ from test_assembly import LINUX, assembly
 
 import qkv
 from forced import WITH_BFLOAT16, as_it_runs, runs_here
+from on_cpu import require_right, run
 from processes import in_a_process
 from qkv.backends.cpu.forward.layout import RUN, TASK
 from qkv.backends.cpu.forward.score_blocks import BLOCK_RUN
@@ -23,7 +24,7 @@ from qkv.backends.cpu.plan.schedule import TILE_KV, schedule
 from qkv.problem.building.builder import Shape
 from qkv.problem.building.check import check
 from qkv.problem.tiles import TileGrid, TileKind
-from qkv.testing import bounds, cases, check_case, truth
+from qkv.testing import cases, check_case
 from qkv.variants import ALL
 from watched import forget_prepared_calls
 
@@ -39,18 +40,6 @@ def isa(request, monkeypatch) -> str:
 
 def normal(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(BFLOAT16)
-
-
-def run(*args, **kwargs):
-    return qkv.attention(*args, backend="cpu", return_lse=True, **kwargs)
-
-
-def require_right(arrays, variants=(), **keywords) -> None:
-    out, lse = run(*arrays, *variants, **keywords)
-    expected = truth(*arrays, variants, **keywords)
-    limit = bounds(expected, BFLOAT16)
-    assert np.abs(out.astype(float) - expected.out).max() <= limit.out
-    assert np.abs(lse - expected.lse).max() <= limit.lse
 
 
 # Which kernel runs
@@ -198,7 +187,7 @@ def test_sizes_that_fill_no_tile(isa, dim, v_dim) -> None:
 @pytest.mark.slow
 def test_several_tasks_and_a_negative_scale(isa) -> None:
     arrays = normal(1, 600, 64), normal(1, 620, 64, seed=1), normal(1, 620, 64, seed=2)
-    require_right(arrays, (qkv.Causal(),), q_offset="end", scale=-0.2)
+    require_right(arrays, qkv.Causal(), q_offset="end", scale=-0.2)
 
 
 def test_strides(isa) -> None:
@@ -318,8 +307,8 @@ def test_meetings_leave_out_only_what_is_empty(
             batch, head, first_row, first_run, last_run = task[: len(TASK)]
             kinds = grid.classify(batch, head)[first_row // 16 : first_row // 16 + 4]
             met = np.zeros_like(kinds)
-            for run in plan.runs[first_run:last_run].tolist():
-                start, stop, *words = run[: len(BLOCK_RUN)]
+            for entry in plan.runs[first_run:last_run].tolist():
+                start, stop, *words = entry[: len(BLOCK_RUN)]
                 assert start % 32 == 0
                 ends = set()
                 for block, row in enumerate(met):

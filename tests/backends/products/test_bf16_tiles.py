@@ -13,6 +13,7 @@ import pytest
 
 import qkv
 from forced import both_ways
+from on_cpu import require_right, run
 from qkv.backends.cpu.compiler.compile import EmitFunction, Kernel, build
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter
 from qkv.backends.cpu.emit.vector_math import _EXP2_FLOORED, exp2_floored
@@ -22,7 +23,7 @@ from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.plan.schedule import schedule
 from qkv.problem.building.check import check
 from qkv.problem.tiles import TileGrid, TileKind
-from qkv.testing import bounds, truth
+from qkv.testing import truth
 
 Array = np.ndarray[Any, Any]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -32,18 +33,6 @@ DTYPES = pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype("f4")], ids=str)
 
 def normal(*shape: int, seed: int = 0, dtype: np.dtype[Any] = BFLOAT16) -> Array:
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
-
-
-def run(*args: Any, **keywords: Any) -> tuple[Array, Array]:
-    return qkv.attention(*args, backend="cpu", return_lse=True, **keywords)
-
-
-def require_right(arrays: tuple[Array, ...], *variants: Any, **keywords: Any) -> None:
-    out, lse = run(*arrays, *variants, **keywords)
-    expected = truth(*arrays, variants, **keywords)
-    limit = bounds(expected, arrays[0].dtype)
-    assert np.abs(out.astype(float) - expected.out).max() <= limit.out
-    assert np.abs(lse - expected.lse).max() <= limit.lse
 
 
 # Shifts

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 import qkv
-from qkv.testing import bounds, truth
+from on_cpu import require_right, run
 
 Array = NDArray[Any]
 pytestmark = [pytest.mark.usefixtures("tiles", "splits_operands")]
@@ -20,18 +20,6 @@ pytestmark = [pytest.mark.usefixtures("tiles", "splits_operands")]
 
 def normal(*shape: int, dtype: str = "float32", seed: int = 0) -> Array:
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
-
-
-def run(*args: Any, **keywords: Any) -> tuple[Array, Array]:
-    return qkv.attention(*args, backend="cpu", return_lse=True, **keywords)
-
-
-def require_right(arrays: tuple[Array, ...], *variants: Any) -> None:
-    out, lse = run(*arrays, *variants)
-    expected = truth(*arrays, variants)
-    limit = bounds(expected, arrays[0].dtype)
-    assert np.abs(out.astype(float) - expected.out).max() <= limit.out
-    assert np.abs(lse - expected.lse).max() <= limit.lse
 
 
 @pytest.mark.parametrize("gap", [3.0, 10.0, 40.0])

@@ -53,7 +53,7 @@ def attention(
     _tell_dynamo()
     if _is_for_onnx():
         refuse_sizes()
-    refuse_constants(variants, _wants_gradient, ".detach()")
+    refuse_constants(variants, _wants_gradient)
     given = [_with_functions(variant) for variant in variants]
     if any(variant is None for variant in given):
         return leave(outside, query, key, value, variants, options, return_lse)

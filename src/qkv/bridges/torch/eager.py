@@ -42,7 +42,7 @@ __all__ = ["attend_on_device", "attention", "refuse_export"]
 def attention(bound: BoundCall, variants: tuple[Any, ...], return_lse: bool) -> Any:
     """`qkv.attention` of a bound call that no run takes; `variants` as they were given."""
     with on_torch_threads():
-        refuse_constants(variants, is_tracked, ".detach()")
+        refuse_constants(variants, is_tracked)
         if torch.onnx.is_in_onnx_export():
             query, key, value, _, options, _ = bound.unflatten()
             written = as_torch_operations(query, key, value, variants, options)

@@ -77,14 +77,17 @@ def _graph_reads_numpy() -> bool:
 
 
 def _refuse_numpy() -> None:
-    raise UnsupportedError(_NUMPY_IN_EXPORT)
+    raise UnsupportedError(_NUMPY_IN_EXPORT, action=_TENSOR_INSTEAD)
 
 
 _NUMPY_IN_EXPORT = (
     "this call is exported with strict=True and reads an array of NumPy, whose values torch does "
-    "not keep. Make it a tensor before, as in torch.as_tensor(array), or export with strict=False"
+    "not keep."
 )
-ends_graph(_refuse_numpy, reason=_NUMPY_IN_EXPORT)
+_TENSOR_INSTEAD = (
+    "Make it a tensor before, as in torch.as_tensor(array), or export with strict=False."
+)
+ends_graph(_refuse_numpy, reason=f"{_NUMPY_IN_EXPORT} {_TENSOR_INSTEAD}")
 
 
 def operand(array: Any, role: str) -> Tensor:

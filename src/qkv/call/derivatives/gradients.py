@@ -104,8 +104,8 @@ def gradients_of(
     partial: Partial,
     shapes: Sequence[tuple[int, ...]],
     grad_out: Any,
-    grad_lse: Any = None,
-    wrt: Iterable[Any] = (),
+    grad_lse: Any,
+    wrt: Iterable[Any],
 ) -> Gradients:
     """Gradients for cotangents of output and lse.
 
@@ -145,7 +145,7 @@ def gradients_of(
 
 
 def backward_inputs(
-    call: CheckedCall, partial: Partial, grad_out: Any, grad_lse: Any = None
+    call: CheckedCall, partial: Partial, grad_out: Any, grad_lse: Any
 ) -> BackwardInputs:
     """The inputs of a backward pass, without requested tables."""
     cotangent = cotangent_of_out(call, partial.out, grad_out)

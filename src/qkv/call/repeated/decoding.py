@@ -97,7 +97,7 @@ def _positions_of_rows(bound: BoundCall, batch_shape: tuple[int, ...]) -> Array 
     return np.asarray(given.astype(np.int64).reshape(-1))
 
 
-def arrays_from_lengths(problem: Problem, *, states_positions: bool = False) -> list[Array]:
+def arrays_from_lengths(problem: Problem, *, states_positions: bool) -> list[Array]:
     """The tables `(batch,)` of the numbers of keys, and of where they put the queries, if they do.
 
     `states_positions` says that the call puts the queries of each batch row somewhere itself. None

@@ -19,7 +19,7 @@ __all__ = ["run_on_arrays", "run_on_stored_rows"]
 def run_on_arrays(
     prepared: Prepared,
     read: Sequence[Any],
-    arrays: Sequence[Array] = (),
+    arrays: Sequence[Array],
     *,
     rows: bool = True,
     q_shift: int | None = None,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import qkv
+from qkv.cli.commands.inspect import require_top
 from qkv.cli.inputs.arrays import CommandInput, InputArrays, checked_index
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.files.contents import shown
@@ -30,8 +31,7 @@ _MOST_KEYS, _TOP = 32, 12
 
 def run(options: argparse.Namespace) -> str:
     """The output of the command."""
-    if options.top is not None and options.top < 1:
-        raise ArgumentError(f"--top {options.top} shows nothing.", action="Pass 1 or more.")
+    require_top(options)
     if options.top is not None and options.json:
         raise ArgumentError(
             f"--top {options.top} shortens the text, and --json has every key.",

@@ -62,7 +62,10 @@ def run_saved(options: argparse.Namespace) -> str:
     refused = {name: shown for name, shown in known.items() if name not in taken}
     _refuse(options, refused, "goes with arrays or --model, not with a record that was saved")
     for word in command_line_of(options.variants)[:1]:
-        raise ArgumentError(f"{word} goes with a file of arrays, not with a record of a model.")
+        raise ArgumentError(
+            f"{word} goes with a file of arrays, not with a record of a model.",
+            action="Leave it out, or pass a file of arrays.",
+        )
     _require_layer(options, f"the record {Page().token(options.file, 80)}")
     require_top(options)
     if options.html:
@@ -129,9 +132,15 @@ def refuse_with_model(options: argparse.Namespace) -> None:
         )
     _refuse(options, _FILE_OPTIONS, "goes with a file of arrays, not with --model")
     for word in command_line_of(options.variants)[:1]:
-        raise ArgumentError(f"{word} goes with a file of arrays, not with --model.")
+        raise ArgumentError(
+            f"{word} goes with a file of arrays, not with --model.",
+            action="Leave it out, or pass a file of arrays.",
+        )
     if options.layout != "bhld":
-        raise ArgumentError("--layout goes with a file of arrays, not with --model.")
+        raise ArgumentError(
+            "--layout goes with a file of arrays, not with --model.",
+            action="Leave it out, or pass a file of arrays.",
+        )
     if options.tokens is not None and options.tokens < 1:
         raise ArgumentError(f"--tokens {options.tokens} reads nothing.", action="Pass 1 or more.")
 

@@ -69,7 +69,10 @@ def run(options: argparse.Namespace) -> str:
     elif options.file is not None:
         raise ArgumentError("FILE and --model are two things to show.", action="Pass one of them.")
     if options.file is None and command_line_of(options.variants):
-        raise ArgumentError(f"{command_line_of(options.variants)[0]} goes with a file of arrays.")
+        raise ArgumentError(
+            f"{command_line_of(options.variants)[0]} goes with a file of arrays.",
+            action="Leave it out, or pass a file of arrays.",
+        )
     if options.export is not None:
         return _export(options)
     try:

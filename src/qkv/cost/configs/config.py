@@ -33,6 +33,7 @@ __all__ = ["read_config"]
 
 _LARGEST = 2**24
 """Bytes of the largest file that is read; real ones have a few thousand."""
+_NAME_A_CONFIG = "Name the config.json of a model, or its folder."
 _MOST_LAYERS = 10_000
 """The most layers: each takes some 100 microseconds."""
 
@@ -116,16 +117,21 @@ def _contents(path: Path) -> Mapping[str, Any]:
         with file.open("rb") as opened:
             raw = opened.read(_LARGEST + 1)
     except OSError as error:
-        raise FileError(f"{str(file)!r:.200} cannot be read: {error.strerror or error}.") from error
+        raise FileError(
+            f"{str(file)!r:.200} cannot be read: {error.strerror or error}.", action=_NAME_A_CONFIG
+        ) from error
     if len(raw) > _LARGEST:
-        raise FileError(f"{str(file)!r:.200} is larger than {_LARGEST} bytes; no config is.")
+        raise FileError(
+            f"{str(file)!r:.200} is larger than {_LARGEST} bytes; no config is.",
+            action=_NAME_A_CONFIG,
+        )
     try:
         contents = json.loads(raw)
     except (ValueError, RecursionError) as error:
         reason = [("reason", f"{error!s:.100}")]
-        raise FileError(f"{str(file)!r:.200} is not JSON.", reason) from error
+        raise FileError(f"{str(file)!r:.200} is not JSON.", reason, _NAME_A_CONFIG) from error
     if not isinstance(contents, dict):
-        raise FileError(f"{str(file)!r:.200} holds no JSON object.")
+        raise FileError(f"{str(file)!r:.200} holds no JSON object.", action=_NAME_A_CONFIG)
     return contents
 
 
@@ -239,7 +245,8 @@ def _attention(given: Fields, width: int, index: int, count: int) -> Attention:
     kv_heads = _kv_heads(given, heads)
     if heads % kv_heads:
         raise ArgumentError(
-            f"{kv_heads} key and value heads do not divide {heads} heads in the config."
+            f"{kv_heads} key and value heads do not divide {heads} heads in the config.",
+            action=f"Write a number of key and value heads that divides {heads} into it.",
         )
     shared: dict[str, Any] = {
         "num_heads": heads,
@@ -265,7 +272,10 @@ def _attention(given: Fields, width: int, index: int, count: int) -> Attention:
             **shared,
         )
     if fields.get("head_dim") is None and width % heads:
-        raise ArgumentError(f"{heads} heads do not divide a width of {width} in the config.")
+        raise ArgumentError(
+            f"{heads} heads do not divide a width of {width} in the config.",
+            action="Write head_dim into it, or a number of heads that divides the width.",
+        )
     head_dim = given.size("head_dim", default=width // heads)
     return Attention(
         head_dim=head_dim,
@@ -326,7 +336,10 @@ def _feed_forward(given: Fields, width: int, index: int) -> FeedForward:
         return dense
     chosen = given.size(CHOSEN)
     if chosen > experts:
-        raise ArgumentError(f"{chosen} experts for each token, of {experts}, in the config.")
+        raise ArgumentError(
+            f"{chosen} experts for each token, of {experts}, in the config.",
+            action=f"Write at most {experts} experts for each token into it.",
+        )
     hidden = given.size("moe_intermediate_size", default=dense.width)
     shared = given.size("n_shared_experts", default=0, least=0) * hidden
     return FeedForward(

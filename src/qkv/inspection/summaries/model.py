@@ -35,7 +35,7 @@ def summary_of_model(
     notes: Sequence[str],
     layers: Sequence[LayerRecord],
     table: HeadTable,
-    written: str = "",
+    written: str,
 ) -> str:
     """A map of the heads of a model, and what the letters in it stand for.
 

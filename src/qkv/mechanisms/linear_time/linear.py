@@ -80,6 +80,7 @@ class Linear(StatefulMechanism, ProjectedAttention):
     formula = "o_i = sum_j w_ij v_j, w_ij = phi(q_i) . phi(k_j) / sum_j of it, phi(x) = elu(x) + 1"
 
     block_size: ClassVar[int] = 4096
+    shown_features: ClassVar[str] = "phi(q) of the token, phi(k) of each"
 
     def __init__(
         self, embed_dim: Size, num_heads: Size = 1, *, chunk_size: Size = 64, **options: Any
@@ -251,7 +252,8 @@ class Linear(StatefulMechanism, ProjectedAttention):
         for head in range(self.num_heads):
             title = f"Head {head}, " if self.num_heads > 1 else ""
             rows = (query[head, token.index], key[head], value[head])
-            steps += [Step(f"{title}{s.title}", s.formula, s.lines) for s in _steps(*rows, seen)]
+            shown = _steps(*rows, seen, self.shown_features)
+            steps += [Step(f"{title}{s.title}", s.formula, s.lines) for s in shown]
         out = naive(query, key, value, causal=False)
         return steps + self.steps_after(out, token.index)
 
@@ -275,7 +277,9 @@ class Linear(StatefulMechanism, ProjectedAttention):
         return ledger + of_head * h
 
 
-def _steps(query: Any, key: Any, value: Any, tokens: Sequence[str]) -> list[Step]:
+def _steps(
+    query: Any, key: Any, value: Any, tokens: Sequence[str], shown_features: str
+) -> list[Step]:
     """Features, their products, weights and output of one row of one head."""
     features = [Line("phi(q)", query.tolist()), *token_lines(tokens, key)]
     products = key @ query
@@ -286,7 +290,7 @@ def _steps(query: Any, key: Any, value: Any, tokens: Sequence[str]) -> list[Step
         for token, w, row in zip(tokens, weights, value, strict=True)
     ]
     return [
-        Step("Features", "phi(q) of the token, phi(k) of each", tuple(features)),
+        Step("Features", shown_features, tuple(features)),
         Step(
             "Products",
             "phi(q) . phi(k)",

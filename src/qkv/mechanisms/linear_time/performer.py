@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +68,10 @@ class Performer(Linear):
     formula = (
         "o_i = sum_j w_ij v_j, w_ij = phi(q_i) . phi(k_j) / sum_j of it, "
         "phi(x) = exp(w . x - |x|^2 / 2)"
+    )
+    shown_features: ClassVar[str] = (
+        "phi(q) of the token, phi(k) of each. A feature of all keys is divided by the largest, "
+        "that of q multiplied by it, and phi(q) divided by its largest: no weight changes"
     )
 
     def __init__(

@@ -248,7 +248,9 @@ def as_node(value: Any) -> Node:
         return own
     if isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
         if isinstance(value, float | np.floating) and math.isnan(value):
-            raise ArgumentError("NaN is not a constant that a score may use.")
+            raise ArgumentError(
+                "NaN is not a constant that a score may use.", action="Write another number."
+            )
         return constant(value)  # type: ignore[arg-type]  # NumPy scalars too
     number = getattr(value, "as_number", None)  # Of an array without dimensions.
     if number is not None:

@@ -185,7 +185,7 @@ class Weights:
         target: Value,
         *,
         checked: bool,
-        finished: bool = False,
+        finished: bool,
     ) -> list[list[Value]]:
         """Store the weights of keys k and k + 1 as one row of a tile.
 

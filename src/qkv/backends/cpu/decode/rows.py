@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from qkv.backends.cpu.decode.layout import BLOCK_KV, FIELDS, RECORD_ALIGNMENT, STATE, page_fields
 from qkv.backends.cpu.emit import storage
-from qkv.backends.cpu.emit.argument_block import WORD, operand_fields
+from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import Frame, RowView
 from qkv.backends.cpu.machine.tiling import TileShape
@@ -38,18 +38,14 @@ class DecodeFrame(Frame):
     def is_quantised(self, name: str) -> bool:
         return self.dtypes[name] == "int8"
 
-    def operand(self, arguments: Value, name: str, batch: Value, head: Value) -> RowView:
+    def _offset_of_batch(self, arguments: Value, name: str, batches: Value, batch: Value) -> Value:
         e, b = self.e, self.e.builder
-        base, batches, stride, row, element = (
-            self.field(arguments, field) for field in operand_fields(name)
-        )
         # One load reads either the offset of this batch row, or the byte stride of batch rows.
         has_table = b.icmp_signed("!=", batches, e.index(0))
         stride_word = self._word(arguments, f"{name}_batch")
         place = b.select(has_table, e.at(e.pointer(batches), e.mul(batch, WORD)), stride_word)
         offset_or_stride = e.load(place, INT64, WORD)
-        offset = b.select(has_table, offset_or_stride, e.mul(offset_or_stride, batch))
-        return RowView(e.at(e.pointer(base), offset, e.mul(head, stride)), row, element)
+        return b.select(has_table, offset_or_stride, e.mul(offset_or_stride, batch))
 
     def for_each_segment(
         self,

@@ -94,8 +94,13 @@ class Frame:
         base, batches, stride, row, element = (
             self.field(arguments, field) for field in operand_fields(name)
         )
-        offset = e.load(e.at(e.pointer(batches), e.mul(batch, WORD)), INT64, WORD)
+        offset = self._offset_of_batch(arguments, name, batches, batch)
         return RowView(e.at(e.pointer(base), offset, e.mul(head, stride)), row, element)
+
+    def _offset_of_batch(self, arguments: Value, name: str, batches: Value, batch: Value) -> Value:
+        """Bytes to the rows of a batch row, from the table at the address `batches`."""
+        e = self.e
+        return e.load(e.at(e.pointer(batches), e.mul(batch, WORD)), INT64, WORD)
 
     def report_not_finite(self, arguments: Value, seen: Value) -> None:
         """Set the word `not_finite` if a lane of `seen` is NaN.

@@ -64,7 +64,7 @@ def load_vector_at(e: Emitter, row: Value, d: Value, dtype: str, live: Value | N
 
 
 def load_narrow_at(
-    e: Emitter, row: Value, d: Value, live: Value | None, *, in_halves: bool = False
+    e: Emitter, row: Value, d: Value, live: Value | None, *, in_halves: bool
 ) -> Value:
     """Elements of 16 bits from d on of a row, two in a lane; those that are not `live` are 0.
 

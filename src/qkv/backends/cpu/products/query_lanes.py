@@ -73,7 +73,7 @@ def dot_tile(
     packed: Value,
     vectors: int,
     count: Value,
-    sums: SumOrder = _IN_ORDER,
+    sums: SumOrder,
 ) -> list[Value]:
     """sum_d row[i][d] * packed[d][j], one vector for each row i and vector j."""
     b, multiply_add, means_of_half, chain, wide = e.builder, *sums[:4]

@@ -38,7 +38,7 @@ from qkv.backends.cpu.backward.layout import BLOCK_KV, BackwardKey
 from qkv.backends.cpu.backward.query_block import QueryBlockPass
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
-from qkv.backends.cpu.emit.frame import RowView
+from qkv.backends.cpu.emit.frame import RowView, rows_from
 from qkv.backends.cpu.products import tile_instructions
 from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
 from qkv.backends.cpu.products.layout import CHUNK
@@ -132,8 +132,8 @@ class _QueryBlocks(QueryBlockPass):
     def _float_rows(
         self, name: str, rows: RowView, first: Value, count: Value, to: Value | None = None
     ) -> tuple[Value, Value]:
-        frame, code, e = self.frame, self.code, self.e
-        here = RowView(e.at(rows.pointer, e.mul(first, rows.row)), rows.row, rows.element)
+        frame, code = self.frame, self.code
+        here = rows_from(self.e, rows, first)
         dtype = frame.dtypes[name]
         copying, to = self.functions[f"copy {dtype}"], to or self.area["copy"]
         return code.split.float_rows(dtype, copying, here, count, self.dims[name], to)

@@ -142,7 +142,9 @@ class RecurrentMechanism(StatefulMechanism):
         ]  # fmt: skip
         weights = self.mixing(inputs)[:, row, : row + 1]
         shown = tuple(Line(t, w.tolist()) for t, w in zip(seen, weights.T, strict=True))
-        steps.append(Step("Token weights, one for each head", self.mixing_formula, shown))
+        steps.append(
+            Step("Token weights, one for each head or channel", self.mixing_formula, shown)
+        )
         value = inputs["value"]
         value = value.T[..., None] if value.ndim == 2 else value
         parts = weights[..., None] * value[:, : row + 1, :]

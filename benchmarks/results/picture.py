@@ -5,9 +5,9 @@ from __future__ import annotations
 from html import escape
 from textwrap import wrap
 
-from benchmarks.record import Entry, Result, Run
-from benchmarks.report import headline
-from benchmarks.samples import Summary, ratio, summary
+from benchmarks.results.record import Entry, Result, Run
+from benchmarks.results.report import headline
+from benchmarks.results.samples import Summary, ratio, summary
 
 __all__ = ["svg"]
 

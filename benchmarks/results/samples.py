@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.record import Entry, Result
+from benchmarks.results.record import Entry, Result
 
 __all__ = ["Summary", "medians", "ratio", "spread", "summary"]
 

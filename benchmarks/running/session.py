@@ -14,10 +14,10 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 from benchmarks.contenders import Contender, contenders_of
-from benchmarks.machine import describe, load_average
-from benchmarks.process import Process
-from benchmarks.record import Entry, Result, Run, Turn
-from benchmarks.workloads import Workload
+from benchmarks.problems.workloads import Workload
+from benchmarks.results.record import Entry, Result, Run, Turn
+from benchmarks.running.machine import describe, load_average
+from benchmarks.running.process import Process
 from qkv.cost.peaks import Ceiling, product_ceiling, read_ceiling, survey
 from qkv.errors import KernelBuildError
 
@@ -236,7 +236,7 @@ class _Processes:
         }
         key = one.package, json.dumps(environment)
         if key not in self._running:
-            self._running[key] = Process("benchmarks.worker", environment)
+            self._running[key] = Process("benchmarks.running.worker", environment)
         arguments["name"] = one.known_as or one.name
         answer = self._running[key].ask({"do": what, "with": arguments})
         if not self._running[key].alive:

@@ -18,8 +18,8 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.rules import Rule
-from benchmarks.workloads import Workload
+from benchmarks.problems.rules import Rule
+from benchmarks.problems.workloads import Workload
 from qkv.testing import DTYPES, ulp
 
 Array = NDArray[Any]

@@ -10,10 +10,10 @@ from benchmarks.latency import report as latency_report
 from benchmarks.latency import session as latency_session
 from benchmarks.models import report as models_report
 from benchmarks.models import session as models_session
-from benchmarks.record import Entry, Result, Run
-from benchmarks.samples import ratio, spread, summary
-from benchmarks.tables import Table
-from benchmarks.tables import markdown as table_lines
+from benchmarks.results.record import Entry, Result, Run
+from benchmarks.results.samples import ratio, spread, summary
+from benchmarks.results.tables import Table
+from benchmarks.results.tables import markdown as table_lines
 from qkv.ledger import memory
 
 __all__ = [

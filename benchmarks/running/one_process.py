@@ -13,7 +13,7 @@ from qkv.errors import ArgumentError
 
 __all__ = ["times_of"]
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _LONGEST = 300.0
 """Seconds after which a process counts as hung."""
 

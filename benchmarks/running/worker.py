@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import Contender, Prepared, contender
-from benchmarks.reference import judge, make_inputs
-from benchmarks.workloads import workload_of
+from benchmarks.problems.reference import judge, make_inputs
+from benchmarks.problems.workloads import workload_of
 from qkv.errors import UnsupportedError
 
 __all__ = ["Worker", "answered", "fall_asleep", "serve"]

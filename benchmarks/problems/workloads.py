@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.moved import Shape
-from benchmarks.rules import (
+from benchmarks.problems.moved import Shape
+from benchmarks.problems.rules import (
     Rule,
     alibi_causal,
     causal,

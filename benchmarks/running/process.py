@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["Process"]
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 """The folder from which `python -m` finds this package."""
 _LONGEST_ANSWER = 900.0
 """Seconds after which a worker counts as hung."""

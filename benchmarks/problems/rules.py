@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.moved import Shape
+from benchmarks.problems.moved import Shape
 from qkv.variants import ALiBi, Causal, KeyLengths, Segments, SlidingWindow
 
 Array = NDArray[Any]
