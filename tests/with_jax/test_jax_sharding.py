@@ -33,18 +33,24 @@ def total(f):
         return (last * last).sum()
     return of
 
-for spec in (P("x"), P(None, "x"), P(None, None, "x"), P("x", "y"), P(None, None, None, "y")):
-    for jit in (jax.jit, lambda f: f):
-        ways = [lambda f: jit(f), lambda f: jit(jax.grad(total(f), argnums=(0, 1, 2))),
-                lambda f: jit(jax.grad(total(jax.vmap(f)), argnums=(0, 1, 2)))]
-        for way in ways:
-            right = way(formula)(q, k, v)
-            with jax.set_mesh(mesh):
-                spread = [jax.device_put(a, NamedSharding(mesh, spec)) for a in (q, k, v)]
-                found = way(qkv.attention)(*spread)
-            near(found, right)
-            for result in jax.tree.leaves(found):
-                assert jax.typeof(result) == jax.typeof(spread[0]), (result, spec)
+def carried(f):
+    return jax.jit(jax.grad(total(jax.checkpoint(f)), argnums=(0, 1, 2)))
+
+def pulled_back(f):
+    def of(*given):
+        out, back = jax.vjp(f, *given)
+        return out, *back(out)
+    return of
+
+for way, spec in ((jax.jit, P("x")), (carried, P("x", "y")), (pulled_back, P(None, None, "x")),
+                  (lambda f: jax.jit(pulled_back(jax.vmap(f))), P(None, "x"))):
+    right = way(formula)(q, k, v)
+    with jax.set_mesh(mesh):
+        spread = [jax.device_put(a, NamedSharding(mesh, spec)) for a in (q, k, v)]
+        found = way(qkv.attention)(*spread)
+    near(found, right)
+    for result in jax.tree.leaves(found):
+        assert jax.typeof(result) == jax.typeof(spread[0]), (result, spec)
 
 with jax.set_mesh(mesh):
     def with_lse(q, k, v, layout):
