@@ -92,7 +92,9 @@ def merge(parts: Sequence[Partial], xp: Any = np) -> Partial:
         half: Any = 0
         for part, share, none in zip(parts, shares, unseen, strict=True):
             # Chosen before it is multiplied, since a derivative of 0 times NaN would be NaN too.
-            half = half + xp.where(none[..., None], 0, part.out) * (0.5 * (share / total))[..., None]
+            half = (
+                half + xp.where(none[..., None], 0, part.out) * (0.5 * (share / total))[..., None]
+            )
         # Shares may add up to a little more than one, which would make the largest number infinite.
         limits = xp.finfo(half.dtype)
         rounding = (len(parts) + 1) * float(limits.eps)
