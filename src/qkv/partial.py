@@ -89,10 +89,17 @@ def merge(parts: Sequence[Partial], xp: Any = np) -> Partial:
         # For rows without keys in every part, log(0) would have the derivative NaN.
         total = xp.where(empty, 1, reduce(operator.add, shares))
         lse = xp.where(empty, peak, shift + xp.log(total))
-        out: Any = 0
+        half: Any = 0
         for part, share, none in zip(parts, shares, unseen, strict=True):
             # Chosen before it is multiplied, since a derivative of 0 times NaN would be NaN too.
-            out = out + xp.where(none[..., None], 0, part.out) * (share / total)[..., None]
+            half = (
+                half + xp.where(none[..., None], 0, part.out) * (0.5 * (share / total))[..., None]
+            )
+        # Shares may add up to a little more than one, which would make the largest number infinite.
+        limits = xp.finfo(half.dtype)
+        rounding = (len(parts) + 1) * float(limits.eps)
+        is_over = abs(half) > float(limits.max) / 2
+        out = xp.where(is_over, half * (2 - 2 * rounding), half * 2)
     return Partial(out, lse)
 
 

@@ -59,3 +59,13 @@ def test_what_is_not_finite_stays_where_its_share_underflows(hidden: float, firs
     for part in (odd, seen) if first else (seen, odd):
         merged.add(slice(None), part)
     assert np.isnan(merged.out).all()
+
+
+def test_means_of_the_largest_number_are_finite() -> None:
+    """Shares add up to one but for rounding, which made it infinite."""
+    rng, largest = np.random.default_rng(0), np.finfo(np.float64).max
+    for sign in (1, -1):
+        merged = Merged.empty((1, 500, 1), np.dtype(np.float64))
+        for lse in rng.normal(scale=3, size=(3, 1, 500)):
+            merged.add(slice(None), Partial(np.full((1, 500, 1), sign * largest), lse))
+        np.testing.assert_allclose(merged.out / (sign * largest), 1, rtol=1e-15)

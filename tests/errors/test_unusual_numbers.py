@@ -56,6 +56,28 @@ def test_what_is_no_cap(cap) -> None:
         qkv.Softcap(cap)
 
 
+@pytest.mark.parametrize("kind", [ml_dtypes.bfloat16, np.float16, np.longdouble, np.int16])
+def test_a_base_of_any_type_of_number(kind) -> None:
+    out = qkv.attention(X, X, X, qkv.RoPE(base=kind(128)))
+    np.testing.assert_array_equal(out, qkv.attention(X, X, X, qkv.RoPE(base=128.0)))
+
+
+@pytest.mark.parametrize(
+    ("base", "words"),
+    [
+        (np.array(128.0), r"array\(128.\) is an array, not a number"),
+        (ml_dtypes.bfloat16(-1), "not a positive number"),
+        (np.void(b"abcd"), "not a positive number"),
+        (np.True_, "not a positive number"),
+        (np.complex64(3), "not a positive number"),
+        (10**400, "not a positive number"),
+    ],
+)
+def test_what_is_no_base(base, words) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        qkv.RoPE(base=base)
+
+
 @pytest.mark.parametrize("seed", [1.7, -1, 2**64])
 def test_what_is_no_seed(seed) -> None:
     with pytest.raises(ArgumentError, match="not a whole number of 64 bits"):

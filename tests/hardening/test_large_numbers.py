@@ -87,6 +87,24 @@ def test_large_values_in_float64(backend, q_len) -> None:
     np.testing.assert_allclose(found, 1e308, rtol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_merged_means_of_the_largest_number(dtype) -> None:
+    """One row in six was infinite, since shares add up to one but for rounding."""
+    rng, largest = np.random.default_rng(0), np.finfo(dtype).max
+    wide = np.float64 if dtype == np.float64 else np.float32
+    for count in (1, 2, 3, 5):
+        lses = rng.normal(scale=3, size=(count, 500)).astype(wide)
+        for sign in (1, -1):
+            parts = [(np.full((500, 1), sign * largest, dtype), lse) for lse in lses]
+            out, _ = qkv.merge(*parts)
+            units = np.abs(out / (sign * largest) - 1) / np.finfo(dtype).eps
+            assert units.max() <= count + 1
+    infinite = [(np.full((2, 1), np.inf, dtype), np.zeros(2, wide)), *(
+        (np.full((2, 1), v, dtype), np.zeros(2, wide)) for v in (1, largest)
+    )]  # fmt: skip
+    assert np.isinf(qkv.merge(*infinite)[0]).all()
+
+
 @pytest.mark.parametrize("backend", ["cpu", "blocked", "reference"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.sampled(("q_len", "sinks"), list(product([1, 30], [False, True])), one_in=2)

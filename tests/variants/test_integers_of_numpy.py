@@ -43,6 +43,21 @@ def test_falling_ends_are_refused_without_a_sign_too() -> None:
         qkv.Segments.from_cu_seqlens(np.array([0, 5, 3], np.uint8))
 
 
+def test_segments_of_64_bits_with_and_without_a_sign() -> None:
+    """2**64 - 1 and -1 have the same bits, and are two segments."""
+    rows = RNG.normal(size=(3, 2))
+    large = np.array([2**64 - 1, 2**64 - 1, 5], np.uint64)
+    for q_ids, kv_ids in ((large, np.array([-1, -1, 5])), (np.array([-1, -1, 5]), large)):
+        with pytest.raises(qkv.DTypeError, match="segment 18446744073709551615"):
+            qkv.attention(rows, rows, rows, qkv.Segments(q_ids, kv_ids))
+    expected = qkv.attention(rows, rows, rows, qkv.Segments([0, 0, 1]))
+    same = qkv.Segments(large), qkv.Segments(large, large.copy()), qkv.Segments(
+        np.array([7, 7, 5], np.uint64), np.array([7, 7, 5])
+    )  # fmt: skip
+    for segments in same:
+        np.testing.assert_array_equal(qkv.attention(rows, rows, rows, segments), expected)
+
+
 @pytest.mark.parametrize(("kind", "rows"), [(np.int8, 300), (np.uint8, 300), (np.int16, 2**15 + 2)])
 def test_segments_may_be_longer_than_the_type_of_their_ids_counts(kind: Any, rows: int) -> None:
     query, key, value = RNG.normal(size=(3, rows, 2))

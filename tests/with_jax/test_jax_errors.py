@@ -108,6 +108,25 @@ def test_wide_numpy_arrays_are_not_rounded() -> None:
         qkv.attention(X, wide, wide)
 
 
+def test_keys_of_random_numbers_are_not_numbers() -> None:
+    key = jax.random.key(0)
+
+    def dropped(seed: Any) -> jax.Array:
+        return qkv.attention(X, X, X, qkv.Dropout(0.5, seed))
+
+    for call in (dropped, jax.jit(dropped), lambda key: jax.jit(qkv.attention)(X, key, X)):
+        with pytest.raises(qkv.DTypeError, match=r"key<fry>[^$]*jax.random.bits"):
+            call(key)
+    seed = jax.random.bits(key)
+    np.testing.assert_array_equal(jax.jit(dropped)(seed), dropped(int(seed)))
+
+
+def test_sizes_are_numbers() -> None:
+    of_any_batch = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 3, 5, 4"), jnp.float32)
+    with pytest.raises(qkv.UnsupportedError, match=r"query has the symbolic shape \(b, 3, 5, 4\)"):
+        jax.export.export(jax.jit(lambda q: qkv.attention(q, q, q)))(of_any_batch)
+
+
 def test_stored_rows() -> None:
     """Pages are read outside of jit, and refused inside."""
     pages = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3, 2, 4)), jnp.float32)

@@ -196,10 +196,26 @@ def by_the_vector(f: Function) -> Any:
     return jax.grad(forward)(given[1]), jax.grad(reverse)(given[1])
 
 
+def hessian_through_a_scan(f: Function) -> Any:
+    """JAX keeps no custom rule of what a scan computes; what it repeats has a second derivative."""
+    q, k, v, bias, sinks = arrays()
+
+    def repeated(q: Any, bias: Any) -> Any:
+        def step(row: Any, _: None) -> Any:
+            out, lse = f(row, k, jnp.concatenate([v, v[..., :1]], -1), bias, sinks)
+            return jnp.sin(out), lse
+
+        last, lses = jax.lax.scan(step, q, None, length=2)
+        return last.sum() + (lses * lses).sum()
+
+    return jax.hessian(repeated, argnums=(0, 1))(q, bias)
+
+
 SECOND = [
     pytest.param(way, id=way.__name__)
     for way in (
-        hessian, reverse_over_reverse, reverse_over_forward, of_what_is_mapped, by_the_vector
+        hessian, reverse_over_reverse, reverse_over_forward, of_what_is_mapped, by_the_vector,
+        hessian_through_a_scan,
     )
 ]  # fmt: skip
 

@@ -42,3 +42,16 @@ def test_gradients_are_those_over_all_keys(layout) -> None:
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     for ours, theirs in zip(found[1], expected[1], strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
+def test_means_of_the_largest_number_are_finite_and_have_gradients() -> None:
+    largest = jnp.finfo(jnp.float32).max
+    lses = 3 * normal(3, 300)
+    outs = jnp.full((3, 300, 1), largest)
+
+    def merged(outs):
+        return qkv.merge(*zip(outs, lses, strict=True))[0]
+
+    assert jnp.isfinite(jax.jit(merged)(outs)).all()
+    gradient = jax.jit(jax.grad(lambda outs: (merged(outs) / largest).sum() * largest))(outs)
+    np.testing.assert_allclose(gradient[..., 0], jax.nn.softmax(lses, 0), atol=2e-6)

@@ -105,3 +105,14 @@ def test_a_part_without_keys_leaves_gradients_finite() -> None:
     out, lse = qkv.merge((out1, lse1), (out2, lse2))
     gradients = torch.autograd.grad(out.sum() + lse.sum(), inputs)
     assert [of.item() for of in gradients] == [1, 1, 0, 0]
+
+
+def test_means_of_the_largest_number_are_finite_and_have_gradients() -> None:
+    largest = torch.finfo(torch.float32).max
+    lses = [3 * normal(300, seed=n, dtype=torch.float32) for n in range(3)]
+    outs = [torch.full((300, 1), largest, requires_grad=True) for _ in lses]
+    merged, _ = qkv.merge(*zip(outs, lses, strict=True))
+    assert merged.isfinite().all()
+    shares = torch.stack(lses).double().softmax(0).float()
+    gradients = torch.autograd.grad(merged, outs, torch.ones(300, 1))
+    assert_close(torch.stack(gradients)[..., 0], shares)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.errors import UnsupportedError
+from qkv.errors import DTypeError, UnsupportedError
 
 _ALIGNMENT = 64
 """Bytes. JAX copies what does not begin at a multiple of them."""
@@ -27,6 +28,7 @@ class JaxArrays:
                 action="Call it outside of jit, grad and vmap; under them, qkv.attention and "
                 "qkv.jax.dot_product_attention work.",
             )
+        refuse_keys(array, role)
         return np.asarray(array)
 
     def restore(self, array: NDArray[Any]) -> Any:
@@ -54,6 +56,15 @@ class JaxArrays:
     def in_words(self, advice: str) -> str:
         """NumPy's methods are those of JAX arrays too; its functions are in `jax.numpy`."""
         return advice.replace("numpy.asarray", "jax.numpy.asarray")
+
+
+def refuse_keys(array: jax.Array, role: str) -> None:
+    """Raise for an array of keys of random numbers."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        raise DTypeError(
+            f"{role} has dtype {array.dtype}, which is not of numbers.",
+            action="Pass numbers; jax.random.bits(key) makes one of a key.",
+        )
 
 
 def aligned(array: NDArray[Any]) -> NDArray[Any]:

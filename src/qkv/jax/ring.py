@@ -14,6 +14,7 @@ from qkv._api import attention
 from qkv.arguments.declarations import shown
 from qkv.call.binding.flatten import Leaves, flatten, unflatten
 from qkv.errors import ArgumentError, ShapeError, UnsupportedError
+from qkv.partial import Partial, merge
 from qkv.variants import (
     ALiBi,
     Causal,
@@ -199,9 +200,8 @@ def _attend(ring: _Ring, query: Any, key: Any, value: Any, leaves: list[Any]) ->
             k, v, out, lse = carried
             k, v = ring.sent((k, v))
             own_out, own_lse = ring.step(number, q, k, v, leaves)
-            total = jnp.logaddexp(lse, own_lse)
-            weights = [_weight(part, total)[..., None] for part in (lse, own_lse)]
-            return k, v, out * weights[0] + own_out.astype(wide) * weights[1], total
+            merged = merge([Partial(out, lse), Partial(own_out.astype(wide), own_lse)], jnp)
+            return k, v, merged.out, merged.lse
 
         state = k, v, out.astype(wide), lse
         *_, out, lse = jax.lax.fori_loop(1, ring.devices, advance, state)

@@ -6,7 +6,7 @@ LongRoPE give an attention factor as well. The constructors of `qkv.RoPE` say wh
 
 from __future__ import annotations
 
-from math import ceil, floor, inf, log, pi, sqrt
+from math import ceil, floor, inf, log, nan, pi, sqrt
 from sys import float_info
 from typing import Any
 
@@ -35,13 +35,26 @@ __all__ = [
 
 def positive(name: str, value: Any) -> float:
     """A positive finite number, or an error that names it."""
-    number = isinstance(value, int | float | np.integer | np.floating)
-    if not number or isinstance(value, bool) or not 0 < value <= float_info.max:
-        raise ArgumentError(
-            f"RoPE {name}={value!r:.60} is not a positive number.",
-            action=f"Pass {name} as the model's configuration has it.",
+    try:
+        # Numbers of types that others gave to NumPy, as bfloat16, are of none of its classes.
+        is_number = isinstance(value, int | float | np.generic) and not isinstance(
+            value, bool | np.bool_ | np.character | np.complexfloating
         )
-    return float(value)
+        number = float(value) if is_number else nan
+    except (TypeError, ValueError, OverflowError):
+        number = nan
+    if not 0 < number <= float_info.max:
+        is_array = getattr(value, "shape", None) == () and not isinstance(value, np.generic)
+        given = f"RoPE {name}={value!r:.60}"
+        raise ArgumentError(
+            f"{given} is an array, not a number."
+            if is_array
+            else f"{given} is not a positive number.",
+            action=f"Pass float({name})."
+            if is_array
+            else f"Pass {name} as the model's configuration has it.",
+        )
+    return number
 
 
 _MOST_ENTRIES = 2**24

@@ -10,13 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from qkv.arrays import library_of
-from qkv.arrays.jax_arrays import JaxArrays
+from qkv.arrays.jax_arrays import JaxArrays, refuse_keys
 from qkv.arrays.views import view_beside
 from qkv.bridges.jax import derivatives
 from qkv.bridges.jax.operations import PROCESS, Operation
-from qkv.bridges.jax.rules import varying
+from qkv.bridges.jax.rules import sharding_like, varying
 from qkv.bridges.learnable import with_scale
 from qkv.call.attend import attend
 from qkv.call.binding.bound import BoundCall, bind
@@ -45,6 +46,7 @@ def attention(
     bound = bind(query, key, value, variants, options)
     structure, leaves = bound
     if any(isinstance(array, jax.core.Tracer) for array in leaves):
+        _check_types(bound)
         operands = (_operand(query, "query"), _operand(key, "key"), _operand(value, "value"))
         inputs = varying((*operands, *map(jnp.asarray, leaves[3:])))
         hold(structure)
@@ -62,15 +64,33 @@ def attention(
         return (attended.out, attended.lse) if return_lse else attended.out
     _, views = views_of(bound)
     out, lse, *_ = attend(BoundCall(structure, views), rows=return_lse)
-    return (_like(query, out), _like(query, lse)) if return_lse else _like(query, out)
+    placed = _like(query, out, options.layout)
+    return (placed, _like(query, lse, options.layout, is_lse=True)) if return_lse else placed
 
 
-def _like(query: Any, array: Any) -> Any:
-    """A result as an array of the query's library, on its device."""
+def _like(query: Any, array: Any, layout: str, *, is_lse: bool = False) -> Any:
+    """A result as an array of the query's library, on its devices."""
     made = library_of(query, "query").restore(array)
-    if isinstance(query, jax.Array) and query.devices() != made.devices():
-        return jax.device_put(made, query.sharding)
-    return made
+    if not isinstance(query, jax.Array) or query.devices() == made.devices():
+        return made
+    sharding = query.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = sharding_like(query, made.shape, layout, is_lse=is_lse)
+    return jax.device_put(made, sharding)
+
+
+def _check_types(bound: BoundCall) -> None:
+    """Raise for keys of random numbers, and for sizes that are symbols of `jax.export`."""
+    for role, array in zip(bound.roles, bound.leaves, strict=True):
+        if isinstance(array, jax.Array):
+            refuse_keys(array, role)
+        shape = getattr(array, "shape", ())
+        if not all(isinstance(size, int) for size in shape):
+            raise UnsupportedError(
+                f"{role} has the symbolic shape ({', '.join(map(str, shape))}); JAX can trace "
+                "this call for sizes that are numbers.",
+                action="Export it once for each shape that you need.",
+            )
 
 
 def _operand(array: Any, role: str) -> Any:

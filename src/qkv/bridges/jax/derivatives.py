@@ -1,8 +1,8 @@
 """How JAX differentiates attention, in both directions.
 
-Attention has a `custom_jvp`, whose tangents are one call of the primitive below. It stands for six
-functions, each linear in its last arrays, which come behind the inputs and what the forward pass
-has kept:
+Attention is a primitive of JAX, and its tangents are one call of another, `qkv_linear`. That one
+stands for six functions, each linear in its last arrays, which come behind the inputs and what the
+forward pass has kept:
 
     kind         from                        computes                                 transposed
     tangents     tangents of inputs          tangents of out, lse                     gradients
@@ -24,14 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -46,42 +44,60 @@ KEPT = 3
 """Arrays that the forward pass has kept: out, perhaps before it was rounded, lse, lse_rest."""
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def attend(operation: Operation, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+_attention = Primitive("qkv_attention")
+"""Not a `jax.custom_jvp`: where a scan is differentiated twice, JAX forgets its rule."""
+_linear = Primitive("qkv_linear")
+_attention.multiple_results = _linear.multiple_results = True
+
+
+# Attention
+
+
+def attend(operation: Operation, inputs: Sequence[Any]) -> tuple[Any, ...]:
     """Output and lse, differentiable in all floating inputs but the frequencies of RoPE.
 
     The other results serve the backward pass alone and have no derivative: the rounding error of
     lse, and, if the operation says `backward`, an output of 16 bits as it was before rounding.
     """
-    results: tuple[Any, ...] = _forward(operation, *inputs)
-    return results
+    return tuple(_attention.bind(*inputs, operation=operation))
 
 
-@partial(jax.jit, static_argnums=0, inline=True)
-def _forward(operation: Operation, *inputs: Any) -> Any:
-    return call_operation(operation, shapes_of_results(operation, inputs), inputs)
+def _forward(*inputs: Any, operation: Operation) -> Any:
+    shapes = shapes_of_results(operation, [*map(jax.typeof, inputs)])
+    return call_operation(operation, shapes, inputs)
 
 
-@partial(attend.defjvp, symbolic_zeros=True)
-def _attend_jvp(operation: Operation, primals: Any, tangents: Any) -> Any:
-    (values,), (moves,) = primals, tangents
-    along = tuple(n for n, move in enumerate(moves) if not isinstance(move, SymbolicZero))
+def _abstract_results(*inputs: Any, operation: Operation) -> Any:
+    return [
+        inputs[0].update(
+            shape=like.shape, dtype=like.dtype, sharding=like.sharding, weak_type=False
+        )
+        for like in shapes_of_results(operation, inputs)
+    ]
+
+
+def _batch_attention(inputs: Any, axes: Any, *, operation: Operation) -> Any:
+    inputs = _in_front(inputs, axes, len(inputs))
+    results = _attention.bind(*inputs, operation=operation)
+    return results, [0] * len(results)
+
+
+def _jvp_of_attention(values: Any, moves: Any, *, operation: Operation) -> Any:
+    along = tuple(n for n, move in enumerate(moves) if not _is_zero(move))
     _refuse_constants(operation, values, along)
     # Not _forward, because what is kept may be differentiated again.
     results = attend(replace(operation, backward=True), values)
     out, lse, rest, *unrounded = results
     kept = (unrounded[0] if unrounded else out, lse, rest)
+    lead = _lead(operation, values)
     changes = _bind("tangents", replace(operation, along=along), (*values, *kept),
-                  [moves[n] for n in along])  # fmt: skip
+                  [_with_lead(moves[n], lead) for n in along])  # fmt: skip
     results = results if operation.backward else results[:3]
-    others = [zero_from_primal(result, symbolic_zeros=True) for result in results[2:]]
+    others = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results[2:]]
     return results, (*changes, *others)
 
 
-# The primitive
-
-_linear = Primitive("qkv_linear")
-_linear.multiple_results = True
+# Tangents, and what follows from them
 
 
 def _bind(kind: str, operation: Operation, constant: Sequence[Any], linear: Sequence[Any]) -> Any:
@@ -144,7 +160,9 @@ def _lead(operation: Operation, arrays: Sequence[Any]) -> tuple[int, ...]:
 def _shapes(kind: str, operation: Operation, arrays: Sequence[Any]) -> Shapes:
     lead = _lead(operation, arrays)
     return tuple(
-        jax.ShapeDtypeStruct((*lead, *like.shape[len(lead) :]), dtype)
+        jax.ShapeDtypeStruct(
+            (*lead, *like.shape[len(lead) :]), dtype, sharding=jax.typeof(like).sharding
+        )
         for like, dtype in _results(kind, operation, arrays)
     )
 
@@ -159,6 +177,13 @@ def _abstract(*arrays: Any, kind: str, operation: Operation, constants: int) -> 
 
 
 def _batch(arrays: Any, axes: Any, *, constants: int, **fixed: Any) -> Any:
+    arrays = _in_front(arrays, axes, constants)
+    results = _linear.bind(*arrays, constants=constants, **fixed)
+    return results, [0] * len(results)
+
+
+def _in_front(arrays: Any, axes: Any, constants: int) -> list[Any]:
+    """Arrays with one more dimension of vmap; constant ones that it does not map have size 1."""
     (size,) = {a.shape[axis] for a, axis in zip(arrays, axes, strict=True) if axis is not None}
 
     def in_front(n: int, array: Any, axis: int | None) -> Any:
@@ -166,9 +191,12 @@ def _batch(arrays: Any, axes: Any, *, constants: int, **fixed: Any) -> Any:
             return jnp.moveaxis(array, axis, 0)
         return jnp.broadcast_to(array, (1 if n < constants else size, *array.shape))
 
-    arrays = [in_front(n, *pair) for n, pair in enumerate(zip(arrays, axes, strict=True))]
-    results = _linear.bind(*arrays, constants=constants, **fixed)
-    return results, [0] * len(results)
+    return [in_front(n, *pair) for n, pair in enumerate(zip(arrays, axes, strict=True))]
+
+
+def _with_lead(array: Any, lead: tuple[int, ...]) -> Any:
+    """A linear array as large as the dimensions of vmap are, which may be 1 in constant ones."""
+    return jnp.broadcast_to(array, (*lead, *array.shape[len(lead) :]))
 
 
 def _jvp(
@@ -180,12 +208,7 @@ def _jvp(
     constant, linear = _split(arrays, constants)
     of_inputs, _, of_constants, of_linear = _split(moves, count, count + KEPT, constants)
     lead = _lead(operation, arrays)
-    # Constant arrays have dimensions of vmap of size 1 where linear ones are whole.
-    followed = {
-        n: jnp.broadcast_to(move, (*lead, *move.shape[len(lead) :]))
-        for n, move in enumerate(of_inputs)
-        if not _is_zero(move)
-    }
+    followed = {n: _with_lead(move, lead) for n, move in enumerate(of_inputs) if not _is_zero(move)}
     moved = [n for n, move in enumerate(of_linear) if not _is_zero(move)]
     changes: list[Any] = []
     if kind not in {"tangents", "gradients"}:
@@ -252,8 +275,13 @@ def _transpose(
     return [None] * constants + of_linear
 
 
-_compiled = jax.jit(_run, static_argnames=("kind", "operation", "constants"))
-_linear.def_impl(_compiled)
+_attention.def_impl(jax.jit(_forward, static_argnames="operation"))
+_attention.def_abstract_eval(_abstract_results)
+mlir.register_lowering(_attention, mlir.lower_fun(_forward, multiple_results=True))
+batching.primitive_batchers[_attention] = _batch_attention
+ad.primitive_jvps[_attention] = _jvp_of_attention
+
+_linear.def_impl(jax.jit(_run, static_argnames=("kind", "operation", "constants")))
 _linear.def_abstract_eval(_abstract)
 mlir.register_lowering(_linear, mlir.lower_fun(_run, multiple_results=True))
 batching.primitive_batchers[_linear] = _batch

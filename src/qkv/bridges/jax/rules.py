@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from qkv.bridges.jax.ffi import ANSWER_PATH, cancelled, handler
 from qkv.bridges.jax.operations import Operation, compute
@@ -24,7 +25,8 @@ from qkv.call.dispatch import checked
 from qkv.errors import DTypeError, QkvError, ShapeError
 
 __all__ = [
-    "Shapes", "call_operation", "is_registered", "shapes_of_results", "stand_in", "varying",
+    "Shapes", "call_operation", "is_registered", "shapes_of_results", "sharding_like", "stand_in",
+    "varying",
 ]  # fmt: skip
 
 _TARGET = "qkv"
@@ -35,14 +37,15 @@ def call_operation(operation: Operation, shapes: Shapes, inputs: Sequence[Any]) 
     """Arrays of these shapes, in front of which the inputs may have the dimensions of `vmap`."""
     text = operation.text
     mapped = inputs[0].ndim - operation.ndims[0]
+    plain = tuple(jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in shapes)
 
     def foreign(*inputs: Any) -> Any:
-        call = jax.ffi.ffi_call(_TARGET, shapes, vmap_method="expand_dims")
+        call = jax.ffi.ffi_call(_TARGET, plain, vmap_method="expand_dims")
         return call(*inputs, operation=text)
 
     def python(*inputs: Any) -> Any:
-        on_host = partial(_on_host, operation, shapes, mapped)
-        return jax.pure_callback(on_host, shapes, *inputs, vmap_method="expand_dims")
+        on_host = partial(_on_host, operation, plain, mapped)
+        return jax.pure_callback(on_host, plain, *inputs, vmap_method="expand_dims")
 
     if not is_registered():
         results = python(*inputs)
@@ -50,7 +53,11 @@ def call_operation(operation: Operation, shapes: Shapes, inputs: Sequence[Any]) 
         results = foreign(*inputs)
     else:
         results = jax.lax.platform_dependent(*inputs, cpu=foreign, default=python)
-    return varying((inputs[0], *results))[1:]
+    results = varying((inputs[0], *results))[1:]
+    return [
+        jax.reshard(result, shape.sharding) if any(shape.sharding.spec) else result
+        for result, shape in zip(results, shapes, strict=True)
+    ]
 
 
 @lru_cache(maxsize=1)
@@ -94,13 +101,19 @@ def _on_host(operation: Operation, shapes: Shapes, mapped: int, *inputs: Any) ->
 # Shapes and dtypes, which are known while JAX traces
 
 
-def stand_in(array: Any) -> Any:
-    return np.broadcast_to(np.zeros((), array.dtype), array.shape)
+def stand_in(array: Any, mapped: int = 0) -> Any:
+    """Zeros that take no memory, without the dimensions of vmap."""
+    return np.broadcast_to(np.zeros((), array.dtype), array.shape[mapped:])
 
 
 def shapes_of_results(operation: Operation, inputs: Sequence[Any]) -> Shapes:
-    """Of what `attend` gives; errors that values have no part in are raised now, not by XLA."""
-    query, key, value, *arrays = stand_ins = list(map(stand_in, inputs))
+    """Of what `attend` gives, by the types of its inputs.
+
+    Errors that values have no part in are raised now, not by XLA.
+    """
+    mapped = inputs[0].ndim - operation.ndims[0]
+    lead = np.broadcast_shapes(*(array.shape[:mapped] for array in inputs))
+    query, key, value, *arrays = stand_ins = [stand_in(array, mapped) for array in inputs]
     bound = BoundCall(Structure.from_text(operation.structure), stand_ins)
     options = OptionValues(layout=operation.layout, backend=bound.unflatten().options.backend)
     call = checked(query, key, value, (), options)
@@ -117,11 +130,39 @@ def shapes_of_results(operation: Operation, inputs: Sequence[Any]) -> Shapes:
         rows, out = rows[-1:], out[-2:]
     elif operation.layout == "blhd":
         out = (*out[:-3], out[-2], out[-3], out[-1])
-    lse = jax.ShapeDtypeStruct(rows, spec.compute_dtype)
-    results = jax.ShapeDtypeStruct(out, query.dtype), lse, lse
+
+    def result(shape: tuple[int, ...], dtype: Any, *, is_lse: bool = False) -> jax.ShapeDtypeStruct:
+        shape = (*lead, *shape)
+        sharding = sharding_like(inputs[0], shape, operation.layout, is_lse=is_lse, mapped=mapped)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    lse = result(rows, spec.compute_dtype, is_lse=True)
+    results = result(out, query.dtype), lse, lse
     if not operation.backward or query.dtype == spec.compute_dtype:
         return results
-    return *results, jax.ShapeDtypeStruct(out, spec.compute_dtype)
+    return *results, result(out, spec.compute_dtype)
+
+
+def sharding_like(
+    query: Any, shape: Sequence[int], layout: str, *, is_lse: bool, mapped: int = 0
+) -> NamedSharding:
+    """How an output or lse is spread over devices: as the query is, where sizes are the same.
+
+    The query is an array or a type; it and the result have `mapped` dimensions of `vmap`.
+    """
+    mesh, spec = query.sharding.mesh, query.sharding.spec
+    spec = (*spec, *(None,) * (query.ndim - len(spec)))
+    # For each dimension of the result, that of the query.
+    dims = [*range(mapped), *range(mapped - len(shape) - is_lse, 0)]
+    if is_lse:
+        dims.pop()
+        if layout == "blhd" and len(shape) > mapped + 1:
+            dims[-2:] = reversed(dims[-2:])
+    axes = [
+        spec[d] if -d <= query.ndim and query.shape[d] == size else None
+        for size, d in zip(shape, dims, strict=True)
+    ]
+    return NamedSharding(mesh, PartitionSpec(*axes))
 
 
 def _varying_axes(array: Any) -> frozenset[str]:

@@ -75,9 +75,10 @@ def fits(
 ) -> None:
     """Raise unless an array that goes along with another has its shape and dtype."""
     if seen.shape != shape:
+        kind = "tangent" if "tangent" in role else "cotangent"
         raise ShapeError(
             f"{role} has shape {seen.shape}, {other} {shape}.",
-            action=f"Pass a cotangent for each entry of {other}.",
+            action=f"Pass a {kind} for each entry of {other}.",
         )
     if seen.dtype != dtype:
         raise DTypeError(

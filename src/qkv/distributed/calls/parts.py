@@ -92,7 +92,11 @@ class Merged:
                 for of, share, product in ((lse, old, out), (lse_of_part, new, added)):
                     if not share.all():
                         product[np.isneginf(of)] = 0
-                out += added
+                whole = out + added
+                # Shares may add up to a little more than one; a mean of finite values is finite.
+                rounded = np.isinf(whole) & np.isfinite(out) & np.isfinite(added)
+                whole[rounded] = np.copysign(np.finfo(whole.dtype).max, whole[rounded])
+                out[...] = whole
         lse[...] = total
 
     def add_statistics(self, rows: slice, part: Partial, of_part: RowStatistics) -> None:

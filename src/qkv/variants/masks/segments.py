@@ -94,6 +94,7 @@ class Segments(MaskVariant):
         kv_ids = q_ids
         if self.kv_ids is not None:
             kv_ids = _rows(self.kv_ids, "kv_ids", shape.kv_len, "kv_len")
+            _refuse_other_sign(self.q_ids, self.kv_ids)
         q_rows = builder.batch_rows(q_ids, "q_ids", 1)
         kv_rows = builder.batch_rows(kv_ids, "kv_ids", 1)
         if q_ids.ndim == 1:
@@ -170,6 +171,22 @@ def _rows(ids: ArrayLike, name: str, length: int, length_name: str) -> NDArray[A
         )
     is_read = array.dtype.isnative and array.dtype != np.uint64
     return array if is_read else array.astype(np.int64)
+
+
+def _refuse_other_sign(q_ids: ArrayLike, kv_ids: ArrayLike) -> None:
+    """Raise for ids that only one of the types has: read as 64 bits, 2**64 - 1 would be -1."""
+    given = [("q_ids", np.asarray(q_ids)), ("kv_ids", np.asarray(kv_ids))]
+    if given[0][1].dtype.kind == given[1][1].dtype.kind:
+        return
+    for name, ids in given:
+        largest = ids.max(initial=0)
+        if largest > np.iinfo(np.int64).max:
+            raise DTypeError(
+                f"{name} has the segment {largest}, and the other ids are signed integers, which "
+                "end at 2**63 - 1.",
+                [(other, f"{array.dtype} {array.shape}") for other, array in given],
+                "Pass ids of one integer type.",
+            )
 
 
 def _ranks(ids: NDArray[Any]) -> NDArray[np.int64]:
