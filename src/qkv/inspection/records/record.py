@@ -76,7 +76,7 @@ class Record:
         self._rows = found.rows
         self._received: Array | None = None
         self._statistics: WeightStatistics | None = None
-        self._top: dict[int, tuple[Array, Array]] = {}
+        self._best: tuple[Array, Array] | None = None
         self.backend: str = found.backend
         """The backend that ran."""
 
@@ -242,9 +242,10 @@ class Record:
             If k is not a whole number of 1 or more.
         """
         k = number_of_keys(k)
-        if k not in self._top:
-            self._top[k] = self._top_keys(k)
-        indices, weights = self._top[k]
+        if self._best is None or self._best[0].shape[-1] < k:
+            self._best = self._best_keys(k)
+        # The k best are the first of more, which come in order of their scores.
+        indices, weights = by_weight(*(np.array(of[..., :k]) for of in self._best))
         return self._in_caller_shape(indices, 1), self._in_caller_shape(weights, 1)
 
     def mass(self, keys: Any) -> Any:
@@ -381,11 +382,12 @@ class Record:
         converted = library.restore(np.array(array.reshape(tuple(like.shape))))
         return converted.to(like.device) if hasattr(like, "is_meta") else converted
 
-    def _top_keys(self, k: int) -> tuple[Array, Array]:
+    def _best_keys(self, k: int) -> tuple[Array, Array]:
+        """Keys and weights in order of falling scores."""
         best = None
         if self._inspectable is not None:
             best = self._inspectable.top(self.problem, self._replay.lse, k, self._progress)
-        return by_weight(*(best or top_keys(self._replay, k, self._progress)))
+        return best or top_keys(self._replay, k, self._progress)
 
     @property
     def _weight_statistics(self) -> WeightStatistics:
