@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import qkv
 import qkv.files
@@ -73,6 +74,49 @@ def test_a_file_of_the_reader_without_python(lab: Any, tmp_path: Path) -> None:
     broken.write_bytes(os.urandom(100))
     page.set_input_files('input[type="file"]', broken)
     page.wait_for_selector(".failure")
+
+
+TOKENS = [
+    "\u0645\u0631\u062d\u0628\u0627",
+    "\u4e2d\u6587",
+    "\U0001f469\u200d\U0001f467",
+    "<b>x</b>",
+    "",
+]
+
+
+@pytest.mark.parametrize("name", ["columns", "big endian", "bytes as tokens", "turned"])
+def test_npz_files_as_numpy_writes_them(lab: Any, tmp_path: Path, name: str) -> None:
+    q, k, v = np.random.default_rng(3).normal(size=(3, 5, 3))
+    saved: dict[str, Any] = {"q": q, "k": k, "v": v, "tokens": np.array(TOKENS)}
+    if name == "columns":
+        saved |= {"q": np.asfortranarray(q), "k": np.asfortranarray([k, v])}
+    if name == "big endian":
+        saved |= {"q": q.astype(">f8"), "tokens": np.array(TOKENS).astype(">U9")}
+    if name == "bytes as tokens":
+        saved["tokens"] = np.array([token.encode() for token in TOKENS])
+    if name == "turned":
+        saved["q"] = np.ascontiguousarray(q.T).T
+    np.savez(tmp_path / "a.npz", **saved)
+    page = lab.open("start")
+    page.set_input_files('input[type="file"]', tmp_path / "a.npz")
+    page.wait_for_function("() => document.querySelector('select').value === 'own'")
+    np.testing.assert_allclose(lab.grid("Weights"), qkv.inspect(q, k, v).weights[...], rtol=1e-12)
+    named = page.eval_on_selector_all(".tokens-edit input", "all => all.map((one) => one.value)")
+    assert named == TOKENS
+
+
+@pytest.mark.parametrize("name", ["a.npz", "a.safetensors"])
+def test_a_type_that_is_not_read_is_named(lab: Any, tmp_path: Path, name: str) -> None:
+    rows = {each: np.eye(3, dtype=np.int64) for each in ("q", "k", "v")}
+    if name.endswith("npz"):
+        np.savez(tmp_path / name, **rows)
+    else:
+        save_file(rows, tmp_path / name)
+    page = lab.open("start")
+    page.set_input_files('input[type="file"]', tmp_path / name)
+    said = page.wait_for_selector(".own .failure").inner_text()
+    assert f"{name}: it holds q as {'<i8' if name.endswith('npz') else 'I64'}; float16" in said
 
 
 @pytest.fixture(scope="module")
