@@ -79,6 +79,26 @@ def test_nothing_is_wider_than_a_phone(opened: Any, width: int) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= width, panel
 
 
+def test_a_long_word_leaves_room_for_numbers(opened: Any) -> None:
+    """As compounds of German do, and text without spaces."""
+    lab = opened(width=360, height=780)
+    page = lab.open("start")
+    page.fill(".tokens-edit input >> nth=1", "w" * 40)
+    page.keyboard.press("Enter")
+    ends = "all => all.map((each) => each.getBoundingClientRect().right)"
+    for panel, places in {
+        "pipeline": '[aria-label^="What"] tbody th, .choice label',
+        "heatmap": '[aria-label="Rows in numbers"] tbody th',
+        "tiles": ".keycell, .choice label",
+    }.items():
+        page.click(f'nav a[href="#{panel}"]')
+        page.wait_for_selector(f'main[data-panel="{panel}"]')
+        found = page.eval_on_selector_all(places, ends)
+        assert len(found) >= 5, panel
+        assert max(found) <= 320, panel
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360, panel
+
+
 def test_weights_keep_their_colours_in_print(opened: Any) -> None:
     """Browsers leave backgrounds out, and what is pressed is of no use on paper."""
     page = opened().open("heatmap")
