@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,45 @@ def test_a_type_that_is_not_read_is_named(lab: Any, tmp_path: Path, name: str) -
     page.set_input_files('input[type="file"]', tmp_path / name)
     said = page.wait_for_selector(".own .failure").inner_text()
     assert f"{name}: it holds q as {'<i8' if name.endswith('npz') else 'I64'}; float16" in said
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (None, "The server does not answer. Start qkv lab again"),
+        (401, "qkv lab was started again since this page was opened. Open the address"),
+    ],
+)
+def test_a_server_that_is_gone_or_is_another_is_said_so(
+    chromium: Any, server_context: Any, server_address: str, tmp_path: Path,
+    status: int | None, said: str,
+) -> None:  # fmt: skip
+    """To whoever asks: a panel, a file that is opened, a page that is shared."""
+    page = server_context.new_page()
+    page.goto(server_address.partition("?")[0] + "#start")
+    page.wait_for_selector('input[type="file"]', state="attached")
+
+    def refuse(route: Any) -> None:
+        if status is None:
+            route.abort()
+        else:
+            route.fulfill(status=status, content_type="text/plain", body="Open the lab with ...")
+
+    page.route(re.compile("/(call|file|page)$"), refuse)
+    np.savez(tmp_path / "a.npz", q=np.eye(3), k=np.eye(3), v=np.eye(3))
+    page.set_input_files('input[type="file"]', tmp_path / "a.npz")
+    words = "all => all.map((each) => each.innerText.replace(/\\s+/g, ' '))"
+    page.wait_for_selector(".own .failure")
+    assert said in page.eval_on_selector_all(".own .failure", words)[0]
+    page.click('button:text-is("Share")')
+    page.click('dialog[open] button:has-text("Save")')
+    page.wait_for_selector("dialog[open] .failure")
+    assert said in page.eval_on_selector_all("dialog[open] .failure", words)[0]
+    page.keyboard.press("Escape")
+    page.click('nav a[href="#errata"]')
+    page.wait_for_selector("main .failure")
+    assert said in page.eval_on_selector_all("main .failure", words)[0]
+    page.close()
 
 
 @pytest.fixture(scope="module")
