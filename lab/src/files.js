@@ -5,7 +5,9 @@ const MOST_BYTES = 64 * 2 ** 20;
 
 /** @typedef {{shape: number[], values: Float64Array}} Named */
 
-/** @param {File} file @returns {Promise<{arrays: Record<string, Named>, tokens?: string[]}>} */
+/** Arrays by name, tokens, and for arrays that cannot be read why not.
+ * @param {File} file
+ * @returns {Promise<{arrays: Record<string, Named>, tokens?: string[], unread: Record<string, string>}>} */
 export async function arraysOf(file) {
   if (file.size > MOST_BYTES) throw new Error("it is larger than 64 MiB; run qkv lab FILE.");
   const bytes = await file.arrayBuffer();
@@ -28,22 +30,37 @@ function brain(bits) {
 }
 
 const READERS = {
-  F64: [8, (view, at) => view.getFloat64(at, true)],
-  F32: [4, (view, at) => view.getFloat32(at, true)],
-  F16: [2, (view, at) => half(view.getUint16(at, true))],
-  BF16: [2, (view, at) => brain(view.getUint16(at, true))],
+  F64: [8, (view, at, little) => view.getFloat64(at, little)],
+  F32: [4, (view, at, little) => view.getFloat32(at, little)],
+  F16: [2, (view, at, little) => half(view.getUint16(at, little))],
+  BF16: [2, (view, at, little) => brain(view.getUint16(at, little))],
 };
 
-function numbers(buffer, start, length, type, shape) {
-  const reader = READERS[type];
-  if (!reader) throw new Error(`its numbers are of type ${type}; float16, bfloat16, float32 and float64 are read.`);
-  const [size, read] = reader;
+const ofType = (name, type) => `it holds ${name} as ${type}; float16, bfloat16, float32 and float64 are read.`;
+
+/** The numbers of an array, row by row. @returns {Named} */
+function numbers(buffer, start, length, type, shape, { little = true, byColumns = false } = {}) {
+  const [size, read] = READERS[type];
   const count = shape.reduce((all, each) => all * each, 1);
   if (!shape.every((each) => Number.isInteger(each) && each >= 0) || count * size !== length) {
     throw new Error(`it says ${shape.join(" x ")} numbers of ${size} bytes and has ${length} bytes.`);
   }
   const view = new DataView(buffer, start, length);
-  return { shape, values: Float64Array.from({ length: count }, (_, i) => read(view, i * size)) };
+  const place = byColumns ? columnOrder(shape) : (i) => i;
+  return { shape, values: Float64Array.from({ length: count }, (_, i) => read(view, place(i) * size, little)) };
+}
+
+/** Where the entry i of an array lies whose first index, and not its last, changes fastest. */
+function columnOrder(shape) {
+  const steps = shape.map((_, axis) => shape.slice(0, axis).reduce((all, each) => all * each, 1));
+  return (i) => {
+    let at = 0;
+    for (let axis = shape.length - 1; axis >= 0; axis -= 1) {
+      at += (i % shape[axis]) * steps[axis];
+      i = Math.floor(i / shape[axis]);
+    }
+    return at;
+  };
 }
 
 function safetensors(buffer) {
@@ -52,8 +69,13 @@ function safetensors(buffer) {
   if (length > buffer.byteLength - 8) throw new Error("it is not a safetensors file, or not all of it.");
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, length)));
   const arrays = {};
+  const unread = {};
   for (const [name, { dtype, shape, data_offsets: offsets }] of Object.entries(header)) {
-    if (name === "__metadata__" || !READERS[dtype]) continue;
+    if (name === "__metadata__") continue;
+    if (!Object.hasOwn(READERS, dtype)) {
+      unread[name] = ofType(name, dtype);
+      continue;
+    }
     const [start, stop] = offsets;
     if (!(start >= 0 && stop >= start && 8 + length + stop <= buffer.byteLength)) {
       throw new Error(`${name} lies outside the file.`);
@@ -66,7 +88,7 @@ function safetensors(buffer) {
   } catch {
     tokens = undefined;
   }
-  return { arrays, tokens: Array.isArray(tokens) ? tokens.map(String) : undefined };
+  return { arrays, tokens: Array.isArray(tokens) ? tokens.map(String) : undefined, unread };
 }
 
 async function inflated(bytes) {
@@ -84,6 +106,8 @@ async function inflated(bytes) {
 async function npz(buffer) {
   const view = new DataView(buffer);
   const arrays = {};
+  const unread = {};
+  let tokens;
   // The end of the archive's directory lies in its last bytes.
   let end = buffer.byteLength - 22;
   while (end >= 0 && view.getUint32(end, true) !== 0x06054b50) end -= 1;
@@ -97,26 +121,47 @@ async function npz(buffer) {
     const name = new TextDecoder().decode(new Uint8Array(buffer, at + 46, nameLength));
     const start = local + 30 + view.getUint16(local + 26, true) + view.getUint16(local + 28, true);
     const bytes = buffer.slice(start, start + packed);
-    const array = npy(method === 8 ? await inflated(bytes) : bytes);
-    if (array) arrays[name.replace(/\.npy$/, "")] = array;
+    const plain = name.replace(/\.npy$/, "");
+    const found = npy(method === 8 ? await inflated(bytes) : bytes, plain);
+    if (found.texts) tokens = plain === "tokens" ? found.texts : tokens;
+    else if (found.unread) unread[plain] = found.unread;
+    else arrays[plain] = found;
     at += 46 + nameLength + view.getUint16(at + 30, true) + view.getUint16(at + 32, true);
   }
-  return { arrays };
+  return { arrays, tokens, unread };
 }
 
-const NPY_TYPES = { "<f8": "F64", "<f4": "F32", "<f2": "F16" };
+const NPY_TYPES = { f8: "F64", f4: "F32", f2: "F16" };
 
-function npy(buffer) {
+/** One array of an archive: its numbers, its texts, or why it is not read. */
+function npy(buffer, name) {
   const view = new DataView(buffer);
   if (view.getUint32(0) !== 0x934e554d) throw new Error("it holds something else than arrays.");
   const wide = view.getUint8(6) > 1;
   const length = wide ? view.getUint32(8, true) : view.getUint16(8, true);
   const start = (wide ? 12 : 10) + length;
   const header = new TextDecoder().decode(new Uint8Array(buffer, wide ? 12 : 10, length));
-  const type = NPY_TYPES[/'descr': *'([^']+)'/.exec(header)?.[1]];
-  if (!type || /'fortran_order': *True/.test(header)) return null;
+  const written = /'descr': *'([^']+)'/.exec(header)?.[1] ?? "a table";
+  const little = written[0] !== ">";
+  const [, kind, size] = /^.([US])(\d+)$/.exec(written) ?? [];
+  if (kind) return { texts: texts(buffer.slice(start), kind, Number(size), little) };
+  const type = Object.hasOwn(NPY_TYPES, written.slice(1)) && NPY_TYPES[written.slice(1)];
+  if (!type) return { unread: ofType(name, written) };
+  const byColumns = /'fortran_order': *True/.test(header);
   const shape = (/'shape': *\(([^)]*)\)/.exec(header)?.[1] ?? "").split(",").map((x) => x.trim()).filter(Boolean).map(Number);
-  return numbers(buffer, start, buffer.byteLength - start, type, shape);
+  return numbers(buffer, start, buffer.byteLength - start, type, shape, { little, byColumns });
+}
+
+/** Strings of one length each, filled up with zeros: of code points (U), or of bytes in UTF-8 (S). */
+function texts(buffer, kind, size, little) {
+  const width = kind === "U" ? 4 * size : size;
+  const view = new DataView(buffer);
+  const one = (at) => {
+    if (kind === "S") return new TextDecoder().decode(new Uint8Array(buffer, at, width));
+    const codes = Array.from({ length: size }, (_, i) => view.getUint32(at + 4 * i, little));
+    return String.fromCodePoint(...codes.map((code) => (code > 0x10ffff ? 0xfffd : code)));
+  };
+  return Array.from({ length: width ? Math.floor(buffer.byteLength / width) : 0 }, (_, i) => one(i * width).replace(/\0+$/, ""));
 }
 
 /** The first matrix of an array of any dimensions. @param {Named} array */
@@ -127,10 +172,10 @@ function matrix({ shape, values }, name) {
 }
 
 /** What a file holds as an example. */
-export function exampleOf({ arrays, tokens }) {
+export function exampleOf({ arrays, tokens, unread }) {
   const [query, key, value] = [["q", "query"], ["k", "key"], ["v", "value"]].map(([short, long]) => {
     const array = arrays[short] ?? arrays[long];
-    if (!array) throw new Error(`it has no array ${short}; it has ${Object.keys(arrays).join(", ") || "none"}.`);
+    if (!array) throw new Error(unread[short] ?? unread[long] ?? `it has no array ${short}; it has ${Object.keys(arrays).join(", ") || "none"}.`);
     return matrix(array, short);
   });
   const names = tokens?.length === query.length ? tokens : query.map((_, i) => `token ${i}`);

@@ -31,9 +31,10 @@ export function size(bytes) {
   return `${Number(bytes.toPrecision(3))} ${units[place]}`;
 }
 
-/** Control characters of tokens, and the blanks at their ends, made visible. @param {string} token */
+/** Control characters of tokens, and the blanks at their ends, made visible. Joiners stay between
+ * letters and parts of emoji, where they are a part of how these are written. @param {string} token */
 export const shown = (token) =>
-  String(token).replace(/[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069]/g, (c) =>
+  String(token).replace(/[\u0000-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069]|(?<![\p{L}\p{M}\p{Extended_Pictographic}\p{Emoji_Modifier}])[\u200c\u200d]|[\u200c\u200d](?![\p{L}\p{M}\p{Extended_Pictographic}])/gu, (c) =>
     c === "\n" ? "⏎" : c === "\t" ? "⇥" : "�").replace(/^ +| +$/g, (blanks) => "␣".repeat(blanks.length)) || "∅";
 
 /** A token inside of a sentence. @param {string} token */

@@ -28,21 +28,25 @@ export function pageModel(data) {
   };
 }
 
-async function post(request) {
-  const failed = (message, action) => [{ id: request.id, ok: false, error: { message, action } }, []];
+/** The answer of the server, as JSON and the buffers that come with it; an error is one too. */
+export async function answerOf(path, type, body) {
+  const failed = (message, action) => [{ ok: false, error: { message, action } }, []];
   try {
-    const answer = await fetch("/call", {
-      method: "POST",
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify(request),
-    });
-    const type = answer.headers.get("Content-Type") ?? "";
-    if (type.startsWith("application/octet-stream")) return unpacked(await answer.arrayBuffer());
-    if (type.startsWith("application/json")) return [await answer.json(), []];
+    const answer = await fetch(path, { method: "POST", headers: { "Content-Type": type }, body });
+    const given = answer.headers.get("Content-Type") ?? "";
+    if (given.startsWith("application/octet-stream")) return unpacked(await answer.arrayBuffer());
+    if (given.startsWith("application/json")) return [await answer.json(), []];
+    if (given.startsWith("text/html")) return [{ ok: true, result: await answer.text() }, []];
+    if (answer.status === 401) return failed("qkv lab was started again since this page was opened.", "Open the address that it printed.");
     return failed(`The server answered ${answer.status}.`, "Look at what it printed.");
   } catch {
     return failed("The server does not answer.", "Start qkv lab again and open the address that it prints.");
   }
+}
+
+async function post(request) {
+  const [answer, buffers] = await answerOf("/call", "application/json", JSON.stringify(request));
+  return [{ ...answer, id: request.id }, buffers];
 }
 
 /** What the server computes; a number stops that job first. @returns {Promise<{running: object[], waiting: number}|null>} */
@@ -83,12 +87,7 @@ function withArrays(result) {
 
 /** The data of a page about a file, which the server reads. @param {File} file */
 export async function opened(file) {
-  const answer = await fetch("/file", {
-    method: "POST",
-    headers: { "Content-Type": "application/octet-stream" },
-    body: file,
-  });
-  const { ok, result, error } = await answer.json();
+  const [{ ok, result, error }] = await answerOf("/file", "application/octet-stream", file);
   if (!ok) throw new HostError(error);
   return result.data;
 }

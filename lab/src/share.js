@@ -1,7 +1,7 @@
 // A view for somebody else: as the end of an address, with its numbers, or as a page of its own.
 
 import { BUILT_IN, encode } from "./examples.js";
-import { HostError } from "./host.js";
+import { answerOf, HostError } from "./host.js";
 import { DEFAULTS } from "./view.js";
 
 /**
@@ -20,14 +20,9 @@ export function sharedAddress(view, example) {
 /** The page as one HTML file that opens at a view. @param {import("./host.js").Client} client */
 export async function sharedPage(client, view) {
   if (client.host === "export") return thisPage(view);
-  let answer;
-  try {
-    answer = await fetch("/page", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ view }) });
-  } catch {
-    throw new HostError({ message: "The server does not answer.", action: "Start qkv lab again and open the address that it prints." });
-  }
-  if (!answer.ok) throw new HostError((await answer.json()).error);
-  return answer.text();
+  const [{ ok, result, error }] = await answerOf("/page", "application/json", JSON.stringify({ view }));
+  if (!ok) throw new HostError(error);
+  return result;
 }
 
 /** This file once more, with another view in its data; script and style keep their hashes. */

@@ -57,6 +57,9 @@ test("numbers for reading", () => {
   assert.equal(written(-0.0041, 2), "0.00"); // No number is less than 0 and written as 0.
   assert.equal(size(4 * 131072 ** 2), "64 GiB");
   assert.equal(shown("a\n\u202eb\u0000"), "a⏎�b�");
+  // A Persian word, a family and a person of a skin colour at work, a word of Hindi; joiners alone.
+  for (const text of ["\u0645\u06cc\u200c\u062e", "\u{1f469}\u200d\u{1f467}", "\u{1f469}\u{1f3fd}\u200d\u{1f4bb}", "\u2764\ufe0f\u200d\u{1f525}", "\u0915\u094d\u200d\u0937"]) assert.equal(shown(text), text);
+  for (const [text, seen] of [["\u200d", "�"], ["a\u200c", "a�"], ["\u200db", "�b"], ["a\u200d\u200db", "a��b"], ["a\u200d\u202eb", "a��b"]]) assert.equal(shown(text), seen);
   assert.equal(tsv([["a\tb", null], [1, 0.5]]), "a b\t-inf\n1\t0.5");
 });
 

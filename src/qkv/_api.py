@@ -178,7 +178,7 @@ def inspect(
     array([0.2645, 0.2645])
     """
     bound = bind(query, key, value, variants, option_values("inspect", options)).of_copies()
-    inspected = attend_for_inspection(bound, variants)
+    inspected = attend_for_inspection(bound)
     if not bound.structure.is_known:
         inspected.copy_tables()
     with importing():

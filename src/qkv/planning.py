@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,9 @@ class Plan:
             rows.append((name, "; ".join(map(str, reasons)) or f'could run it: backend="{name}"'))
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def make_plan(problem: Problem, choice: Choice, library: str) -> Plan:

@@ -149,6 +149,71 @@ def test_what_a_layer_hands_out_is_the_callers() -> None:
             array[...] = 7
 
 
+def test_tokens_that_a_model_record_hands_out_are_the_callers() -> None:
+    query, key, _ = arrays()
+    record = qkv.ModelRecord("one layer", keep="weights")
+    layer = record.add(query, key, name="layer 0", tokens=np.arange(5), q_offset="start")
+    assert record.tokens is not None
+    record.tokens[...] = 3
+    np.testing.assert_array_equal(record.tokens, [np.arange(5)])
+    ids = np.ones((1, 5), np.int64)
+    record.tokens = ids
+    ids[...] = 2
+    np.testing.assert_array_equal(record.tokens, np.ones((1, 5)))
+    record.tokens = None
+    assert record.tokens is None
+    assert layer.scores.inputs is not None
+    for array in (layer.scores.inputs.query, layer.scores.inputs.key):
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 7
+
+
+@pytest.mark.parametrize("keys", ["array", "Quantized"])
+def test_nobody_writes_to_the_problem_of_a_record(keys: str) -> None:
+    query, key, bias = arrays("float32")
+    rows: Any = key
+    if keys == "Quantized":
+        scales = np.abs(key).max(-1) / 127
+        rows = qkv.Quantized(np.rint(key / scales[..., None]).astype(np.int8), scales)
+    variants = qkv.RoPE(), qkv.Bias(bias), qkv.Sinks(np.ones(2, np.float32))
+    record = qkv.inspect(query, rows, rows, *variants, q_offset="start")
+    before = record.weights[...].copy()
+    operands: Any = record.problem.operands
+    stored = operands.key if keys == "array" else operands.key.values
+    held = [operands.query, stored, operands.sinks, operands.angles.inv_freq]
+    held += [operands.positions.q_shift, *operands.tables.values()]
+    for array in held:
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 7
+    np.testing.assert_array_equal(record.weights[...], before)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_variants_of_a_record_are_those_that_it_is_of(library: str, tmp_path: Path) -> None:
+    """Also where the caller has changed an array since, or changes one that was handed out."""
+    x, _, bias = arrays()
+    expected = softmax(x @ x.swapaxes(1, 2) / 2 + bias)
+    given: list[Any] = [x, bias]
+    if library == "torch":
+        torch = pytest.importorskip("torch", reason="pip install torch")
+        given = [torch.from_numpy(x), torch.from_numpy(bias.copy())]
+    kind = type(given[1])
+    for _ in range(4):  # Calls that repeat one another are prepared.
+        record = qkv.inspect(given[0], given[0], given[0], qkv.Bias(given[1]), q_offset="start")
+    given[1][...] = 0
+    record.save(tmp_path / "record.safetensors")
+    loaded = qkv.Record.load(tmp_path / "record.safetensors")
+    record.variants[0].array[...] = 3
+    loaded.variants[0].array[...] = 3
+    for of, array in ((record, kind), (loaded, np.ndarray)):
+        (variant,) = of.variants
+        assert type(variant) is qkv.Bias
+        assert type(variant.array) is array
+        again = qkv.inspect(given[0], given[0], given[0], variant, q_offset="start")
+        for one in (of, again):
+            np.testing.assert_allclose(np.asarray(one.weights[...]), expected, atol=1e-12)
+
+
 def test_nobody_writes_to_a_trace() -> None:
     """Its arrays lie in one another: the cotangent of a row in that of the problem."""
     x = RNG.normal(size=(3, 3))

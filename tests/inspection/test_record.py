@@ -250,6 +250,28 @@ def test_progress_counts_to_the_end() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "blocked"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_fewer_best_keys_come_from_more_with_the_same_bits(backend: str, dtype: str) -> None:
+    rng = np.random.default_rng(21)
+    q, k, v = (array.astype(dtype) for array in arrays(Shape((2,), 4, 2, 40, 60, 8, 8), rng))
+    k[..., 20:30, :] = k[..., :10, :]  # Equal scores.
+    seen: list[bool] = []
+    record = qkv.inspect(q, k, v, backend=backend)
+    told = qkv.inspect(q, k, v, backend=backend, progress=lambda *at: seen.append(at[0] == at[1]))
+    told.top(7)
+    for count in (7, 5, 1, 3):
+        for found, alone in zip(
+            told.top(count), qkv.inspect(q, k, v, backend=backend).top(count), strict=True
+        ):
+            np.testing.assert_array_equal(found, alone)
+    assert seen.count(True) == 1
+    # A caller who writes into what was returned changes nothing.
+    told.top(5)[1][...] = 9
+    np.testing.assert_array_equal(told.top(5)[1], record.top(5)[1])
+    np.testing.assert_array_equal(told.top(9)[0], record.top(9)[0])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "blocked"])
 @pytest.mark.parametrize("k", [2, 6, 9])
 def test_a_score_of_nan_spoils_its_row_and_is_no_best_key(backend: str, k: int) -> None:
     q, key, v = arrays(Shape((), 1, 1, 5, 9, 4, 4), np.random.default_rng(10))

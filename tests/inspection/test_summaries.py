@@ -1,14 +1,17 @@
 """What records say of themselves, and what they say of NaN and infinity."""
 
 import contextlib
+from html import unescape
 
 import numpy as np
 import pytest
 import torch
 
 import qkv
+import qkv.samples
 from qkv.cli import main
 from qkv.files import write_arrays
+from qkv.mechanisms.lookup.scaled_dot_product import ScaledDotProduct
 
 RANDOM = np.random.default_rng(0)
 Q, K, V = (RANDOM.normal(size=(4, 9, 8)).astype(np.float32) for _ in range(3))
@@ -43,6 +46,26 @@ def test_html_has_no_codes_of_terminals(monkeypatch) -> None:
     record = qkv.inspect(8 * Q, K, V, qkv.Causal())
     assert "\x1b" in record.summary()
     assert "\x1b" not in record._repr_html_()
+
+
+def test_a_notebook_shows_what_print_does() -> None:
+    """What stands last in a cell, with what others wrote as text."""
+    model = qkv.samples.tiny_model()
+    tokens = ["<b>x</b>", "\u0645\u0631\u062d\u0628\u0627", "&amp;"]
+    shown = [
+        qkv.plan(Q, K, V, qkv.Causal()),
+        qkv.explain(Q[0, :3], K[0, :3], V[0, :3], tokens=tokens),
+        model.inspect("the cat. the cat.").compare(model.inspect("<i>the</i> dog")),
+        ScaledDotProduct.example().explain(np.eye(5, 4), tokens=["a", *tokens, "b"], index=1),
+    ]
+    for each in shown:
+        html = each._repr_html_()
+        assert unescape(html.removeprefix("<pre>").removesuffix("</pre>")) == str(each)
+        assert html.count("<") == 2
+    many = qkv.explain(Q[0], K[0], V[0]), qkv.explain(*(np.tile(x[0], (3, 1)) for x in (Q, K, V)))
+    sizes = [len(trace._repr_html_()) for trace in many]
+    assert sizes[0] > 1000
+    assert sizes[1] < 100
 
 
 def test_the_numbers_of_a_summary_are_the_weights_s() -> None:

@@ -450,3 +450,23 @@ def test_the_command_prints_its_address_and_ends_quietly() -> None:
     ran.send_signal(signal.SIGINT)
     out, err = ran.communicate(timeout=30)
     assert (out, err, ran.returncode) == ("", "", 0)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there another process may not take the port")
+def test_a_port_is_free_again_when_the_server_ends() -> None:
+    """Also the one that the system chose, with a browser that was connected: so that `--port` of
+    the address in its history opens the lab again."""
+    opened = listen()
+    opened.listen()
+    port = opened.getsockname()[1]
+    with socket.create_connection(("127.0.0.1", port)) as browser:
+        # Who closes first holds the connection for a minute.
+        opened.accept()[0].close()
+        opened.close()
+        assert browser.recv(1) == b""
+    again = listen(port)
+    assert again.getsockname()[1] == port
+    again.listen()
+    with pytest.raises(qkv.ArgumentError, match=f"port {port} of 127.0.0.1 cannot be used"):
+        listen(port)
+    again.close()

@@ -85,7 +85,7 @@ function HowToRead() {
   };
   return html`<details class="howto"><summary>How to read this page</summary>
     <p>A square of the grid is one head, coloured by the score that is chosen above it. Choose one to open that head.</p>
-    <p>In the map, each row is a query and each column a key; the colour is the weight that this query gives to this key. A row adds to one, or to less where a sink takes the rest. A column of strong colour is a key that many queries read, a line along the diagonal a head that reads at a fixed distance.</p>
+    <p>In the map, each row is a query and each column a key; the colour is the weight that this query gives to this key. A row adds to one, or to less where the model has a learned sink: a number that takes its share beside the keys. A column of strong colour is a key that many queries read, a line along the diagonal a head that reads at a fixed distance.</p>
     <p>Colours follow the fourth root of the weight, so that small weights are seen too; “linear” shows them as they are.</p>
     <p>Choose a point of the map, or a word of the text, and the keys of that query are listed. Entropy, −Σ w log w of its weights, says how widely it reads: 0 where one key has all. It is in nats, units of the natural logarithm.</p>
     ${panels.includes("pipeline") && html`<p><a href="#pipeline" onClick=${open}>Where a weight comes from, step by step</a></p>`}</details>`;
@@ -112,7 +112,7 @@ function TopKeys({ best: { result, error, again }, query, tokens, qLen, kvLen })
     ${tokens && html`<${Words} tokens=${tokens} query=${query} strength=${new Map(rows)} onChoose=${qLen === kvLen ? (to) => set({ query: to, kkey: UNCHOSEN }) : undefined} />`}
     ${!isThere && html`<${Failure} error=${{ message: `Of each head the first ${result.first + result.count} of ${qLen} queries are in this page.`, action: "The others need Python: run qkv lab." }} />`}
     ${rows.length > 0 && html`<${Bars} label="Best keys" bars=${rows.map(([key, weight]) => ({ name: html`<span class="faint">${key}</span> ${tokens && html`<${Token} text=${name(key)} />`}`, value: weight, note: html`<${Num} x=${weight} />` }))} />
-    <p class="faint">Weights of this one query; all other keys, and a sink if there is one, share <${Num} x=${rest} />.</p>`}</${Block}>`;
+    <p class="faint">Weights of this one query; all other keys, and a learned sink if there is one, share <${Num} x=${rest} />.</p>`}</${Block}>`;
 }
 
 /** Lines to the best keys of the queries around one. */

@@ -1,7 +1,7 @@
 // A small language model that runs in the page: type, see what comes next, and switch heads off.
 
 import { html, inside, useAsk, useLab, useMemo } from "../parts/lab.js";
-import { Block, DataTable, Failure, Num, Quoted, Token, Unknown, Waiting } from "../parts/basics.js";
+import { Block, DataTable, Failure, Full, Num, Quoted, Token, Unknown, Waiting } from "../parts/basics.js";
 import { Bars } from "../parts/chart.js";
 import { HeadPictures, pictureOf } from "../parts/heads.js";
 import { Lines } from "../parts/lines.js";
@@ -14,6 +14,8 @@ import { UNCHOSEN } from "../view.js";
 /** Tokens whose mean is more than chance. */
 const ENOUGH = 3;
 const BEST = 8;
+/** Characters of a text. */
+const LONGEST = 4096;
 const HOTTEST = 3;
 const mean = (list) => list.reduce((sum, x) => sum + x, 0) / list.length;
 
@@ -55,7 +57,8 @@ function Reader({ model, meanings, threshold }) {
     announce(`${quoted(model.pieces[id])} added`);
   };
   return html`<${About} model=${model} took=${plain.took} count=${ids.length} />
-    <label class="field own-text"><span>A sentence, for the model to read</span><textarea rows="3" maxlength="4096" spellcheck=${false} value=${text} onInput=${(event) => set({ text: event.currentTarget.value, lquery: UNCHOSEN })}></textarea></label>
+    <label class="field own-text"><span>A sentence, for the model to read</span><textarea rows="3" maxlength=${LONGEST} spellcheck=${false} value=${text} onInput=${(event) => set({ text: event.currentTarget.value, lquery: UNCHOSEN })}></textarea></label>
+    <${Full} text=${text} most=${LONGEST} />
     ${all.length > ids.length && html`<p class="faint">The model reads the last ${ids.length} of ${all.length} tokens, as many as it was trained on.</p>`}
     <${Unknown} ids=${ids} />
     ${!ids.length && html`<p class="faint">Write something, and the model says what comes next.</p>`}

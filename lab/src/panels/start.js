@@ -87,7 +87,7 @@ export function Start() {
         set({ ex: "file", panel: given.size > SMALL ? "inspect" : "start", token: 0, ...NOTHING_CHOSEN });
       } else use(exampleOf(await arraysOf(given)), "own");
     } catch (reason) {
-      refuse("own", `${given.name}: ${reason.message}`);
+      refuse("own", [`${given.name}: ${reason.message}`, reason.action].filter(Boolean).join(" "));
     }
     file.current.value = "";
   };

@@ -1,7 +1,7 @@
 // The tour: one sentence, from its tokens to the next token, in thirteen steps that play by themselves.
 
 import { html, inside, useAsk, useEffect, useKeys, useLab, useLayoutEffect, useMemo, useRef, useState } from "../parts/lab.js";
-import { DataTable, Failure, Stepper, Unknown, Waiting } from "../parts/basics.js";
+import { DataTable, Failure, Full, Stepper, Unknown, Waiting } from "../parts/basics.js";
 import { Figure } from "../parts/chart.js";
 import { saidOf } from "../parts/narration.js";
 import { paint } from "../colours.js";
@@ -12,6 +12,8 @@ import { DRAWN, HEIGHT, STEPS, WIDTH, numbersOf, sceneOf } from "../tour.js";
 /** Milliseconds for a step: what it takes to read its letters, and to look. */
 const PER_LETTER = 55;
 const TO_LOOK = 2500;
+/** Characters of the sentence. */
+const LONGEST = 200;
 
 function Strip({ values, width, height, of = [values], theme }) {
   const most = Math.max(1e-300, ...of.flatMap((row) => [...row].slice(0, DRAWN).map(Math.abs)));
@@ -86,7 +88,8 @@ function Steps({ model }) {
   };
   const step = STEPS[at];
   return html`<p class="lead">One sentence through a language model, from its tokens to the next token. All numbers are computed in this page, by a small model that comes with it.${shown.includes("language") && html` <a href="#language" onClick=${openModel}>All of its heads</a>`}</p>
-    <label class="field own-text"><span>The sentence; its last 8 tokens are read</span><input value=${view.sentence} maxlength="200" spellcheck=${false} onInput=${(event) => go({ sentence: event.currentTarget.value })} /></label>
+    <label class="field own-text"><span>The sentence; its last 8 tokens are read</span><input value=${view.sentence} maxlength=${LONGEST} spellcheck=${false} onInput=${(event) => go({ sentence: event.currentTarget.value })} /></label>
+    <${Full} text=${view.sentence} most=${LONGEST} />
     ${numbers && html`<${Unknown} ids=${numbers.ids} />`}
     ${numbers ? html`<div class="tourbar" ref=${bar}><button type="button" onClick=${play}>${playing ? "Pause" : "Play"} <kbd>p</kbd></button><${Stepper} at=${at} length=${STEPS.length} onStep=${(tour) => go({ tour })} /></div>
     <${Step} step=${step} numbers=${numbers} words=${words} onAgain=${again} />`

@@ -26,6 +26,9 @@ export const Token = ({ text }) => html`<span class="token">${shown(text)}</span
 /** A token inside of a sentence, in quotes and as text. */
 export const Quoted = ({ text }) => html`<span class="token">${quoted(text)}</span>`;
 
+/** That a text is as long as it may be: what was pasted beyond is gone. */
+export const Full = ({ text, most }) => text.length >= most && html`<p class="limit" role="status" data-name="full">This field takes the first ${most.toLocaleString("en-US")} characters of a text, and is full.</p>`;
+
 /** How many tokens of a text the small language model does not know. */
 export const Unknown = ({ ids }) => unknownOf(ids) && html`<p class="faint" data-name="unknown">${unknownOf(ids)}</p>`;
 

@@ -1,9 +1,12 @@
 // What the panel Inspect shows, and how to show something else: what comes with qkv, a file, a text.
 
 import { html, useKept, useLab, useState } from "./lab.js";
-import { Failure, Select } from "./basics.js";
+import { Failure, Full, Select } from "./basics.js";
 import { opened } from "../host.js";
 import { NOTHING_CHOSEN } from "../view.js";
+
+/** Characters of a text, which the server takes too. */
+const LONGEST = 4096;
 
 export function Shown({ model }) {
   const { client, show, set, announce } = useLab();
@@ -38,7 +41,8 @@ export function Shown({ model }) {
     <details><summary>A model of yours</summary><p>Start the page with it: <code>qkv lab --model NAME</code>, where NAME is a folder or a model on this machine, and <code>--text "a sentence"</code> is what it reads.</p></details>
     ${state.pending && html`<p class="faint" role="status">Python reads it …</p>`}</div>
     ${model.can_read && html`<form class="row" onSubmit=${read}><label class="field own-text"><span>Your own text for this model</span>
-      <textarea rows="2" maxlength="4096" spellcheck=${false} value=${text} onInput=${(event) => setText(event.currentTarget.value)}></textarea></label>
+      <textarea rows="2" maxlength=${LONGEST} spellcheck=${false} value=${text} onInput=${(event) => setText(event.currentTarget.value)}></textarea></label>
+      <${Full} text=${text} most=${LONGEST} />
       <button class="main" disabled=${!text.trim() || state.pending}>Read it</button></form>`}
     ${state.error && html`<${Failure} error=${state.error} />`}</div>`;
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -68,10 +68,10 @@ class Inspected:
         self.call = replace(self.call, problem=problem)
 
 
-def attend_for_inspection(bound: BoundCall, given: Sequence[Any] | None = None) -> Inspected:
-    """Run a bound call; `given` are the variants as the caller gave them."""
+def attend_for_inspection(bound: BoundCall) -> Inspected:
+    """Run a bound call; its record knows the variants as the call holds them."""
     if is_device_call(bound):
-        return _on_device(check_device_call(bound, given))
+        return _on_device(check_device_call(bound))
     library, leaves = views_of(bound)
     seen = bound._replace(leaves=leaves)
     views = heads_first(seen)
@@ -87,12 +87,16 @@ def attend_for_inspection(bound: BoundCall, given: Sequence[Any] | None = None) 
             if bound.structure.layout == "blhd":
                 out = np.ascontiguousarray(out.swapaxes(-3, -2))
             restored = library.restore(out), library.restore(lse)
-            return Inspected(*restored, lse, rows, known.backend, lambda: check_call(bound, given))
+            return Inspected(*restored, lse, rows, known.backend, lambda: _check(bound))
         CALLS.discard(bound.structure, known)
-    call = check_call(bound, given)
+    call = _check(bound)
     if form is not None and views is not None and CALLS.is_repeated(bound.structure, form):
         prepare(bound, form, views, call)
     return _checked(call)
+
+
+def _check(bound: BoundCall) -> CheckedCall:
+    return check_call(bound, bound.unflatten().variants)
 
 
 def _checked(call: CheckedCall) -> Inspected:

@@ -214,12 +214,11 @@ def _rounded(head: dict[str, Any]) -> dict[str, Any]:
     """The answer to `head` with fewer digits: its numbers are float32, written as float64."""
     shorter = np.vectorize(lambda x: float(f"{x:.{_DIGITS}g}"), otypes=[float])
     rounded = {
-        name: shorter(np.array(head[name], float)).tolist()
+        name: shorter(np.array(head[name], float))
         for name in ("entropy", "top_weights", "received")
         if name in head
     }
-    result: dict[str, Any] = plain({**head, **rounded})
-    return result
+    return {**head, **plain(rounded)}
 
 
 def _with_bytes(answer: Answer) -> dict[str, Any]:

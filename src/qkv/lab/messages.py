@@ -131,7 +131,8 @@ def plain(value: Any) -> Any:
     {'a': [1.0, None, '-Infinity']}
     """
     if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist())
+        whole = value.dtype.kind in "biu" or (value.dtype.kind == "f" and np.isfinite(value).all())
+        return value.tolist() if whole else plain(value.tolist())
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -7,7 +7,8 @@ files need. Structure decides which code runs; lengths, offsets, slopes and seed
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -246,6 +247,12 @@ class Problem:
     spec: Spec
     operands: Operands
 
+    def read_only(self) -> Problem:
+        """The same with views that nobody can write to, of all arrays in main memory."""
+        names = "query", "key", "value", "tables", "positions", "angles", "sinks", "dropout"
+        views = {name: _read_only(getattr(self.operands, name)) for name in names}
+        return Problem(self.spec, replace(self.operands, **views))
+
     def gathered(self) -> Problem:
         """The same with keys and values as arrays, for code that knows no other rows.
 
@@ -266,3 +273,20 @@ class Problem:
             replace(spec, dtype=query.dtype.name, key_storage=None, value_storage=None),
             replace(operands, query=query, key=key, value=value),
         )
+
+
+def _read_only(value: Any) -> Any:
+    """The same with views that nobody can write to: of an array, or of those in a mapping or an
+    instance of a dataclass."""
+    if isinstance(value, np.ndarray):
+        view = value.view()
+        view.setflags(write=False)
+        return view
+    if isinstance(value, Mapping):
+        return {name: _read_only(of) for name, of in value.items()}
+    if is_dataclass(value):
+        made = copy(value)
+        for each in fields(value):
+            object.__setattr__(made, each.name, _read_only(getattr(value, each.name)))
+        return made
+    return value

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from qkv._dynamo import ends_graph
 from qkv.arguments.declarations import Size, Whole, checked, checked_size
-from qkv.inspection.traces.steps import softmax
 
 __all__ = ["ScalingCurve", "ScalingPoint", "scaling_curve"]
 
@@ -176,11 +175,12 @@ def scaling_curve(
     (0.9, 0.5)
     """
     checked_size("draws", draws, 1, _MOST_DRAWS)
-    normal = np.random.default_rng(seed).normal(size=(draws, _KEYS))
+    # Lengths are positive, so that the order of the five stays.
+    normal = np.sort(np.random.default_rng(seed).normal(size=(draws, _KEYS)), axis=1).T.copy()
     points = []
     for length in d_k:
         checked_size("d_k", length)
-        scores = normal * _query_lengths(length, draws, seed)[:, None]
+        scores = normal * _query_lengths(length, draws, seed)
         points += [
             ScalingPoint(length, scaled, float(each.var()), *_means(each))
             for scaled, each in ((False, scores), (True, scores / np.sqrt(length)))
@@ -194,10 +194,14 @@ def _query_lengths(d_k: int, draws: int, seed: int) -> NDArray[np.float64]:
 
 
 def _means(scores: NDArray[np.float64]) -> tuple[float, float, float, float]:
-    """The last four fields of a `ScalingPoint`."""
-    steps = softmax(scores)
-    weights = np.sort(steps.weights, axis=1)
+    """The last four fields of a `ScalingPoint`, of scores `(5, draws)` that rise in each draw."""
+    shifted = scores - scores[-1]
+    weights = np.exp(shifted)
+    row_sum = weights.sum(axis=0)
+    weights /= row_sum
+    # -sum w log w, with log w = shifted - log(row_sum).
+    entropy = np.log(row_sum) - np.einsum("ij,ij->j", weights, shifted)
     gradient = weights * (1 - weights)
-    means = weights[:, -1], steps.entropy, gradient.sum(axis=1), gradient[:, -2]
+    means = weights[-1], entropy, gradient.sum(axis=0), gradient[-2]
     a, b, c, d = (float(each.mean()) for each in means)
     return a, b, c, d

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import qkv
 import qkv.files
@@ -73,6 +75,88 @@ def test_a_file_of_the_reader_without_python(lab: Any, tmp_path: Path) -> None:
     broken.write_bytes(os.urandom(100))
     page.set_input_files('input[type="file"]', broken)
     page.wait_for_selector(".failure")
+
+
+TOKENS = [
+    "\u0645\u0631\u062d\u0628\u0627",
+    "\u4e2d\u6587",
+    "\U0001f469\u200d\U0001f467",
+    "<b>x</b>",
+    "",
+]
+
+
+@pytest.mark.parametrize("name", ["columns", "big endian", "bytes as tokens", "turned"])
+def test_npz_files_as_numpy_writes_them(lab: Any, tmp_path: Path, name: str) -> None:
+    q, k, v = np.random.default_rng(3).normal(size=(3, 5, 3))
+    saved: dict[str, Any] = {"q": q, "k": k, "v": v, "tokens": np.array(TOKENS)}
+    if name == "columns":
+        saved |= {"q": np.asfortranarray(q), "k": np.asfortranarray([k, v])}
+    if name == "big endian":
+        saved |= {"q": q.astype(">f8"), "tokens": np.array(TOKENS).astype(">U9")}
+    if name == "bytes as tokens":
+        saved["tokens"] = np.array([token.encode() for token in TOKENS])
+    if name == "turned":
+        saved["q"] = np.ascontiguousarray(q.T).T
+    np.savez(tmp_path / "a.npz", **saved)
+    page = lab.open("start")
+    page.set_input_files('input[type="file"]', tmp_path / "a.npz")
+    page.wait_for_function("() => document.querySelector('select').value === 'own'")
+    np.testing.assert_allclose(lab.grid("Weights"), qkv.inspect(q, k, v).weights[...], rtol=1e-12)
+    named = page.eval_on_selector_all(".tokens-edit input", "all => all.map((one) => one.value)")
+    assert named == TOKENS
+
+
+@pytest.mark.parametrize("name", ["a.npz", "a.safetensors"])
+def test_a_type_that_is_not_read_is_named(lab: Any, tmp_path: Path, name: str) -> None:
+    rows = {each: np.eye(3, dtype=np.int64) for each in ("q", "k", "v")}
+    if name.endswith("npz"):
+        np.savez(tmp_path / name, **rows)
+    else:
+        save_file(rows, tmp_path / name)
+    page = lab.open("start")
+    page.set_input_files('input[type="file"]', tmp_path / name)
+    said = page.wait_for_selector(".own .failure").inner_text()
+    assert f"{name}: it holds q as {'<i8' if name.endswith('npz') else 'I64'}; float16" in said
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (None, "The server does not answer. Start qkv lab again"),
+        (401, "qkv lab was started again since this page was opened. Open the address"),
+    ],
+)
+def test_a_server_that_is_gone_or_is_another_is_said_so(
+    chromium: Any, server_context: Any, server_address: str, tmp_path: Path,
+    status: int | None, said: str,
+) -> None:  # fmt: skip
+    """To whoever asks: a panel, a file that is opened, a page that is shared."""
+    page = server_context.new_page()
+    page.goto(server_address.partition("?")[0] + "#start")
+    page.wait_for_selector('input[type="file"]', state="attached")
+
+    def refuse(route: Any) -> None:
+        if status is None:
+            route.abort()
+        else:
+            route.fulfill(status=status, content_type="text/plain", body="Open the lab with ...")
+
+    page.route(re.compile("/(call|file|page)$"), refuse)
+    np.savez(tmp_path / "a.npz", q=np.eye(3), k=np.eye(3), v=np.eye(3))
+    page.set_input_files('input[type="file"]', tmp_path / "a.npz")
+    words = "all => all.map((each) => each.innerText.replace(/\\s+/g, ' '))"
+    page.wait_for_selector(".own .failure")
+    assert said in page.eval_on_selector_all(".own .failure", words)[0]
+    page.click('button:text-is("Share")')
+    page.click('dialog[open] button:has-text("Save")')
+    page.wait_for_selector("dialog[open] .failure")
+    assert said in page.eval_on_selector_all("dialog[open] .failure", words)[0]
+    page.keyboard.press("Escape")
+    page.click('nav a[href="#errata"]')
+    page.wait_for_selector("main .failure")
+    assert said in page.eval_on_selector_all("main .failure", words)[0]
+    page.close()
 
 
 @pytest.fixture(scope="module")

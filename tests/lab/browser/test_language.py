@@ -168,6 +168,20 @@ def test_tokens_that_the_model_does_not_know_are_counted(lab: Any) -> None:
     assert page.inner_text('[data-name="unknown"]') == said
 
 
+@pytest.mark.parametrize(
+    ("panel", "place", "most"), [("language", "textarea", 4096), ("tour", "input", 200)]
+)
+def test_a_text_that_fills_its_field_is_said_to(
+    lab: Any, panel: str, place: str, most: int
+) -> None:
+    """What is pasted beyond is gone, and the model reads the last tokens of the rest."""
+    page = lab.open(panel)
+    page.fill(f".own-text {place}", "He was. " * most)
+    assert f"the first {most:,} characters" in page.inner_text('[data-name="full"]')
+    page.fill(f".own-text {place}", "w" * (most - 1))
+    assert page.query_selector('[data-name="full"]') is None
+
+
 def begins_with_the_sentence(page: Any) -> None:
     """Each panel that reads a text has read the sentence of the command line."""
     words = "all => all.map((each) => each.textContent).join('').replaceAll('␣', ' ')"

@@ -70,11 +70,46 @@ def test_weights_differ_in_lightness(opened: Any) -> None:
         assert lightness == sorted(lightness, reverse=scheme == "light")
 
 
-def test_nothing_is_wider_than_a_phone(opened: Any) -> None:
-    lab = opened(width=390, height=844)
+@pytest.mark.parametrize("width", [390, 320])
+def test_nothing_is_wider_than_a_phone(opened: Any, width: int) -> None:
+    """320 pixels are what a window of 1280 has at 400 %, which WCAG 2.1 asks for."""
+    lab = opened(width=width, height=844)
     for panel in PANELS:
         page = lab.open(panel, step=9)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390, panel
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, panel
+
+
+def test_a_long_word_leaves_room_for_numbers(opened: Any) -> None:
+    """As compounds of German do, and text without spaces."""
+    lab = opened(width=360, height=780)
+    page = lab.open("start")
+    page.fill(".tokens-edit input >> nth=1", "w" * 40)
+    page.keyboard.press("Enter")
+    ends = "all => all.map((each) => each.getBoundingClientRect().right)"
+    for panel, places in {
+        "pipeline": '[aria-label^="What"] tbody th, .choice label',
+        "heatmap": '[aria-label="Rows in numbers"] tbody th',
+        "tiles": ".keycell, .choice label",
+    }.items():
+        page.click(f'nav a[href="#{panel}"]')
+        page.wait_for_selector(f'main[data-panel="{panel}"]')
+        found = page.eval_on_selector_all(places, ends)
+        assert len(found) >= 5, panel
+        assert max(found) <= 320, panel
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360, panel
+
+
+def test_weights_keep_their_colours_in_print(opened: Any) -> None:
+    """Browsers leave backgrounds out, and what is pressed is of no use on paper."""
+    page = opened().open("heatmap")
+    page.emulate_media(media="print")
+    cell = page.locator('table[aria-label="weights matrix"] td[data-row="1"] >> nth=0')
+    adjust = "each => getComputedStyle(each).getPropertyValue('print-color-adjust')"
+    assert cell.evaluate(adjust) == "exact"
+    assert page.locator("html").evaluate(adjust) == "exact"
+    for pressed in ("nav", ".tools", ".copy"):
+        assert not page.locator(f"{pressed} >> nth=0").is_visible(), pressed
+    assert page.locator("main").evaluate("each => each.getBoundingClientRect().left") < 40
 
 
 def test_the_top_of_a_phone(opened: Any) -> None:

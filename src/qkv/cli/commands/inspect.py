@@ -6,7 +6,6 @@ import argparse
 import math
 import shlex
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -18,10 +17,10 @@ from qkv.cli.commands.lab import require_place, write_page
 from qkv.cli.inputs.arrays import CommandInput, InputArrays
 from qkv.cli.variants import command_line_of
 from qkv.errors import ArgumentError
-from qkv.files import Arrays
 from qkv.inspection.rendering.progress_bar import Bar
 from qkv.inspection.summaries.head_statistics import (
     Head,
+    HeadStatistics,
     Pair,
     heads,
     most_distant_head,
@@ -50,9 +49,11 @@ def run(options: argparse.Namespace) -> str:
     if options.html:
         require_place(options.html)
     problem = CommandInput.of(_given(options.file), options)
-    printed, view = _printed(problem, options)
+    printed, view, record = _printed(problem, options)
     if options.html:
-        _write_page(problem, options.html, view)
+        if options.head is not None or options.query is not None:
+            record = problem.inspected()
+        _write_page(problem, record, options.html, view)
         if not options.json:
             printed += f"Written: {Page().token(options.html, 300)}\n"
     return printed
@@ -69,28 +70,35 @@ def require_top(options: argparse.Namespace) -> None:
         raise ArgumentError(f"--top {options.top} shows nothing.", action="Pass 1 or more.")
 
 
-def _printed(problem: CommandInput, options: argparse.Namespace) -> tuple[str, dict[str, int]]:
-    """The text or JSON, and where a page opens: at what was asked for, or at a notable pair."""
+def _printed(
+    problem: CommandInput, options: argparse.Namespace
+) -> tuple[str, dict[str, int], qkv.Record]:
+    """The text or JSON; where a page opens: at what was asked for, or at a notable pair; and the
+    record of the heads and rows that were asked for."""
     if options.head is not None:
         problem = problem.with_head(options.head)
     if options.query is not None:
         problem = problem.with_query(options.query)
-        return _one_query(problem, options), {"head": problem.head, "query": problem.q_index}
+        record = problem.inspected()
+        view = {"head": problem.head, "query": problem.q_index}
+        return _one_query(problem, problem.head_statistics(record), options), view, record
     top = options.top or PAIRS
     with Bar("reading the weights", passes=2) as bar:
-        statistics = problem.head_statistics(bar)
+        record = problem.inspected(bar)
+        statistics = problem.head_statistics(record)
         all_heads = heads(problem.shown, statistics, top)
     view = _next(problem, all_heads)
     if options.json:
         heads_data = [head_data(problem, each) for each in all_heads]
-        return json_of_heads(problem, statistics, heads_data), view
+        return json_of_heads(problem, statistics, heads_data), view, record
     again = ""
     if not all(math.isnan(head.entropy) for head in all_heads):
         closer = f"--query {view['query']} --head {view['head']}"
         command = f"Next: {_command(options)} {closer}"
         # A shortened command would be a different one.
         again = command if len(command) <= _LONGEST_COMMAND else ""
-    return summary_of_heads(problem.shown, statistics, all_heads, options.top is None, again), view
+    text = summary_of_heads(problem.shown, statistics, all_heads, options.top is None, again)
+    return text, view, record
 
 
 def _given(path: str | None) -> InputArrays:
@@ -103,35 +111,23 @@ def _given(path: str | None) -> InputArrays:
     return InputArrays(sample.q, sample.k, sample.v, sample.tokens, title, sample.source)
 
 
-def _write_page(problem: CommandInput, path: str, view: dict[str, int]) -> None:
+def _write_page(problem: CommandInput, record: qkv.Record, path: str, view: dict[str, int]) -> None:
     """All heads as a page, opened at a head and a query."""
     from qkv.lab.session import Session
     from qkv.lab.sources.heads import heads_of_record
-    from qkv.lab.sources.source import Source, open_arrays
+    from qkv.lab.sources.source import Source
 
-    given = problem.given
-    keywords: dict[str, Any] = {}
-    if given.found is not None and not problem.batch:
-        heads = heads_of_record(qkv.Record(given.found), given.title, given.tokens)
-        write_page(path, Session(Source(given.title, heads=heads)), view)
-        return
-    if problem.uniform:
-        arrays = problem.query, problem.key, problem.value
-        if problem.scale is not None:
-            keywords["scale"] = problem.scale
-        keywords["q_offset"] = problem.q_offset
-    elif problem.batch:
+    if problem.batch and not problem.uniform:
         raise ArgumentError(
             f"--html shows batch row 0 of variants that differ between rows, not {problem.batch}.",
             action="Write a file with that row alone.",
         )
-    else:
-        arrays, keywords = (given.query, given.key, given.value), problem.keywords
-    about = f"From {given.source}." if given.source != given.title else ""
-    source = open_arrays(
-        Arrays(*arrays, given.tokens, {}), given.title, *problem.variants, about=about, **keywords
-    )
-    write_page(path, Session(source), view)
+    given = problem.given
+    about = ""
+    if given.found is None and given.source != given.title:
+        about = f"From {given.source}."
+    heads = heads_of_record(record, given.title, given.tokens, about)
+    write_page(path, Session(Source(given.title, heads=heads)), view)
 
 
 def _command(options: argparse.Namespace) -> str:
@@ -180,8 +176,7 @@ def _next(problem: CommandInput, all_heads: list[Head]) -> dict[str, int]:
 # --- one query row -------------------------------------------------------------------------------
 
 
-def _one_query(problem: CommandInput, options: argparse.Namespace) -> str:
-    record = problem.head_statistics()
+def _one_query(problem: CommandInput, record: HeadStatistics, options: argparse.Namespace) -> str:
     count = min(options.top or _KEYS, problem.key.shape[1])
     indices, weights = record.top(count)
     entropies = [float(row[0]) for row in record.entropy]

@@ -191,22 +191,23 @@ class CommandInput:
             q_index=self.q_index + q_index,
         )
 
-    def head_statistics(
-        self, progress: Callable[[int, int], object] | None = None
-    ) -> HeadStatistics:
-        """Statistics of the heads and rows of this problem."""
+    def inspected(self, progress: Callable[[int, int], object] | None = None) -> qkv.Record:
+        """The record of these heads and rows, or of `given` where variants are not uniform."""
         if self.uniform:
             rows = self.query, self.key, self.value
-            record = qkv.inspect(
-                *rows, *self.variants, scale=self.scale, q_offset=self.q_offset, progress=progress
-            )
+            options: dict[str, Any] = {"scale": self.scale, "q_offset": self.q_offset}
+        elif self.given.found is not None:
+            return qkv.Record(self.given.found, progress)
+        else:
+            rows = self.given.query, self.given.key, self.given.value
+            options = self.keywords
+        return qkv.inspect(*rows, *self.variants, **options, progress=progress)
+
+    def head_statistics(self, record: qkv.Record) -> HeadStatistics:
+        """Statistics of the heads and rows of this problem, from what `inspected` returned."""
+        if self.uniform:
             first = First(self.head, self.kv_head, self.q_index)
             return HeadStatistics(record, lambda array: array, first)
-        if self.given.found is not None:
-            record = qkv.Record(self.given.found, progress)
-        else:
-            arrays = self.given.query, self.given.key, self.given.value
-            record = qkv.inspect(*arrays, *self.variants, **self.keywords, progress=progress)
         heads = slice(self.head, self.head + self.query.shape[0])
         q_rows = slice(self.q_index, self.q_index + self.query.shape[1])
 

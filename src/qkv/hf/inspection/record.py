@@ -271,7 +271,7 @@ class _Run:
         if self.model.training:
             self.record.notes.append(_IN_TRAINING)
         ids = self._given("input_ids")
-        self.record.tokens = None if ids is None else np.array(ids)
+        self.record.tokens = ids
         self._check_length(ids)
 
     def _check_length(self, ids: Array | None) -> None:

@@ -49,7 +49,7 @@ MEANINGS = {
     "duplicate": "the same token, earlier",
     "previous": "the token before",
     "own": "the token itself",
-    "sink": "the first token, or a sink",
+    "sink": "the first token, or a learned sink",
 }
 """Where a head of each kind puts most of its weight."""
 

@@ -28,6 +28,8 @@ _OPTIONS = ("scale", "q_offset", "kv_offset")
 class KeptInputs:
     """What the weights of one layer come from, but for the lse of its rows.
 
+    Nobody can write to its query and key.
+
     Attributes
     ----------
     query : array (batch, num_heads, q_len, head_dim)
@@ -42,6 +44,12 @@ class KeptInputs:
     key: Array
     variants: tuple[Any, ...]
     options: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        for name in ("query", "key"):
+            view = getattr(self, name).view()
+            view.setflags(write=False)
+            object.__setattr__(self, name, view)
 
     def weights(self, lse: Array) -> LazyWeights:
         """The weights, computed where they are sliced.

@@ -16,6 +16,7 @@ from qkv.inspection.heads.score_rows import SCORES, require_score
 from qkv.inspection.rendering.counts import counted, words_of_tokens
 from qkv.inspection.rendering.pictures import picture_of_differences
 from qkv.inspection.rendering.tokens import joined, printable
+from qkv.inspection.summaries import in_html
 
 __all__ = ["HeadComparison"]
 
@@ -159,6 +160,9 @@ class HeadComparison:
         ]
         table.sort(key=lambda row: (-abs(row["difference"]), row["layer"], row["head"]))
         return HeadTable(table[: max(count, 0)])
+
+    def _repr_html_(self) -> str:
+        return in_html(str(self))
 
     def __str__(self) -> str:
         """The two texts, and of each score the head in which it differs most."""

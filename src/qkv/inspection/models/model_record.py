@@ -54,8 +54,6 @@ class ModelRecord:
     ----------
     layers : list of LayerRecord
         In the order of their calls.
-    tokens : integer array (batch, length) or None
-        Token ids.
     texts : sequence of str or None
         The tokens of batch row 0, as text.
     decoder_texts : sequence of str or None
@@ -73,8 +71,7 @@ class ModelRecord:
 
     Notes
     -----
-    Memory: `4 * (9 + 2 * top)` bytes for each layer, head and query, and query and key of the
-    layers that are kept.
+    Memory: `4 * (9 + 2 * top)` bytes for each layer, head and query, and kept queries and keys.
 
     Examples
     --------
@@ -94,13 +91,22 @@ class ModelRecord:
         require_keep(keep)
         self.model = model
         self.layers: list[LayerRecord] = []
-        self.tokens: Array | None = None
+        self._tokens: Array | None = None
         self.texts: Sequence[str] | None = None
         self.decoder_texts: Sequence[str] | None = None
         self.unknown_id = unknown_id
         self.notes: list[str] = []
         self._top = top
         self._keep = keep
+
+    @property
+    def tokens(self) -> Array | None:
+        """Token ids `(batch, length)`, a copy, or None if they are not known."""
+        return None if self._tokens is None else self._tokens.copy()
+
+    @tokens.setter
+    def tokens(self, ids: Array | None) -> None:
+        self._tokens = None if ids is None else np.array(ids)
 
     def texts_of(self, sequence: str | None) -> Sequence[str] | None:
         """The tokens of batch row 0 of an input of the model, as far as they are known."""
@@ -146,7 +152,7 @@ class ModelRecord:
         if not keep_weights:
             scores = replace(scores, weights=None, inputs=None)
         if self.tokens is None and tokens is not None and sequences[1] == "input_ids":
-            self.tokens = np.array(np.atleast_2d(np.asarray(tokens)))
+            self.tokens = np.atleast_2d(np.asarray(tokens))
         layer = LayerRecord(index, name, scores, sequences)
         self.layers.append(layer)
         return layer
@@ -240,10 +246,7 @@ class ModelRecord:
         return [*self.notes, *unknown, *sentences_of_nan([r for of in real for r in of.heads()])]
 
     def summary(self, written: str = "") -> str:
-        """What `qkv inspect --model` prints: a map of the heads, and the kinds of them.
-
-        `written` is a line to end with.
-        """
+        """What `qkv inspect --model` prints: a map of heads and their kinds, and `written`."""
         # rich, which draws the map, is imported when the first text is asked for.
         from qkv.inspection.summaries.model import summary_of_model
 

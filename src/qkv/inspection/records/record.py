@@ -14,6 +14,7 @@ from qkv.arguments.declarations import LARGEST, checked, checked_size
 from qkv.arrays import library_of
 from qkv.arrays.copies import handed_out
 from qkv.backends import Inspectable, Progress
+from qkv.call.binding.flatten import copied
 from qkv.call.checked import CheckedCall
 from qkv.call.inspected import Inspected
 from qkv.inspection.heads.head_table import Table, as_frame, table_of_means
@@ -50,14 +51,13 @@ class Record:
     Notes
     -----
     Arrays are copies: what a caller writes into them changes nothing here. Statistics are float32
-    (float64 for float64 input), before dropout, one row for each query head. With the backend
-    "cpu", entropy and largest weight come with the output. Everything else is computed at its first
+    (float64 for float64 input), before dropout, one row for each query head. The backend "cpu"
+    computes entropy and largest weight with the output. Everything else is computed at its first
     use, in O(tile) memory: received weight and `top(8)` by one compiled pass over the scores each,
     which takes a half to four fifths as long as the forward pass; `mass`, `mass_at`, `weights` and
-    more than 256 best keys in NumPy, tile by tile. Other backends use NumPy for all statistics: one
-    pass for entropy, largest and received weight together, and one for each of the others. For
-    tensors on another device, the output is computed there, and the statistics in main memory, from
-    copies of query, key and value.
+    more than 256 best keys in NumPy. Other backends use NumPy for all: one pass for entropy,
+    largest and received weight together, and one for each of the others. For tensors on another
+    device, the output is computed there, the statistics from copies in main memory.
 
     Examples
     --------
@@ -75,8 +75,7 @@ class Record:
         self._progress = progress
         self._rows = found.rows
         self._received: Array | None = None
-        self._statistics: WeightStatistics | None = None
-        self._top: dict[int, tuple[Array, Array]] = {}
+        self._best: tuple[Array, Array] | None = None
         self.backend: str = found.backend
         """The backend that ran."""
 
@@ -96,13 +95,13 @@ class Record:
 
     @property
     def problem(self) -> Problem:
-        """The checked call: its sizes, operands, positions."""
-        return self._call.problem
+        """The checked call: its sizes, operands, positions. Nobody can write to its arrays."""
+        return self._call.problem.read_only()
 
     @property
     def variants(self) -> tuple[Any, ...]:
-        """As they were given."""
-        return tuple([given for given, _ in self._call.variants])
+        """As they were given, with copies of their arrays."""
+        return tuple(copied([given for given, _ in self._call.variants]))
 
     @cached_property
     def _replay(self) -> Replay:
@@ -163,7 +162,7 @@ class Record:
     def non_finite_of(self, first: First | None = None) -> tuple[Array, tuple[str, ...]]:
         """The same, where heads and rows are counted from others than 0."""
         output = self._call.library.on_host(self._found.output, "output", by_value=True)
-        return non_finite(self.problem, self._found.row_lse, output, first)
+        return non_finite(self._call.problem, self._found.row_lse, output, first)
 
     def rows(self) -> Table:
         """A dict for each batch row and head: both, and the means of `rows_by_query` but NaN."""
@@ -186,7 +185,7 @@ class Record:
         >>> qkv.inspect(x, x, x, qkv.Causal()).rows_by_query()["previous"].round(2)
         array([ nan, 0.36, 0.26])
         """
-        on_host, problem = self._call.library.on_host, self.problem
+        on_host, problem = self._call.library.on_host, self._call.problem
         rows = {"entropy": self.entropy, "max_weight": self.max_weight}
         rows["first"] = self.mass(slice(1))
         rows |= {name: self.mass_at(offset) for name, offset in key_mass.PLACES.items()}
@@ -220,7 +219,7 @@ class Record:
         if self._received is None:
             if self._inspectable is not None:
                 compiled = self._inspectable.received
-                self._received = compiled(self.problem, self._replay.lse, self._progress)
+                self._received = compiled(self._call.problem, self._replay.lse, self._progress)
             else:
                 self._received = self._weight_statistics.received
         return self._in_caller_shape(self._received)
@@ -242,9 +241,10 @@ class Record:
             If k is not a whole number of 1 or more.
         """
         k = number_of_keys(k)
-        if k not in self._top:
-            self._top[k] = self._top_keys(k)
-        indices, weights = self._top[k]
+        if self._best is None or self._best[0].shape[-1] < k:
+            self._best = self._best_keys(k)
+        # The k best are the first of more, which come in order of their scores.
+        indices, weights = by_weight(*(np.array(of[..., :k]) for of in self._best))
         return self._in_caller_shape(indices, 1), self._in_caller_shape(weights, 1)
 
     def mass(self, keys: Any) -> Any:
@@ -381,17 +381,15 @@ class Record:
         converted = library.restore(np.array(array.reshape(tuple(like.shape))))
         return converted.to(like.device) if hasattr(like, "is_meta") else converted
 
-    def _top_keys(self, k: int) -> tuple[Array, Array]:
-        best = None
-        if self._inspectable is not None:
-            best = self._inspectable.top(self.problem, self._replay.lse, k, self._progress)
-        return by_weight(*(best or top_keys(self._replay, k, self._progress)))
+    def _best_keys(self, k: int) -> tuple[Array, Array]:
+        """Keys and weights in order of falling scores."""
+        replay, told, backend = self._replay, self._progress, self._inspectable
+        best = backend.top(replay.problem, replay.lse, k, told) if backend is not None else None
+        return best or top_keys(replay, k, told)
 
-    @property
+    @cached_property
     def _weight_statistics(self) -> WeightStatistics:
-        if self._statistics is None:
-            self._statistics = weight_statistics(self._replay, self._progress)
-        return self._statistics
+        return weight_statistics(self._replay, self._progress)
 
     def _in_caller_shape(self, array: Array, trailing: int = 0) -> Any:
         """`(batch, num_heads, rows, ...)`, batch flat or not, in memory of its own."""

@@ -150,8 +150,9 @@ class Head:
 def heads(shown: ShownHeads, record: HeadStatistics, top: int) -> list[Head]:
     """All heads, `top` pairs of each."""
     kv_len = shown.kv_len
-    rows = record.rows_by_query()
+    # `rows_by_query` reads one key of each row, which is then known.
     indices, weights = record.top(min(kv_len, max(top + 1, _KEYS_OF_A_ROW)))
+    rows = record.rows_by_query()
     q_index = np.arange(shown.rows)[:, None]
     beyond = indices != 0
     far = beyond & (abs(q_index + shown.q_offset - indices) >= FAR) & (weights >= _NOTABLE_WEIGHT)

@@ -15,11 +15,15 @@ from qkv.arguments.declarations import Indent, Size, Whole, checked
 from qkv.errors import ArgumentError
 from qkv.inspection.rendering.counts import counted
 from qkv.inspection.rendering.pages import page_of
+from qkv.inspection.summaries import in_html
 from qkv.inspection.traces.trace_data import built, plain, read_only
 from qkv.inspection.traces.trace_fields import TracedHead, TracedLedger, TracedProblem, TraceFields
 from qkv.inspection.traces.trace_text import render
 
 SCHEMA, VERSION = "qkv-trace", 2
+
+_MOST_ROWS = 16
+"""Rows whose text a notebook shows."""
 
 
 @checked
@@ -67,6 +71,10 @@ class Trace(TraceFields):
 
     def __str__(self) -> str:
         return self.text()
+
+    def _repr_html_(self) -> str:
+        few = sum(len(head.rows) for head in self.heads) <= _MOST_ROWS
+        return in_html(self.text() if few else repr(self))
 
     def text(self, width: Size = 100, top: Whole | None = None) -> str:
         """The trace to read: plain text, long lines of products folded at `width` columns.

@@ -27,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends import Progress
-from qkv.inspection.traces.steps import softmax
 from qkv.partial import LSE_ROUNDING, coarse
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem
@@ -90,12 +89,14 @@ class Replay:
     lse: Array
     scores: Scores = field(init=False)
     _one_number: Scores = field(init=False)
+    _exact_scores: Scores = field(init=False)
     _lse_shift: tuple[Array, Array] | None = field(init=False, default=None)
     _sums: tuple[Array, Array] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.scores = Scores(self.problem, self.problem.spec.compute_dtype)
         self._one_number = Scores(self.problem, self.dtype, np.dtype(np.float64))
+        self._exact_scores = Scores(self.problem, np.dtype(np.float64))
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -198,10 +199,23 @@ class Replay:
                     if progress is not None:
                         progress(done, total)
 
-    def whole_rows(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
-        """Weights of some query rows on all keys, which are named in any order."""
-        scores = self.scores.tile(batch, head, q_index, kv_index)
-        sink = self._sink(head)
+    def keys_seen(self, batch: int, head: int, first: int, stop: int) -> Array:
+        """The keys of all tiles of queries `first` to `stop` that a mask leaves any pair of."""
+        grid = self.scores.grid(BLOCK_Q, BLOCK_KV)
+        kinds = grid.classify(batch, head, first // BLOCK_Q, -(-stop // BLOCK_Q))
+        seen = np.repeat((kinds != TileKind.EMPTY).any(axis=0), BLOCK_KV)
+        return np.flatnonzero(seen[: self.problem.spec.kv_len])
+
+    def whole_rows(
+        self, batch: int, head: int, q_index: Array, kv_index: Array, *, exact: bool = False
+    ) -> Array:
+        """Weights of some query rows on all keys that they see, which are named in any order.
+
+        With `exact` they are computed in float64.
+        """
+        scores_of = self._exact_scores if exact else self.scores
+        scores = scores_of.tile(batch, head, q_index, kv_index)
+        sink = self._sink(head).astype(scores_of.dtype)
         row_max = scores.max(axis=1, initial=sink)
         exp = _exp_above(scores, row_max[:, None])
         return _divided(exp, exp.sum(axis=1) + _exp_above(sink, row_max), scores)
@@ -243,11 +257,8 @@ class Replay:
 
         Holds `len(q_index) * kv_len` numbers.
         """
-        sinks = self.problem.operands.sinks
-        sink = None if sinks is None else float(sinks[head])
-        scores = Scores(self.problem, np.dtype(np.float64))
         keys = np.arange(self.problem.spec.kv_len)
-        return softmax(scores.tile(batch, head, q_index, keys), sink).weights[:, kv_index]
+        return self.whole_rows(batch, head, q_index, keys, exact=True)[:, kv_index]
 
 
 def _tiles_of(grid: TileGrid, kinds: Array) -> Iterator[tuple[slice, TileKind]]:

@@ -301,14 +301,18 @@ def listen(port: int = 0) -> socket.socket:
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     # On Windows SO_REUSEADDR would let two processes answer at one port, and without any option
-    # another process may still take it by asking for that. Elsewhere it only frees a port at once.
+    # another process may still take it by asking for that. Elsewhere it only frees a port at once,
+    # if the connections had it too that the server before has closed; a free port is chosen first.
     exclusive = getattr(socket, "SO_EXCLUSIVEADDRUSE", None)
+    reuse = socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
     try:
         if exclusive is not None:
             listener.setsockopt(socket.SOL_SOCKET, exclusive, 1)
         elif port:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(*reuse)
         listener.bind(("127.0.0.1", port))
+        if exclusive is None:
+            listener.setsockopt(*reuse)
     except (OSError, OverflowError) as error:
         listener.close()
         reason = getattr(error, "strerror", None) or error

@@ -292,20 +292,21 @@ def _kinds(row: dict[str, float]) -> tuple[str, ...]:
 def best_keys(replay: Replay, head: int, first: int, stop: int) -> tuple[Array, Array]:
     """The best keys of some queries of batch row 0, from their weights alone."""
     kv_len = replay.problem.spec.kv_len
-    count, step = min(_TOP, kv_len), max(1, _ROWS // max(kv_len, 1))
+    count = min(_TOP, kv_len)
     indices = np.full((stop - first, count), -1, np.int64)
     best = np.zeros((stop - first, count), replay.dtype)
-    keys = np.arange(kv_len)
+    step = max(1, _ROWS // max(kv_len, 1))
     for start in range(first, stop, step):
         rows = np.arange(start, min(start + step, stop))
-        weights_of = replay.exact if kv_len <= EXACT_KEYS else replay.whole_rows
-        weights = np.minimum(np.nan_to_num(weights_of(0, head, rows, keys)), 1)
-        some = np.argpartition(-weights, count - 1, axis=1)[:, :count]
-        largest = np.take_along_axis(weights, some, axis=1)
-        # Sorted by falling weight; of equal weights the lower key comes first.
-        order = np.lexsort((some, -largest), axis=1)
-        largest = np.take_along_axis(largest, order, axis=1)
-        some = np.take_along_axis(some, order, axis=1)
-        here = slice(start - first, start - first + len(rows))
-        indices[here], best[here] = np.where(largest > 0, some, -1), largest
+        keys = replay.keys_seen(0, head, start, start + len(rows))
+        weights = replay.whole_rows(0, head, rows, keys, exact=kv_len <= EXACT_KEYS)
+        np.fmax(weights, 0, out=weights)  # NaN becomes 0.
+        for place in range(min(count, len(keys))):
+            # The first of equal weights, which is the lower key.
+            found = weights.argmax(axis=1)[:, None]
+            largest = np.take_along_axis(weights, found, axis=1)[:, 0]
+            here = slice(start - first, start - first + len(rows)), place
+            indices[here] = np.where(largest > 0, keys[found[:, 0]], -1)
+            best[here] = np.minimum(largest, 1)
+            np.put_along_axis(weights, found, 0, axis=1)
     return indices, best

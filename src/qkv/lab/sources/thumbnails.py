@@ -66,11 +66,12 @@ def _draw(picture: NDArray[Any], replay: Replay, head: int, count: int) -> None:
     height, width = picture.shape
     keys = np.arange(kv_len)
     first_keys = -(-np.arange(width) * kv_len // width)
-    weights_of = replay.exact if kv_len <= EXACT_KEYS else replay.whole_rows
+    exact = kv_len <= EXACT_KEYS
     step = max(1, _STEP // kv_len)
     for start in range(0, count, step):
         drawn = np.arange(start, min(start + step, count))
-        weights = np.nan_to_num(weights_of(0, head, drawn * q_len // count, keys))
+        weights = replay.whole_rows(0, head, drawn * q_len // count, keys, exact=exact)
+        np.fmax(weights, 0, out=weights)  # NaN becomes 0.
         np.maximum.at(
             picture, drawn * height // count, np.maximum.reduceat(weights, first_keys, axis=1)
         )

@@ -10,6 +10,7 @@ import numpy as np
 
 from qkv.arguments.declarations import Indent, checked
 from qkv.inspection.rendering.tokens import printable
+from qkv.inspection.summaries import in_html
 
 __all__ = ["ExplainedToken", "Explanation", "Line", "Step", "dot_product", "number", "numbers"]
 
@@ -117,6 +118,9 @@ class Explanation:
         head = f"{self.mechanism}: {self.formula}"
         head += f"\nThe output of '{printable(self.token)}', step by step."
         return "\n\n".join([head, *(_text(i, step) for i, step in enumerate(self.steps, start=1))])
+
+    def _repr_html_(self) -> str:
+        return in_html(str(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, numbers and strings; -inf is None, NaN and inf are strings."""
