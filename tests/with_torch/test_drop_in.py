@@ -199,6 +199,15 @@ def test_heads_that_no_group_fits() -> None:
         ours(normal(6, 7, 8), normal(4, 9, 8), normal(2, 9, 8), enable_gqa=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_compiled_calls_name_heads_that_do_not_broadcast() -> None:
+    """In compiled code the error was one of torch's compiler."""
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    query, key = normal(2, 6, 7, 8), normal(2, 3, 9, 8)
+    with pytest.raises(Exception, match="Pass enable_gqa=True if groups of query heads share"):
+        compiled(query, key, key)
+
+
 class TestTheModuleOfTheTexts:
     def test_true_is_masked(self) -> None:
         """The opposite of everywhere else."""

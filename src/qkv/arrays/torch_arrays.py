@@ -100,16 +100,16 @@ class TorchArrays:
                 f"{role} has {array.ndim} dimensions, more than NumPy can have.",
                 action=f"Join leading dimensions, as in {name}.flatten(0, -4).",
             ) from error
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
+            if type(error) is TypeError and type(array) in _PLAIN:
+                raise DTypeError(
+                    f"{role} has dtype {array.dtype}, which NumPy does not have.",
+                    action=f"Convert it, as in {name}.float().",
+                ) from error
             raise DTypeError(
                 f"{role} is a {type(array).__name__} whose memory cannot be read.",
                 [("torch says", str(error))],
                 action="Pass a plain tensor with the same values.",
-            ) from error
-        except TypeError as error:
-            raise DTypeError(
-                f"{role} has dtype {array.dtype}, which NumPy does not have.",
-                action=f"Convert it, as in {name}.float().",
             ) from error
         if not has_memory:
             raise DTypeError(

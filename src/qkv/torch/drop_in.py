@@ -191,17 +191,18 @@ def _with_equal_heads(*tensors: Tensor) -> tuple[Tensor, ...]:
     if query.shape[-3:-2] == key.shape[-3:-2] == value.shape[-3:-2]:
         return tensors
     query, key, value = (t[None] if t.ndim == 2 else t for t in tensors)
-    try:
-        heads = torch.broadcast_shapes(*(t.shape[-3:-2] for t in (query, key, value)))
-    except RuntimeError:
+    # Torch's compiler cannot read what catches the error of `torch.broadcast_shapes`.
+    counts = [t.shape[-3] for t in (query, key, value) if t.shape[-3] != 1]
+    heads = counts[0] if counts else 1
+    if any(count != heads for count in counts):
         raise _unfit(
             "heads of query, key and value do not broadcast with one another.",
             tensors,
             "Pass enable_gqa=True if groups of query heads share key and value.",
-        ) from None
-    query = query.expand(*query.shape[:-3], *heads, *query.shape[-2:])
+        )
+    query = query.expand(*query.shape[:-3], heads, *query.shape[-2:])
     if key.shape[-3] != value.shape[-3]:
-        key, value = (t.expand(*t.shape[:-3], *heads, *t.shape[-2:]) for t in (key, value))
+        key, value = (t.expand(*t.shape[:-3], heads, *t.shape[-2:]) for t in (key, value))
     return query, key, value
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from qkv.errors import ArgumentError
 from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.problem.language.expressions import Load, Node, Op, rebuilt
+from qkv.problem.language.expressions import Load, Node, Op, rebuilt, text
 from qkv.problem.language.reading import from_words, in_words
 from qkv.problem.language.symbols import Expr
 
@@ -128,6 +128,10 @@ class FunctionText:
     text: str
     arrays: tuple[Any, ...]
     is_mask: bool
+
+    def __repr__(self) -> str:
+        name = "Mask" if self.is_mask else "ScoreMod"
+        return f"{name}({text(from_words(json.loads(self.text)))})"
 
     def lower(self, builder: Builder) -> None:
         """See `Variant`."""

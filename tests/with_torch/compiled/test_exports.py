@@ -140,3 +140,45 @@ def test_exported_programs_that_read_arrays_of_numpy(strict: bool) -> None:
             continue
         program = torch.export.export(model, inputs, strict=strict)
         torch.testing.assert_close(program.module()(*inputs), right)
+
+
+SIZES: dict[str, Callable[..., Any]] = {
+    "position": lambda q, k, v, m, sinks: qkv.attention(
+        q, k, v, qkv.Causal(), q_offset=k.shape[2] - q.shape[2]
+    ),
+    "scale": lambda q, k, v, m, sinks: qkv.attention(q, k, v, scale=1 / (k.shape[2] - q.shape[2])),
+    "prefix": lambda q, k, v, m, sinks: qkv.attention(q, k, v, qkv.Prefix(k.shape[2] - q.shape[2])),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_numbers_made_of_sizes_that_change(name: str) -> None:
+    """A program holds for one number, and says so; it was taken for an object of this process."""
+    query, key, value = QUERY, KEY, VALUE.nan_to_num()
+    model = Model(SIZES[name])
+    auto = torch.export.Dim.AUTO
+    sizes = {2: auto}, {2: auto}, {2: auto}, None
+    given = query, key, value, ALLOWED
+    program = torch.export.export(model, given, dynamic_shapes=sizes, strict=False)
+    run = program.module()
+    inputs = query[:, :, 1:], key[:, :, 1:], value[:, :, 1:], ALLOWED
+    torch.testing.assert_close(run(*inputs), model(*inputs))
+    with pytest.raises(AssertionError, match="Guard failed"):
+        run(query[:, :, 1:], key, value, ALLOWED)
+
+
+@pytest.mark.parametrize(
+    ("made", "shown"),
+    [
+        (lambda: qkv.ScoreMod(lambda s, b, h, i, j: s - abs(i - j)), r"ScoreMod\(\(score - "),
+        (lambda: qkv.Mask(lambda b, h, i, j: i >= j), r"Mask\(\(kv_pos <= q_pos\)\)"),
+    ],
+)
+def test_functions_in_errors_of_compiled_calls(made: Callable[[], Any], shown: str) -> None:
+    """They were shown as the text by which graphs hold them."""
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda q, k, v: qkv.attention(q, k, v, made()), backend="aot_eager", fullgraph=True
+    )
+    with pytest.raises(Exception, match=f"{shown}.* compares positions"):
+        compiled(QUERY, KEY, VALUE)

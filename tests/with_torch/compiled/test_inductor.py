@@ -55,6 +55,23 @@ def test_functions(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
+def test_functions_called_from_cpp() -> None:
+    """Torch writes the text of a call into C++ and escapes no quotes, so it did not compile."""
+    torch.compiler.reset()
+    slopes = torch.rand(4)
+    decays = qkv.ScoreMod(lambda score, batch, head, i, j: score - slopes[head] * abs(i - j))
+    inputs = [torch.randn(2, 4, 9, 8) for _ in range(3)]
+
+    def function(query, key, value):
+        return qkv.attention(2 * query, key, value, decays, qkv.Causal(), q_offset=0)
+
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        found = derived(torch.compile(function, fullgraph=True), inputs)
+    for one, other in zip(found, derived(function, inputs), strict=True):
+        assert_close(one, other)
+
+
+@pytest.mark.slow
 def test_a_module_of_lengths_that_change() -> None:
     torch.compiler.reset()
     module = MultiHeadAttention(32, 4, causal=True, rope=qkv.RoPE())

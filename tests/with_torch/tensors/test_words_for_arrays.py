@@ -59,6 +59,24 @@ def test_arrays_of_variants(door: str, role: str, kind: str) -> None:
     require_code(str(found.value))
 
 
+@pytest.mark.parametrize("role", ["bias", "an array of Bias", "an array of Sinks"])
+@pytest.mark.parametrize("door", DOORS)
+def test_arrays_of_a_type_that_numpy_lacks(door: str, role: str) -> None:
+    of, variants = PLACES[role]
+    with pytest.raises(qkv.DTypeError, match=f"^{role} has dtype torch.float8") as found:
+        DOORS[door](*variants(of.to(torch.float8_e4m3fn)))
+    require_code(str(found.value))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+@pytest.mark.filterwarnings("ignore:.* is not implemented in __torch_dispatch__")
+@pytest.mark.parametrize("door", ["attention", "attention with gradients"])
+def test_a_masked_tensor_has_a_type_that_numpy_has(door: str) -> None:
+    """The advice was to convert it to the type that it has."""
+    with pytest.raises(qkv.DTypeError, match="bias is a MaskedTensor whose memory cannot be read"):
+        DOORS[door](torch.masked.masked_tensor(ROWS, ALLOWED))
+
+
 @pytest.mark.parametrize("kind", ["meta", "sparse"])
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("door", [qkv.inspect, qkv.vjp, qkv.explain])

@@ -12,7 +12,7 @@ from qkv._dynamo import constant_result, ends_graph
 from qkv.arrays import is_array, library_of
 from qkv.arrays.torch_arrays import TorchArrays, check_dense
 from qkv.arrays.views import view_beside
-from qkv.call.binding.bound import ARRAY_TYPES
+from qkv.call.binding.flatten import ARRAY_TYPES, NUMBER_TYPES
 from qkv.errors import UnsupportedError
 
 __all__ = [
@@ -32,6 +32,8 @@ LIBRARY = TorchArrays()
 
 PLAIN = (Tensor, torch.nn.Parameter)
 ARRAY_TYPES.update(PLAIN)
+# Torch notes that what it traces holds for this number alone.
+NUMBER_TYPES.update({torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool})
 
 
 def view_of(tensor: Tensor) -> Any:

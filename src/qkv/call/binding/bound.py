@@ -82,7 +82,7 @@ class Structure(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The structure as JSON, for compilers that take constants as text."""
+        """The structure for compilers that take constants as text; see `dumps`."""
         # Tuples of trees are written as sequences.
         return dumps((tuple, *[(tuple, *group) for group in self]))
 

@@ -33,13 +33,29 @@ from qkv.variants.base import Opaque, Role
 from qkv.variants.captured import Condition
 
 __all__ = [
-    "ARRAY_TYPES", "Leaves", "Numbered", "ReadByValue", "ReadInPlace", "Tree", "add_length_keys",
-    "copied", "declared_fields", "flatten", "is_known", "roles_of", "unflatten",
-    "uses_batch_index", "without_arrays",
+    "ARRAY_TYPES",
+    "NUMBER_TYPES",
+    "Leaves",
+    "Numbered",
+    "ReadByValue",
+    "ReadInPlace",
+    "Tree",
+    "add_length_keys",
+    "copied",
+    "declared_fields",
+    "flatten",
+    "is_known",
+    "roles_of",
+    "unflatten",
+    "uses_batch_index",
+    "without_arrays",
 ]  # fmt: skip
 
 ARRAY_TYPES: set[type] = {np.ndarray}
 """Types whose objects are known to be arrays, so that this is not looked up; bridges add some."""
+
+NUMBER_TYPES: dict[type, Callable[[Any], int | float]] = {}
+"""What makes a number of what stands for one, as a size that torch traces; bridges add some."""
 
 Tree: TypeAlias = Any
 """A node of a structure; hashable."""
@@ -138,6 +154,8 @@ def flatten(value: Any, leaves: Leaves, role: Role = "value", whole: Whole | Non
         # The text of types of others, as bfloat16, says no more than how many bytes they have.
         is_of_others = value.dtype.isbuiltin == 2
         return np.generic, kind if is_of_others else value.dtype.str, value.tobytes()
+    if kind in NUMBER_TYPES:
+        return flatten(NUMBER_TYPES[kind](value), leaves, role)
     if whole is not None:
         return Numbered, whole(value)
     if role == "condition" and callable(value):

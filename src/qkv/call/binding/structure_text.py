@@ -37,17 +37,22 @@ def hold(tree: Tree) -> None:
 
 
 def dumps(tree: Tree) -> str:
-    """A structure as JSON.
+    """A structure as JSON, with single quotes for double ones.
 
     Objects that only this process knows are named by number, as long as the structure lives.
     """
-    return json.dumps(_encoded(tree), separators=(",", ":"))
+    return json.dumps(_encoded(tree), separators=(",", ":")).translate(_FOR_CPP)
 
 
 @lru_cache(maxsize=1024)
 def loads(text: str) -> Tree:
     """The structure that `dumps` wrote."""
-    return _decoded(json.loads(text))
+    return _decoded(json.loads(text.translate(_FOR_CPP)))
+
+
+_FOR_CPP = str.maketrans("\"\\'|", "'|\"\\")
+"""Swaps double quotes with single ones and backslashes with bars, there and back: torch writes the
+text into C++ between double quotes, as it is."""
 
 
 _TYPES: dict[str, type] = {
@@ -89,7 +94,7 @@ def is_portable(tree: Tree) -> bool:
 
 def names_objects(text: str) -> bool:
     """Whether the text of a structure names objects of this process."""
-    return f'"of":"{_PROCESS}"' in text
+    return f"'of':'{_PROCESS}'" in text
 
 
 _PROCESS = os.urandom(8).hex()

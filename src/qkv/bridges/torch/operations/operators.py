@@ -225,7 +225,8 @@ def distinct_objects(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _bound_call(
     query: Tensor, key: Tensor, value: Tensor, arrays: Sequence[Tensor], structure: Structure
 ) -> BoundCall:
-    return BoundCall(structure, tuple([view_of(t) for t in (query, key, value, *arrays)]))
+    bound = BoundCall(structure, (query, key, value, *arrays))
+    return BoundCall(structure, tuple(map(LIBRARY.view, bound.leaves, bound.roles)))
 
 
 def _gradient_tensors(
