@@ -10,7 +10,7 @@ import torch
 from transformers.utils import output_capturing
 
 import qkv
-from qkv.errors import UnsupportedError
+from qkv.errors import DTypeError, UnsupportedError
 from qkv.hf.ignored_keywords import refuse_unread
 from qkv.hf.layer_call import LayerCall
 from qkv.hf.layer_weights import LayerWeights, weights_of
@@ -86,6 +86,8 @@ def attend(
 
     Raises
     ------
+    DTypeError
+        The mask holds integers.
     UnsupportedError
         A keyword that is not known to be without effect, such as the `indices` of layers that
         choose keys for each query, or sinks of each query; or packed sequences beside padding or
@@ -175,11 +177,24 @@ def _masks_and_offsets(
     if given is None:
         return (qkv.Causal(),) if causal else (), 0, 0
     if not isinstance(given, StatedMask):
+        _require_mask_type(given)
         return (given,), 0, 0
     pattern = given.pattern
     if pattern.materialized is not None or tuple(given.shape[2:]) != lengths:
         return (pattern.dense(),), 0, 0
     return pattern.variants, pattern.q_offset, pattern.kv_offset
+
+
+def _require_mask_type(mask: torch.Tensor) -> None:
+    """Refuse a mask of integers, which could mean both."""
+    if mask.dtype is torch.bool or mask.is_floating_point():
+        return
+    raise DTypeError(
+        f"the attention mask of a layer is {mask.dtype}; a boolean one says which pairs may "
+        "attend, a floating one is added to scores.",
+        [("attention_mask", f"{mask.dtype} {tuple(mask.shape)}")],
+        "Pass attention_mask.to(torch.bool) to the model, if 1 means that a pair may attend.",
+    )
 
 
 def _attentions_collected() -> bool:
