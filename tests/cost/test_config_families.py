@@ -6,12 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
+from transformers.masking_utils import create_bidirectional_sliding_window_mask
 
 from qkv.cost import model_cost, read_config
 from qkv.cost.configs.families import defaults
 
-ENCODERS = ("bert", "roberta", "vit", "xlm-roberta", "camembert")
+ENCODERS = (
+    "bert", "roberta", "vit", "xlm-roberta", "camembert", "distilbert", "electra", "modernbert",
+)  # fmt: skip
 DECODERS = [kind for kind in defaults() if kind not in ENCODERS]
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 FALCON = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2}
@@ -116,6 +125,70 @@ def test_fields_that_are_left_out_are_those_of_the_family(kind: str) -> None:
 @pytest.mark.parametrize(("kind", "fields"), VARIANTS)
 def test_variants_within_a_family(kind: str, fields: dict[str, Any]) -> None:
     parameters_agree(kind, fields)
+
+
+MODERN = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 7, "intermediate_size": 96,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("distilbert", {}),
+        ("distilbert", {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 96}),
+        ("distilbert", {"sinusoidal_pos_embds": True, "activation": "relu"}),
+        ("electra", {}),
+        ("electra", {"embedding_size": 256, "num_hidden_layers": 3}),
+        ("modernbert", {}),
+        ("modernbert", {**MODERN, "norm_bias": True, "attention_bias": True, "mlp_bias": True}),
+    ],
+)
+def test_encoders_that_are_not_quite_bert(kind: str, fields: dict[str, Any]) -> None:
+    config = CONFIG_MAPPING[kind](**fields)
+    with torch.device("meta"):
+        wanted = sum(p.numel() for p in AutoModel.from_config(config).parameters())
+    for given in ({"model_type": kind, **fields}, config.to_dict()):
+        found = read_config(given)
+        assert model_cost(found, 16).parameters == wanted
+        assert not found.causal
+        assert all(note.startswith("left out") for note in found.notes)
+
+
+def test_products_of_electra_are_those_that_torch_counts() -> None:
+    """The rows of its token table are projected to the width of the layers."""
+    small = {**MODERN, "embedding_size": 24, "vocab_size": 90}
+    config = CONFIG_MAPPING["electra"](**small, attn_implementation="eager")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        AutoModel.from_config(config).eval()(torch.ones(2, 10, dtype=torch.int64))
+    counts = model_cost(read_config(config.to_dict()), 10, batch=2).ledger.counts
+    ours = sum(
+        int(count)
+        for name, count in counts.items()
+        if name.endswith("_multiply") and ("_proj" in name or name[:2] in ("qk", "av"))
+    )
+    project_in = 2 * 10 * 24 * 64
+    assert counts["project_in_multiply"] == project_in
+    assert counts["project_in_add"] == project_in  # 23 of each sum of 24 products, and the bias
+    assert 2 * (ours + project_in) == counter.get_total_flops()
+
+
+def test_pairs_of_modernbert_are_those_of_its_masks() -> None:
+    length = 40
+    fields = {**MODERN, "local_attention": 16, "global_attn_every_n_layers": 3}
+    config = CONFIG_MAPPING["modernbert"](**fields, attn_implementation="sdpa")
+    rows = torch.zeros(1, length, 64)
+    local = create_bidirectional_sliding_window_mask(config, rows, attention_mask=None)
+    kinds = config.layer_types
+    pairs = kinds.count("full_attention") * length**2
+    pairs += kinds.count("sliding_attention") * int(local.sum())
+    for given in ({"model_type": "modernbert", **fields}, config.to_dict()):
+        found = read_config(given)
+        assert [layer.attention.window for layer in found.layers] == [
+            16 if kind == "sliding_attention" else None for kind in kinds
+        ]
+        products = model_cost(found, length).ledger.counts["qk_multiply"]
+        assert products == pairs * MODERN["hidden_size"]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

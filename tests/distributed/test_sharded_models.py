@@ -188,6 +188,8 @@ def refused(rank: int, ranks: int, what: str) -> str:
         case "dropout":
             model = made("Llama").train()
             model.model.layers[0].self_attn.attention_dropout = 0.1
+        case "lengths":
+            given["cu_seq_lens_q"] = torch.tensor([0, len(own[0])])
         case "keys":
             cache = transformers.DynamicCache(config=model.config)
             cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
@@ -223,6 +225,7 @@ def refused(rank: int, ranks: int, what: str) -> str:
         ("weights", "output_attentions asks for weights that no rank holds"),
         ("two sequences", "T5Model reads two sequences"),
         ("dropout", "drops weights with probability 0.1"),
+        ("lengths", "gets cu_seq_lens_q"),
         ("keys", "past_key_values hold keys of this rank's rows alone"),
         ("loss", "computes a loss that cannot be spread"),
         ("afterwards", r"until backward\(\) is done"),

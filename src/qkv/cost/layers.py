@@ -109,7 +109,7 @@ def embedding_ledger(model: Model, run: PassSizes) -> Ledger:
         bytes_written=read * run.size,
     )
     if row != width:
-        tables += _linear("project_in", run.rows, row, width, False, run.size)
+        tables += _linear("project_in", run.rows, row, width, model.embed_bias, run.size)
     if not model.final_norm:
         return tables
     return tables + _norm("final_norm", model.norm, run.rows, width)

@@ -255,6 +255,8 @@ class Model:
         after the table and before the output head.
     encoder : Model or None
         What reads the source, if this is a decoder that attends to one. Both share a token table.
+    embed_bias : bool
+        Whether the projection after the token table adds a bias.
 
     Examples
     --------
@@ -279,6 +281,7 @@ class Model:
     notes: tuple[str, ...] = ()
     embed_width: Size | None = None
     encoder: Model | None = None
+    embed_bias: bool = False
 
     @property
     def causal(self) -> bool:

@@ -14,6 +14,7 @@ layer_call      the call that comes of it, as arguments of `qkv.attention`
 positions       how many positions a model has
 layer_weights   its weights, a tensor that is computed where it is read
 prepared_layers decoding steps: prepared calls, one for each kind of layer
+packed_rows     sequences in one row, stated by their cumulative lengths
 masks           masks without storage; mask_functions: functions read as masks
 cache           caches of qkv in a model; stored_tensor: their pages and int8 rows as tensors
 usage           whether a model uses qkv at all

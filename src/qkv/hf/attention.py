@@ -10,11 +10,12 @@ import torch
 from transformers.utils import output_capturing
 
 import qkv
-from qkv.errors import UnsupportedError
+from qkv.errors import DTypeError, UnsupportedError
 from qkv.hf.ignored_keywords import refuse_unread
 from qkv.hf.layer_call import LayerCall
 from qkv.hf.layer_weights import LayerWeights, weights_of
 from qkv.hf.masks import StatedMask
+from qkv.hf.packed_rows import packed_rows
 from qkv.hf.prepared_layers import LayerKind, PreparedLayers, prepare_layer, run_layer
 from qkv.hf.stored_tensor import over_rows
 
@@ -40,6 +41,8 @@ def attend(
     position_bias: torch.Tensor | None = None,
     output_attentions: bool = False,
     cache: Any = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, LayerWeights | None]:
     """Attention of one layer, as transformers' `AttentionInterface` asks for it.
@@ -71,9 +74,11 @@ def attend(
         Return the weights, computed where they are read.
     cache : optional
         Pages of transformers' continuous batching, which are refused.
+    cu_seq_lens_q, cu_seq_lens_k : tensor, optional
+        Cumulative lengths of sequences that are packed into one row.
     **kwargs
         What models hand to every layer for other parts and other kernels; it is not read, since
-        what it says (a sliding window, packed rows) is in the mask. Anything else is refused.
+        what it says (a sliding window) is in the mask. Anything else is refused.
 
     Returns
     -------
@@ -81,9 +86,12 @@ def attend(
 
     Raises
     ------
+    DTypeError
+        The mask holds integers.
     UnsupportedError
         A keyword that is not known to be without effect, such as the `indices` of layers that
-        choose keys for each query, or sinks of each query.
+        choose keys for each query, or sinks of each query; or packed sequences beside padding or
+        earlier tokens.
     """
     if cache is not None:
         raise UnsupportedError(
@@ -93,7 +101,7 @@ def attend(
     refuse_unread(module, kwargs, key.shape[2])
     wanted = output_attentions or _attentions_collected()
     layers = kind = None
-    if not (dropout or wanted or _observers or _changes):
+    if not (dropout or wanted or _observers or _changes or cu_seq_lens_q is not None):
         layers = _prepared_layers(attention_mask, query)
     lengths = query.shape[2], key.shape[2]
     if layers is not None:
@@ -116,6 +124,9 @@ def attend(
         variants.append(qkv.Dropout(dropout, _draw_seed()))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     masks, q_offset, kv_offset = _masks_and_offsets(attention_mask, causal, lengths)
+    if cu_seq_lens_q is not None:
+        lengths_of_rows = cu_seq_lens_q, cu_seq_lens_k
+        masks += packed_rows(lengths_of_rows, masks, query, key, causal=causal)
     masks = tuple([over_rows(m, key) if isinstance(m, torch.Tensor) else m for m in masks])
     call = LayerCall(module, query, key, value, (*variants, *masks), scaling, q_offset, kv_offset)
     if layers is not None and kind is not None:
@@ -166,11 +177,24 @@ def _masks_and_offsets(
     if given is None:
         return (qkv.Causal(),) if causal else (), 0, 0
     if not isinstance(given, StatedMask):
+        _require_mask_type(given)
         return (given,), 0, 0
     pattern = given.pattern
     if pattern.materialized is not None or tuple(given.shape[2:]) != lengths:
         return (pattern.dense(),), 0, 0
     return pattern.variants, pattern.q_offset, pattern.kv_offset
+
+
+def _require_mask_type(mask: torch.Tensor) -> None:
+    """Refuse a mask of integers, which could mean both."""
+    if mask.dtype is torch.bool or mask.is_floating_point():
+        return
+    raise DTypeError(
+        f"the attention mask of a layer is {mask.dtype}; a boolean one says which pairs may "
+        "attend, a floating one is added to scores.",
+        [("attention_mask", f"{mask.dtype} {tuple(mask.shape)}")],
+        "Pass attention_mask.to(torch.bool) to the model, if 1 means that a pair may attend.",
+    )
 
 
 def _attentions_collected() -> bool:

@@ -16,7 +16,7 @@ from qkv.errors import UnsupportedError
 __all__ = ["refuse_unread"]
 
 _IN_THE_MASK = """
-    block_sequence_ids cache_position cu_seq_lens_k cu_seq_lens_q cu_seqlens local_size
+    block_sequence_ids cache_position cu_seqlens local_size
     max_length_k max_length_q max_seqlen max_seqlens mm_token_type_ids padding_mask position_ids
     seq_idx sequence_id sliding_window token_type_ids
 """

@@ -310,3 +310,13 @@ def test_images_inside_text_attend_both_ways() -> None:
     zeros = torch.zeros(1, 1, 8, 1)
     out, _ = attend(model, zeros, zeros, torch.eye(8)[None, None], mask)
     assert torch.equal((out.transpose(1, 2) > 0)[0, 0], allowed)
+
+
+def test_a_mask_of_integers_is_refused() -> None:
+    """Eager attention adds its 0 and 1 to scores; the advice is what a model takes."""
+    model = model_of("llama")
+    model.set_attn_implementation("qkv")
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.int64).tril()
+    with pytest.raises(qkv.DTypeError, match=r"attention_mask\.to\(torch\.bool\)"):
+        model(torch.tensor([[3, 4, 5, 6]]), attention_mask=mask)
+    assert model(torch.tensor([[3, 4, 5, 6]]), attention_mask=mask.bool()).logits.shape[1] == 4

@@ -15,12 +15,14 @@ from qkv.cost.configs.families import (
     ACTIVATION,
     CHOSEN,
     CONTEXT,
+    EMBED_WIDTH,
     EXPERTS,
     HEADS,
     HIDDEN,
     KV_HEADS,
     LAYERS,
     WIDTH,
+    WINDOW,
     families,
     left_out,
 )
@@ -36,6 +38,7 @@ _LARGEST = 2**24
 _NAME_A_CONFIG = "Name the config.json of a model, or its folder."
 _MOST_LAYERS = 10_000
 """The most layers: each takes some 100 microseconds."""
+_GLOBAL_EVERY = ("sliding_window_pattern", "global_attn_every_n_layers")
 
 
 @checked
@@ -146,7 +149,9 @@ def _model(given: Fields, name: str, source: str, notes: list[str]) -> Model:
     layers = tuple(_layer(given, width, index, count) for index in range(count))
     correction = given.family["expert_correction"]
     routed = sum(1 for layer in layers if layer.feed_forward and layer.feed_forward.experts)
-    tables = _tables(given, width, norm)
+    embed_width = given.size(EMBED_WIDTH, width) if given.flag("narrow") else None
+    of_tables = (embed_width or width) if given.flag("narrow_tables") else width
+    tables = _tables(given, of_tables, norm)
     if correction and routed:
         tables["expert correction"] = routed * given.size(EXPERTS)
     return Model(
@@ -159,7 +164,8 @@ def _model(given: Fields, name: str, source: str, notes: list[str]) -> Model:
         head=given.flag("head"),
         tables=tables,
         final_norm=given.flag("final_norm") and not given.fields.get("_remove_final_layer_norm"),
-        embed_width=given.size("word_embed_proj_dim", width) if given.flag("narrow") else None,
+        embed_width=embed_width,
+        embed_bias=given.flag("narrow_tables"),
         context=_patches(given) if given.flag("patches") else given.size(CONTEXT, default=2048),
         source=source,
         notes=tuple(notes),
@@ -209,16 +215,17 @@ def _layer(given: Fields, width: int, index: int, count: int) -> Layer:
     if given.flag("attention_only"):
         return Layer(attention, None, int(attention.projections))
     cross = replace(attention, causal=False) if given.flag("cross") else None
-    return Layer(attention, _feed_forward(given, width, index), _norms(given), cross)
+    return Layer(attention, _feed_forward(given, width, index), _norms(given, index), cross)
 
 
-def _norms(given: Fields) -> int:
+def _norms(given: Fields, index: int) -> int:
     """Norms of a layer; those of Falcon depend on what its attention stands beside."""
     norms = given.family["norms"]
     if given.flag("one_norm"):
         return 1
     if norms != "falcon":
-        return int(norms) + given.flag("cross")
+        is_left_out = index == 0 and not given.flag("first_norm")
+        return int(norms) + given.flag("cross") - is_left_out
     apart = given.fields.get("num_ln_in_parallel_attn")
     if given.fields.get("new_decoder_architecture"):
         return 2 if apart is None else given.size("num_ln_in_parallel_attn")
@@ -299,7 +306,7 @@ def _rope_dim(given: Fields, head_dim: int) -> int:
 
 def _window(given: Fields, index: int, count: int) -> int | None:
     """The window of one layer, by the config's list of layers or by the family's habit."""
-    fields, window = given.fields, given.fields.get("sliding_window")
+    fields = given.fields
     kinds = fields.get("layer_types")
     if isinstance(kinds, list):
         kind = kinds[index] if index < len(kinds) == count else None
@@ -309,18 +316,22 @@ def _window(given: Fields, index: int, count: int) -> int | None:
                 [("layers", f"{count}, of which {len(kinds)} have a type")],
                 "Only full_attention and sliding_attention are counted.",
             )
-        return given.size("sliding_window") if kind == "sliding_attention" else None
-    if window is None or fields.get("use_sliding_window") is False:
+        return given.size(WINDOW) if kind == "sliding_attention" else None
+    if (
+        all(fields.get(name) is None for name in WINDOW)
+        or fields.get("use_sliding_window") is False
+    ):
         return None
     if isinstance(pattern := fields.get("sliding_window_pattern"), str):
         every = len(pattern)  # of Exaone 4, such as "LLLG"
     else:
-        every = given.size("sliding_window_pattern", default=given.family["global_every"], least=0)
-    if every and (index + 1) % every == 0:
+        every = given.size(_GLOBAL_EVERY, default=given.family["global_every"], least=0)
+    place = index if given.flag("global_first") else index + 1
+    if every and place % every == 0:
         return None
     if fields.get("use_sliding_window") and index < given.size("max_window_layers", 0, 0):
         return None
-    return given.size("sliding_window")
+    return given.size(WINDOW)
 
 
 def _feed_forward(given: Fields, width: int, index: int) -> FeedForward:

@@ -9,21 +9,23 @@ from importlib import resources
 from typing import Any
 
 __all__ = [
-    "ACTIVATION", "CHOSEN", "CONTEXT", "EXPERTS", "HEADS", "HIDDEN", "KV_HEADS", "LAYERS", "WIDTH",
-    "defaults", "families", "left_out",
+    "ACTIVATION", "CHOSEN", "CONTEXT", "EMBED_WIDTH", "EXPERTS", "HEADS", "HIDDEN", "KV_HEADS",
+    "LAYERS", "WIDTH", "WINDOW", "defaults", "families", "left_out",
 ]  # fmt: skip
 
-WIDTH = ("hidden_size", "n_embd", "n_embed", "d_model")
+WIDTH = ("hidden_size", "n_embd", "n_embed", "d_model", "dim")
+EMBED_WIDTH = ("word_embed_proj_dim", "embedding_size")
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads")
-HIDDEN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+HIDDEN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "hidden_dim")
 CONTEXT = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
-ACTIVATION = ("hidden_activation", "hidden_act", "activation_function")
+ACTIVATION = ("hidden_activation", "hidden_act", "activation_function", "activation")
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 CHOSEN = ("num_experts_per_tok", "experts_per_token")
+WINDOW = ("sliding_window", "local_attention")
 _ALIASES = (
-    WIDTH, LAYERS, HEADS, KV_HEADS, HIDDEN, CONTEXT, ACTIVATION, EXPERTS, CHOSEN,
+    WIDTH, LAYERS, HEADS, KV_HEADS, HIDDEN, CONTEXT, ACTIVATION, EXPERTS, CHOSEN, WINDOW,
 )  # fmt: skip
 """Names of one thing in configurations of different families."""
 
@@ -37,8 +39,10 @@ _USUAL: dict[str, Any] = {
     "embedding_norm": False,
     "expert_correction": False,
     "final_norm": True,
+    "first_norm": True,
     "gated": True,
     "global_every": 0,
+    "global_first": False,
     "head": True,
     "has_qk_norm": True,
     "head_bias": False,
@@ -46,6 +50,7 @@ _USUAL: dict[str, Any] = {
     "key_bias": True,
     "mlp_bias": False,
     "narrow": False,
+    "narrow_tables": False,
     "no_rotary": False,
     "norm_bias": False,
     "norm_weight": True,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from qkv.cost.configs.families import HIDDEN
 from qkv.errors import UnsupportedError
 
 __all__ = ["unlike_llama"]
@@ -66,5 +67,5 @@ def unlike_llama(fields: Mapping[str, Any]) -> Iterator[str]:
     if strange:
         named = ", ".join(f"{name} {said[name]!r:.20}" for name in strange[:6])
         yield f"but the config has {named}, which a llama has not: the count may be off"
-    if not any(name in fields for name in ("intermediate_size", "ffn_dim", "n_inner", "d_ff")):
+    if not any(name in fields for name in (*HIDDEN, "d_ff")):
         yield "there is no intermediate_size; three matrices of 4 times the width are a guess"

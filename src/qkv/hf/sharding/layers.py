@@ -95,6 +95,8 @@ def attend_shard(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """`qkv.distributed.attention` of one layer, as `AttentionInterface` asks for it."""
@@ -104,6 +106,8 @@ def attend_shard(
         _refuse(module, "has heads that qkv.hf.intervene changes", "Change them in one process.")
     if dropout:
         _refuse(module, f"drops weights with probability {dropout:g}", "Set attention_dropout=0.")
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        _refuse(module, "gets cu_seq_lens_q", "Pass position_ids that begin anew, without it.")
     if position_bias is not None:
         _refuse(module, "makes a bias of each rank's rows", "Use a model that rotates positions.")
     if attention_mask is not None and not isinstance(attention_mask, StatedMask):
