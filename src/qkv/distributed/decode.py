@@ -10,6 +10,7 @@ from typing import Any, Unpack
 import numpy as np
 import torch
 
+from qkv.arguments.readable_checks import checked_flag
 from qkv.arrays.torch_arrays import TorchArrays
 from qkv.call.binding.bound import bind
 from qkv.call.binding.options import DEFAULTS, Options, OptionValues, option_values, with_options
@@ -90,6 +91,7 @@ def decode(
         out = qkv.distributed.decode(q, keys, values, qkv.Causal(), q_offset="end")
     """
     values = option_values("distributed.decode", options)
+    return_lse = checked_flag("return_lse", return_lse)
     if not isinstance(query, Tensor) or hasattr(query, "placements"):
         raise UnsupportedError(
             f"query is a {type(query).__name__}, not a plain tensor.",
