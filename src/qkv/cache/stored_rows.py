@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -173,7 +174,8 @@ class Rows:
         (`Mask`, `Bias`, `Segments`) fit none of them. Masks and biases over pages have a column
         for each token of the longest sequence, or for each row of the pages.
         """
-        return_lse = checked_flag("return_lse", return_lse)
+        if return_lse is not False:
+            return_lse = checked_flag("return_lse", return_lse)
         variants, q_offset, at_end = self._positions(query, variants, q_offset)
         partials = []
         for i, part in enumerate(self.parts):
@@ -198,7 +200,7 @@ class Rows:
         # `attention` counts "end" in key rows; here they need not begin at position 0.
         if q_offset is None or (isinstance(q_offset, str) and q_offset == "end"):
             bare = tuple([without_end(v) for v in variants])
-            if q_offset is None and all(a is b for a, b in zip(bare, variants, strict=True)):
+            if q_offset is None and all(map(is_, bare, variants)):
                 if self.new is not None:
                     check_row_count(q_len, self.new)
                 return variants, self.q_offset, self._is_new_at_end
