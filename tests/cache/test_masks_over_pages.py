@@ -46,6 +46,43 @@ def test_over_the_tokens(kind: str, dtype: str | None) -> None:
     assert np.abs(out - expected(query, key, value, allowed, bias)).max() < bound
 
 
+ROWS, COLUMNS = np.arange(10)[:, None], np.arange(10)
+ARRAY = (np.random.default_rng(1).random((10, 10)) < 0.5) | np.eye(10, dtype=bool)
+IDS = np.array([0, 0, 0, 1, 1, 1, 1, 1, 2, 2])
+BLOCKS = (np.random.default_rng(2).random((5, 5)) < 0.4) | np.eye(5, dtype=bool)
+IS_SAME = IDS[:, None] == IDS
+JOINED: dict[str, tuple[Any, Any]] = {
+    "and": (qkv.Causal() & qkv.Mask(ARRAY), (COLUMNS <= ROWS) & ARRAY),
+    "or": (qkv.Causal() | ARRAY, (COLUMNS <= ROWS) | ARRAY),
+    "not": (~qkv.Mask(~ARRAY), ARRAY),
+    "segments": (qkv.Segments(IDS), IS_SAME),
+    "segments of keys": (qkv.Segments(IDS, IDS[::-1]), IDS[:, None] == IDS[::-1]),
+    "segments of a batch": (qkv.Segments(np.stack([IDS, IDS])), IS_SAME),
+    "one of two": (qkv.Segments(IDS) | ARRAY, IS_SAME | ARRAY),
+    "blocks": (qkv.BlockSparse(BLOCKS, 2, 2), BLOCKS[ROWS // 2, COLUMNS // 2]),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_variants_with_arrays_over_the_tokens(name: str) -> None:
+    query = RNG.normal(size=(2, 3, 10, 8))
+    key, value = RNG.normal(size=(2, 2, 3, 10, 8))
+    variant, allowed = JOINED[name]
+    rows = qkv.cache.PagedCache(page_size=4).append(key, value)
+    out = rows.attention(query, variant)
+    assert np.abs(out - expected(query, key, value, allowed, np.zeros((10, 10)))).max() < 1e-12
+
+
+def test_random_blocks_are_drawn_among_tokens() -> None:
+    """Rows of pages that hold no token are no blocks to draw from."""
+    query = RNG.normal(size=(1, 2, 10, 8))
+    key, value = RNG.normal(size=(2, 1, 2, 10, 8))
+    blocks = qkv.RandomBlocks(2, 2)
+    out = qkv.cache.PagedCache(page_size=8).append(key, value).attention(query, blocks)
+    of_tokens = qkv.attention(query, key, value, qkv.RandomBlocks(2, 2, length=10))
+    assert np.abs(out - of_tokens).max() < 1e-12
+
+
 def test_over_all_rows_it_still_works() -> None:
     query, key = RNG.normal(size=(2, 1, 1, 6, 8))
     rows = qkv.cache.PagedCache(page_size=4).append(key, key)

@@ -179,6 +179,62 @@ def test_a_decoding_step_over_tokens_on_three_ranks(group: Any, storage: str) ->
         assert torch.equal(out, found[0][0])
 
 
+OFFSET_VARIANTS = {"softcap": qkv.Softcap(5.0), "rotation": qkv.RoPE()}
+
+
+def decode_int8_caches(rank: int, ranks: int, name: str, paged: bool) -> Any:
+    """A step over each rank's own cache, whose keys are kept less a mean of its own."""
+    from qkv.cache import ContiguousCache, PagedCache
+    from qkv.distributed import decode
+
+    query, key, value, *_ = (t.float() for t in operands())
+    rows = slice(24 * rank, 24 * rank + 24)
+    cache = PagedCache(8, dtype="int8") if paged else ContiguousCache(dtype="int8")
+    part = cache.append(key[:, :, rows] + 20 * (rank - 1), value[:, :, rows]).parts[0]
+    stored = part.key.pages if paged else part.key
+    assert stored.offset is not None
+    out = decode(query[:, :, -2:], part.key, part.value, OFFSET_VARIANTS[name], q_offset="end")
+    dense = [
+        of.values.double() * of.scales.double()[..., None]
+        for of in ((part.key.pages, part.value.pages) if paged else (part.key, part.value))
+    ]
+    if paged:
+        table = torch.from_numpy(part.key.page_table)
+        dense = [of[table].swapaxes(1, 2).flatten(2, 3) for of in dense]
+    dense[0] += stored.offset.double()[:, None]
+    return out, *dense
+
+
+@pytest.mark.parametrize(
+    ("name", "paged"), [("softcap", False), ("softcap", True), ("rotation", False)]
+)
+def test_a_decoding_step_over_int8_caches_of_biased_keys(
+    group: Any, name: str, paged: bool
+) -> None:
+    found = group(3)(decode_int8_caches, name, paged)
+    query = operands()[0][:, :, -2:].float().double()
+    key, value = (torch.cat([of[n] for of in found], dim=2) for n in (1, 2))
+    if name == "rotation":
+        frequencies = 10000.0 ** (-torch.arange(0, 16, 2).double() / 16)
+        query = _rotated(query, frequencies, LENGTH - 2)
+        key = _rotated(key, frequencies, 0)
+    key, value = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (key, value))
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    if name == "softcap":
+        scores = 5 * torch.tanh(scores / 5)
+    right = torch.softmax(scores, -1) @ value
+    for out, *_ in found:
+        torch.testing.assert_close(out.double(), right, rtol=1e-4, atol=1e-4)
+
+
+def _rotated(x: torch.Tensor, frequencies: torch.Tensor, first: int) -> torch.Tensor:
+    """Su et al. (2021): pairs (i, i + 8) turned by position times frequency."""
+    angles = torch.arange(first, first + x.shape[-2])[:, None] * frequencies
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
 def decode_far_apart(rank: int, ranks: int) -> float:
     from qkv.distributed import decode
 

@@ -74,7 +74,7 @@ class TorchArrays:
             try:
                 if array.data_ptr() or not array.numel():
                     plain = array.detach() if array.requires_grad else array
-                    memory: NDArray[Any] = plain.numpy()
+                    memory: NDArray[Any] = _own_if_small(plain, array).numpy()
                     return memory
             except (RuntimeError, TypeError, ValueError):
                 pass  # The checks below raise an error that explains the reason.
@@ -90,7 +90,7 @@ class TorchArrays:
                 action=f"Pass {name}.cpu(){instead if role in _OPERANDS else ''}.",
             )
         try:
-            plain = array.detach().resolve_neg()
+            plain = _own_if_small(array.detach().resolve_neg(), array)
             has_memory = bool(plain.data_ptr() or not plain.numel())
             if plain.dtype is torch.bfloat16 and has_memory:
                 return np.asarray(plain.view(torch.uint16).numpy()).view(ml_dtypes.bfloat16)
@@ -171,6 +171,19 @@ class TorchArrays:
         return re.sub(
             r"\.astype\(([^()]*)\)", lambda match: f".to({_dtype_name(match[1])})", advice
         )
+
+
+def _own_if_small(memory: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor, or a copy of that of a small parameter, such as sinks or slopes.
+
+    torch cannot resize what NumPy has had a view of, and FSDP frees parameters between layers.
+    """
+    is_small = type(array) is torch.nn.Parameter and array.numel() <= _SMALL
+    return memory.clone() if is_small and memory.data_ptr() else memory
+
+
+_SMALL = 2**16
+"""Numbers that are copied in no time; large parameters are read in place."""
 
 
 def _dtype_name(written: str) -> str:

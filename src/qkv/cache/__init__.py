@@ -16,6 +16,7 @@ new_tokens      what `append` is given, checked and encoded
 encoding        rows stored as they are, or as int8 with scales
 memory          arrays of NumPy or torch, and the arithmetic of int8 and its scales
 stored_rows     what a cache hands out: `Rows`, the arguments of `qkv.attention`
+page_columns    variants over tokens, continued to the rows of pages
 query_positions where the queries over a cache stand
 arguments       lengths and indices, checked
 """

@@ -155,14 +155,16 @@ class TorchMemory:
 
     def rows_of(self, array: Any, role: str) -> Any:
         """See `Memory`; an error if the tensor is not dense, or torch would differentiate it."""
-        self.check_dense(array, role)
+        is_on_host = self._is_on_host(array)
+        if not is_on_host:  # Of others, the view refuses what is not dense.
+            self.check_dense(array, role)
         if self.library.is_tracked(array):
             raise UnsupportedError(
                 f"torch differentiates {role}, and rows in a cache have no way back.",
                 [(role, f"{array.dtype} {tuple(array.shape)} on {array.device}")],
                 "Call it under torch.no_grad(), or train without a cache.",
             )
-        return self.library.view(array, role) if self._is_on_host(array) else array.detach()
+        return self.library.view(array, role) if is_on_host else array.detach()
 
     def restored(self, rows: Any) -> Any:
         """A tensor."""

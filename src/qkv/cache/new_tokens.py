@@ -48,11 +48,11 @@ class RowFormat:
 
     def is_of(self, i: int, rows: Any, library: str) -> bool:
         """Whether keys, i = 0, or values, i = 1, of this library have this format."""
-        shape = rows.shape
+        shape, leading = rows.shape, self.leading[i]
         return (
             library == self.library
-            and shape[:-2] == self.leading[i]
-            and shape[-1] == self.dims[i]
+            and len(shape) == len(leading) + 2
+            and shape == (*leading, shape[-2], self.dims[i])
             and _name(rows.dtype) == self.dtype[i]
             and _device(rows, library) == self.device[i]
         )
@@ -110,16 +110,19 @@ def new_tokens(
     `held` are the batch dimensions of the sequences that are there, empty if there are none.
     `batched` asks for exactly four dimensions.
     """
-    libraries = library_of(key, "key").name, library_of(value, "value").name
-    memory = memory_with(libraries[0])
+    library = of_value = library_of(key, "key").name
+    if type(value) is not type(key):
+        of_value = library_of(value, "value").name
+    libraries = library, of_value
+    memory = memory_with(library)
     key_rows = memory.rows_of(key, "key")
-    value_rows = memory_with(libraries[1]).rows_of(value, "value")
+    value_rows = memory_with(of_value).rows_of(value, "value")
     row_format = first
     if (
         first is None
         or first.batch_shape != held
-        or not first.is_of(0, key, libraries[0])
-        or not first.is_of(1, value, libraries[1])
+        or not first.is_of(0, key, library)
+        or not first.is_of(1, value, of_value)
         or key.shape[-2] != value.shape[-2]
     ):
         row_format = _checked_format(key, value, libraries, first, held, batched)

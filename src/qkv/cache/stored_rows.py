@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,8 @@ import numpy as np
 import qkv
 from qkv._api import attention_of
 from qkv.arguments.readable_checks import checked_flag
-from qkv.arrays import is_array
-from qkv.arrays.views import view
 from qkv.cache.arguments import Lengths, longest
+from qkv.cache.page_columns import continued
 from qkv.cache.query_positions import check_row_count, check_window, q_len_of, without_end
 from qkv.call.binding.options import OptionValues
 from qkv.errors import UnsupportedError
@@ -170,10 +170,11 @@ class Rows:
         Notes
         -----
         Of several parts each is a call; `Sinks` go with the first, and arrays over key rows
-        (`Mask`, `Bias`, `Segments`) fit none of them. Masks and biases over pages have a column
-        for each token of the longest sequence, or for each row of the pages.
+        (`Mask`, `Bias`, `Segments`) fit none of them. Over pages they have a column for each token
+        of the longest sequence, or for each row of the pages.
         """
-        return_lse = checked_flag("return_lse", return_lse)
+        if return_lse is not False:
+            return_lse = checked_flag("return_lse", return_lse)
         variants, q_offset, at_end = self._positions(query, variants, q_offset)
         partials = []
         for i, part in enumerate(self.parts):
@@ -198,7 +199,7 @@ class Rows:
         # `attention` counts "end" in key rows; here they need not begin at position 0.
         if q_offset is None or (isinstance(q_offset, str) and q_offset == "end"):
             bare = tuple([without_end(v) for v in variants])
-            if q_offset is None and all(a is b for a, b in zip(bare, variants, strict=True)):
+            if q_offset is None and all(map(is_, bare, variants)):
                 if self.new is not None:
                     check_row_count(q_len, self.new)
                 return variants, self.q_offset, self._is_new_at_end
@@ -250,26 +251,13 @@ def _places(q_offset: Any, part: Part, variants: list[Any], *, at_end: bool) -> 
 
 
 def _over_rows(variant: Any, part: Part) -> Any:
-    """A mask or bias over the tokens of pages, continued to rows that hold none: forbidden."""
-    array: Any = variant.array if isinstance(variant, qkv.Mask | qkv.Bias) else variant
+    """A variant with a column for each token of the longest sequence, over the rows of pages."""
+    if type(variant) in _READ_DIFFERENCES or not isinstance(part.key, qkv.Paged):
+        return variant
     lens = _key_lengths(part)
-    if lens is None or not isinstance(part.key, qkv.Paged) or not is_array(array):
-        return variant
     rows = part.key.page_table.shape[-1] * _page_size(part.key)
-    tokens = longest(np.asarray(lens.kv_lens))
-    try:
-        shape = tuple(array.shape)
-    except RuntimeError:  # A nested tensor has none: `attention` refuses it by name.
-        return variant
-    if len(shape) < 2 or shape[-1] != tokens or tokens == rows:
-        return variant
-    known = view(array, "mask")
-    if known.dtype != bool and known.dtype.kind in "iu":
-        return variant  # `attention` refuses it in its own words.
-    fill = False if known.dtype == bool else -np.inf
-    tail = np.full((*known.shape[:-1], rows - tokens), fill, known.dtype)
-    continued = np.concatenate([known, tail], axis=-1)
-    return qkv.Mask(continued) if known.dtype == bool else qkv.Bias(continued)
+    tokens = rows if lens is None else longest(np.asarray(lens.kv_lens))
+    return variant if tokens == rows else continued(variant, tokens, rows)
 
 
 def _key_lengths(part: Part) -> qkv.KeyLengths | None:

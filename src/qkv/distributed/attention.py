@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
 import torch
 
+from qkv.arguments.readable_checks import checked_flag
 from qkv.arrays.torch_arrays import TorchArrays
+from qkv.bridges.learnable import with_scale
+from qkv.bridges.torch.operands import autocast, is_tracked
 from qkv.call.binding.options import Options, option_values, with_options
 from qkv.distributed.calls.agreed_call import Place, agreed_call
 from qkv.distributed.calls.dtensors import placed
@@ -59,7 +63,8 @@ def attention(
         All processes unless given.
     dim : str or (str, str), optional
         Dimension of the mesh. Two names are two dimensions: keys travel along the first, and heads
-        are shared out along the second.
+        are shared out along the second. An order then counts the ranks place by place along the
+        second, within each place along the first.
     strategy : "auto", "ring", "gather" or "ulysses"
         "ring": keys travel, and each rank holds those of three ranks at most: its own, those that
         are computed and those that arrive. "gather": each rank holds all keys. "ulysses": each rank
@@ -82,7 +87,8 @@ def attention(
     Tensor, or (Tensor, Tensor)
         Output of this rank's rows, like the query (a DTensor for one), and lse `(..., num_heads,
         own rows)`. Both can be differentiated once. The gradient of an array of a variant (bias,
-        sinks, slopes) is that of the whole, on every rank.
+        sinks, slopes) is that of the whole, on every rank; that of a `scale` is of own rows, to be
+        added up over ranks.
 
     Raises
     ------
@@ -110,8 +116,15 @@ def attention(
         out = qkv.distributed.attention(q, k, v, qkv.Causal(), order=order)
     """
     values = option_values("distributed.attention", options)
+    return_lse = checked_flag("return_lse", return_lse)
     where = Place.of(mesh, dim, strategy, timeout)
+    if all(isinstance(given, Tensor) for given in (query, key, value)):
+        query, key, value = autocast(query, key, value)
     shards = placed(query, key, value, values.layout, (where.ring, where.heads))
+    if isinstance(values.scale, Tensor) and (values.scale.ndim or is_tracked(values.scale)):
+        of_heads = values._replace(layout="bhld")  # as `placed` has arranged them
+        scaled, values = with_scale(shards.tensors[0], of_heads)
+        shards = replace(shards, tensors=(scaled, *shards.tensors[1:]))
     call, exchanges = agreed_call(where, shards, variants, values, strategy, order, kv_order)
     out, lse = attend_sharded(call, *to_heads(exchanges, shards.tensors))
     if not return_lse:

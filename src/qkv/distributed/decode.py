@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
 import numpy as np
 import torch
 
+from qkv.arguments.readable_checks import checked_flag
 from qkv.arrays.torch_arrays import TorchArrays
 from qkv.call.binding.bound import bind
 from qkv.call.binding.options import DEFAULTS, Options, OptionValues, option_values, with_options
@@ -20,6 +22,7 @@ from qkv.distributed.orders.order import Order
 from qkv.errors import QkvError, UnsupportedError
 from qkv.partial import Partial
 from qkv.problem.part import check_parts, placeholder
+from qkv.problem.stored_rows import Paged, Quantized, Rows, StoredRows
 
 __all__ = ["decode"]
 
@@ -50,7 +53,9 @@ def decode(
         The same on every rank.
     key, value : Tensor, Paged or Quantized (..., num_kv_heads, own tokens, dim)
         The tokens that this rank holds: those of rank 0 come first, then those of rank 1, and so
-        on. Ranks may hold different numbers of tokens, and none.
+        on. Ranks may hold different numbers of tokens, and none. Every row of pages counts as a
+        token: only the last pages of the last rank may have free rows, and `KeyLengths` then says
+        how many tokens there are on all ranks.
     *variants
         As for `qkv.attention`, of all tokens.
     mesh, dim, timeout
@@ -86,6 +91,7 @@ def decode(
         out = qkv.distributed.decode(q, keys, values, qkv.Causal(), q_offset="end")
     """
     values = option_values("distributed.decode", options)
+    return_lse = checked_flag("return_lse", return_lse)
     if not isinstance(query, Tensor) or hasattr(query, "placements"):
         raise UnsupportedError(
             f"query is a {type(query).__name__}, not a plain tensor.",
@@ -120,13 +126,14 @@ def decode(
         if error is not None:
             raise error
     assert whole is not None
-    return _run(links, own, whole, tokens, values, return_lse)
+    return _run(links, own, *_with_offset(own, whole, variants, values), tokens, values, return_lse)
 
 
 def _run(
     links: Links,
     own: CheckedCall,
     whole: CheckedCall,
+    key: Rows,
     tokens: Order,
     options: OptionValues,
     return_lse: bool,
@@ -136,7 +143,7 @@ def _run(
     shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
     mine = Merged.empty(shape, spec.compute_dtype)
     queries, keys = ShardRows((range(spec.q_len),)), ShardRows(tokens.runs[links.rank])
-    parts.attend(mine, operands.query, queries, operands.key, operands.value, keys)
+    parts.attend(mine, operands.query, queries, key, operands.value, keys)
     together = Merged.empty(shape, spec.compute_dtype)
     outs = links.all_to_all(torch.from_numpy(np.ascontiguousarray(mine.out)))
     sums = links.all_to_all(torch.from_numpy(mine.lse))
@@ -180,15 +187,41 @@ def _refuse_gradients(leaves: Sequence[Any]) -> None:
         )
 
 
+def _with_offset(
+    own: CheckedCall, whole: CheckedCall, variants: Any, options: OptionValues
+) -> tuple[CheckedCall, Rows]:
+    """The call of all tokens with the offset of this rank's quantised keys, and these keys.
+
+    Each rank may have an offset of its own. Scores over the rank's keys contain it, or the keys
+    themselves where they are rotated.
+    """
+    given, key = own.unbound.key, own.problem.operands.key
+    stored = given.pages if isinstance(given, Paged) else given
+    if not isinstance(stored, Quantized) or stored.offset is None:
+        return whole, key
+    with_offset, error = _whole(own, whole.problem.spec.kv_len, variants, options, stored.offset)
+    if with_offset is None:
+        assert error is not None
+        raise error
+    assert isinstance(key, StoredRows)
+    is_rotated = with_offset.problem.spec.rotation is not None
+    return with_offset, replace(key, offset=stored.offset) if is_rotated else key
+
+
 def _whole(
-    own: CheckedCall, tokens: int, variants: Any, options: OptionValues
+    own: CheckedCall, tokens: int, variants: Any, options: OptionValues, offset: Any = None
 ) -> tuple[CheckedCall | None, QkvError | None]:
-    """The checked call of all tokens, which no rank holds."""
+    """The checked call of all tokens, which no rank holds; with the offset of quantised keys."""
     spec = own.problem.spec
     dtype = own.dtype
     batch = spec.batch_shape
     query = placeholder((*batch, spec.num_heads, spec.q_len, spec.head_dim), dtype)
-    key = placeholder((*batch, spec.num_kv_heads, tokens, spec.head_dim), dtype)
+    shape = *batch, spec.num_kv_heads, tokens, spec.head_dim
+    key: Any = placeholder(shape, dtype)
+    if offset is not None:
+        query = own.problem.operands.query
+        scales = placeholder(shape[:-1], np.dtype(np.float32))
+        key = Quantized(placeholder(shape, np.dtype(np.int8)), scales, offset)
     value = placeholder((*batch, spec.num_kv_heads, tokens, spec.v_head_dim), dtype)
     try:
         heads_first = options._replace(layout="bhld")

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import checked as checked_arguments
 from qkv.call.binding.options import Options, option_values, with_options
 from qkv.call.dispatch import checked
 from qkv.distributed.orders.order import Order
@@ -113,6 +114,7 @@ class DistributedPlan:
 
 
 @partial(with_options, name="distributed.plan")
+@checked_arguments
 def plan(
     query: Any,
     key: Any,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -63,21 +64,17 @@ class RowBuffer:
     def grown(self, capacity: int, start: Lengths, stop: Lengths) -> RowBuffer:
         """Another buffer that begins with the rows from `start` to `stop` of each sequence."""
         arrays = tuple(_room(a, self.axis, capacity, self.library) for a in self.arrays)
-        runs = _runs(None, start, stop - start)
-        for new, old in zip(arrays, self.arrays, strict=True):
-            _copy(new, old, runs, self.axis)
+        _copy(arrays, self.arrays, _runs(None, start, stop - start), self.axis)
         return replace(self, arrays=arrays)
 
     def write(self, new_tokens: NewTokens, start: Lengths, counts: Lengths) -> None:
         """Put the first `counts` of the new rows at row `start` of each sequence."""
-        runs = _runs(start, None, counts)
         stored = memory_with(self.library).written(self.arrays)
-        for target, new in zip(stored, new_tokens.arrays, strict=True):
-            _copy(target, new, runs, self.axis)
+        _copy(stored, new_tokens.arrays, _runs(start, None, counts), self.axis)
 
     def read(self, start: int, stop: int, encoding: Encoding) -> tuple[Any, Any]:
         """Key and value rows from `start` to `stop` of all sequences, without a copy."""
-        index = (slice(None),) * self.axis + (slice(start, stop),)
+        index = (*(slice(None),) * self.axis, slice(start, stop))
         stored = tuple([a[index] for a in self.arrays])
         key, value = stored[: self.of_key], stored[self.of_key :]
         return encoding.decode(key, self.key_offset), encoding.decode(value, None)
@@ -126,22 +123,26 @@ def _runs(target: Lengths | None, source: Lengths | None, counts: Lengths) -> li
 
     None stands for row 0 of all.
     """
-    if not counts.size:
-        return []
+    if counts.size == 1:
+        places = [0 if each is None else each.item() for each in (target, source, counts)]
+        return [_Run((), *places)]
     numbers = [
         [0] * counts.size if each is None else each.ravel().tolist()
         for each in (target, source, counts)
     ]
+    if not counts.size:
+        return []
     if all(len(set(of_each)) == 1 for of_each in numbers):
         return [_Run((), *[of_each[0] for of_each in numbers])]
     return list(map(_Run, product(*map(range, counts.shape)), *numbers))
 
 
-def _copy(target: Any, source: Any, runs: list[_Run], axis: int) -> None:
-    """Copy rows along an axis."""
-    for run in runs:
-        prefix = (*run.sequence, *(slice(None),) * (axis - len(run.sequence)))
-        rows = source
-        if run.sequence or run.length != source.shape[axis]:
-            rows = source[(*prefix, slice(run.source, run.source + run.length))]
-        target[(*prefix, slice(run.target, run.target + run.length))] = rows
+def _copy(targets: Sequence[Any], sources: Sequence[Any], runs: list[_Run], axis: int) -> None:
+    """Copy rows of each source to its target, along an axis."""
+    for sequence, target, source, length in runs:
+        prefix = (*sequence, *(slice(None),) * (axis - len(sequence)))
+        place = (*prefix, slice(target, target + length))
+        for written, rows in zip(targets, sources, strict=True):
+            if sequence or length != rows.shape[axis]:
+                rows = rows[(*prefix, slice(source, source + length))]
+            written[place] = rows

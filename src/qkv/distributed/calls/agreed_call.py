@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from qkv.arguments.declarations import shown
 from qkv.call.binding.options import DEFAULTS, OptionValues
 from qkv.distributed.calls.dtensors import Placed
 from qkv.distributed.calls.heads import Exchanges, HeadExchange, heads_of, kv_heads_of
@@ -35,9 +36,9 @@ class Place:
 
     @classmethod
     def of(cls, mesh: Any, dim: Any, strategy: str, timeout: float) -> Place:
-        if strategy not in ("auto", *STRATEGIES):
+        if not isinstance(strategy, str) or strategy not in ("auto", *STRATEGIES):
             raise ArgumentError(
-                f"strategy={strategy!r} is not known.",
+                f"strategy={shown(strategy)} is not known.",
                 action=f"Use 'auto', {', '.join(map(repr, STRATEGIES))}.",
             )
         if not isinstance(dim, tuple):
@@ -45,7 +46,8 @@ class Place:
             return cls(links, Links(None, timeout))
         if len(dim) != 2 or strategy == "ulysses":
             raise ArgumentError(
-                f"dim={dim!r} with strategy={strategy!r} does not say what is spread along what.",
+                f"dim={shown(dim)} with strategy={strategy!r} does not say what is spread along "
+                "what.",
                 action="Name two dimensions, that of the ring and that of the heads, with "
                 'strategy="ring" or "gather".',
             )
@@ -101,7 +103,7 @@ def agreed_call(
         "order": _digest(order),
         "order of keys": _digest(kv_order),
         "own rows": [query.shape[-2], key.shape[-2]],
-        "own error": shards.problem,
+        "own error": shards.problem or _no_order(order, "order") or _no_order(kv_order, "kv_order"),
     }
     everyone = where.everyone(said, device)
     orders = []
@@ -202,9 +204,16 @@ def _check_rows(order: Order, sizes: Sequence[int]) -> None:
         )
 
 
-def _digest(order: Order | None) -> str:
+def _no_order(given: Any, name: str) -> str:
+    """What is wrong with what was given as an order, if anything is."""
+    if given is None or isinstance(given, Order):
+        return ""
+    return f"{name}={shown(given)} is not a qkv.distributed.Order, as Order.zigzag makes one."
+
+
+def _digest(order: Any) -> str:
     """A short text that differs between orders."""
-    if order is None:
+    if not isinstance(order, Order):
         return ""
     digest = blake2b(repr(order.runs).encode(), digest_size=8).hexdigest()
     return f"{order.name}, {order.length} rows on {order.ranks} ranks, {digest}"

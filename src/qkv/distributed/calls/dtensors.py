@@ -9,12 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from qkv.arrays.torch_arrays import TorchArrays
 from qkv.distributed.messages.links import Links
 from qkv.errors import QkvError, ShapeError, UnsupportedError
 
 __all__ = ["Placed", "placed"]
 
 Tensor = torch.Tensor
+_LIBRARY = TorchArrays()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,12 @@ def placed(query: Any, key: Any, value: Any, layout: str, links: Sequence[Links]
             problem = problem or _wrong_placement(name, given, blhd, links)
             like = given if name == "query" else like
             local = local.to_local()
+        if _is_transformed(local):  # Nothing could be told to other ranks either.
+            raise UnsupportedError(
+                f"torch.func or forward mode follows {name}, and attention over ranks does not.",
+                action="Take gradients by backward() or torch.autograd.grad, and batches as a "
+                "leading dimension.",
+            )
         if local.device.type != "cpu":
             problem = problem or f"{name} is on {local.device}; ranks compute on the CPU."
         if local.ndim < 2:
@@ -137,6 +145,12 @@ def placed(query: Any, key: Any, value: Any, layout: str, links: Sequence[Links]
     if not q.dtype == k.dtype == v.dtype:
         problem = problem or f"query is {q.dtype}, key {k.dtype} and value {v.dtype}."
     return Placed((q, k, v), problem, max(query.ndim, key.ndim, value.ndim), blhd, like)
+
+
+def _is_transformed(tensor: Tensor) -> bool:
+    """Whether a transform of torch.func, or forward mode, follows the tensor."""
+    with torch.no_grad():
+        return _LIBRARY.is_tracked(tensor)
 
 
 def _rows_of(ndim: int, blhd: bool) -> int:

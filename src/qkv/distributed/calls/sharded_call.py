@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.autograd.function import once_differentiable
 
 from qkv.arrays.torch_arrays import TorchArrays
+from qkv.bridges.learnable import refuse_constants
+from qkv.bridges.torch.operands import as_tensor, is_tracked, kept_tensor
 from qkv.call.binding.bound import bind
 from qkv.call.binding.options import OptionValues
 from qkv.call.binding.variant_arrays import as_given, wanted
@@ -20,7 +21,7 @@ from qkv.call.derivatives.gradients import gradient_of_sinks
 from qkv.distributed.calls.parts import Residuals
 from qkv.distributed.calls.ring import Ring
 from qkv.distributed.messages.links import Links
-from qkv.errors import QkvError
+from qkv.errors import QkvError, UnsupportedError
 from qkv.problem.part import placeholder
 from qkv.problem.spec import Origin
 
@@ -40,10 +41,13 @@ class VariantArrays:
     tensors : tuple of Tensor
     places : tuple of int
         The leaf of the bound call that each is.
+    others : tuple of Tensor
+        Tensors without gradients, which the backward pass reads too.
     """
 
     tensors: tuple[Tensor, ...]
     places: tuple[int, ...]
+    others: tuple[Tensor, ...]
 
 
 def whole_call(
@@ -70,7 +74,10 @@ def whole_call(
     QkvError
         If the variants do not fit the whole.
     """
+    refuse_constants(variants, is_tracked, ".detach()")
     bound = bind(query, key, value, variants, options)
+    if backward and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in bound.leaves):
+        bound = bound._replace(leaves=list(map(_kept, bound.leaves)))
     _, leaves = views_of(bound)
     num_heads, num_kv_heads, q_len, kv_len = sizes
     views = leaves[:3]
@@ -86,7 +93,17 @@ def whole_call(
         raise error.with_action(_LIBRARY.in_words(error.action)) from None
     own = [(n, leaf) for n, leaf in enumerate(bound.leaves) if n >= 3]
     tensors = [(n, leaf) for n, leaf in own if isinstance(leaf, Tensor) and leaf.requires_grad]
-    return call, VariantArrays(tuple(t for _, t in tensors), tuple(n for n, _ in tensors))
+    others = [leaf for _, leaf in own if isinstance(leaf, Tensor) and not leaf.requires_grad]
+    return call, VariantArrays(
+        tuple(t for _, t in tensors), tuple(n for n, _ in tensors), tuple(others)
+    )
+
+
+def _kept(leaf: Any) -> Any:
+    """A leaf whose changes torch would not notice before the backward pass, as a copy."""
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    return _LIBRARY.view(kept_tensor(as_tensor(leaf), leaf), "an array")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,18 +160,28 @@ class _Attend(torch.autograd.Function):
         # The backward pass reads what the caller may write to.
         own = out.astype(call.call.dtype, copy=backward), lse.copy() if backward else lse
         if backward:
-            ctx.save_for_backward(query, key, value, *arrays)
+            ctx.save_for_backward(query, key, value, *arrays, *call.arrays.others)
             ctx.kept = out, lse, rest
         return _LIBRARY.restore(own[0]), torch.from_numpy(own[1])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> Any:
-        call: ShardedCall = ctx.call
-        query, key, value, *_ = ctx.saved_tensors
+        count = len(ctx.saved_tensors) - len(ctx.call.arrays.others)
+        saved = ctx.saved_tensors[:count]
+        return None, *_Gradients.apply(ctx.call, ctx.kept, grad_out, grad_lse, *saved)
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of a call. Who differentiates them gets an error, not a gradient of nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: ShardedCall, kept: tuple[Array, Array, Array], grad_out: Tensor,
+        grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Tensor,
+    ) -> Any:  # fmt: skip
         cotangents = (grad_out.contiguous(), grad_lse.contiguous())
         d_out, d_lse = (_LIBRARY.view(g, "a gradient") for g in cotangents)
-        out, lse, rest = ctx.kept
+        out, lse, rest = kept
         residuals = Residuals(out, lse, rest, d_out, d_lse)
         tables, sinks = call.tables()
         operands = call.call.problem.operands
@@ -173,7 +200,15 @@ class _Attend(torch.autograd.Function):
         of_operands = [
             _LIBRARY.restore(np.asarray(g, call.call.dtype)) for g in (totals.query, d_key, d_value)
         ]
-        return None, *of_operands, *of_arrays
+        return *of_operands, *of_arrays
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise UnsupportedError(
+            "a second gradient of attention over ranks is wanted; qkv has none.",
+            action="Leave out create_graph=True, or use qkv.attention, which has it, on one "
+            "process.",
+        )
 
 
 def _add(gradients: dict[int, Tensor], place: int, gradient: Array) -> None:

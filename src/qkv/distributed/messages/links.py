@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from numbers import Real
 from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from qkv.errors import DistributedError, UnsupportedError
+from qkv.arguments.declarations import shown
+from qkv.errors import ArgumentError, DistributedError, UnsupportedError
 
 __all__ = ["Links", "Pending", "group_of", "outside_of_graphs"]
 
@@ -24,6 +26,17 @@ TIMEOUT = 300.0
 """Seconds that a rank waits for another, unless told otherwise."""
 
 
+def _seconds(timeout: Any) -> float:
+    """A timeout that torch can keep: it counts whole milliseconds, and takes 0 for no end."""
+    is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+    if not is_number or not 1e-3 <= timeout <= 1e9:
+        raise ArgumentError(
+            f"timeout={shown(timeout)} is not a number of seconds from 0.001 to 1e9.",
+            action=f"Leave it out for {TIMEOUT:g} seconds.",
+        )
+    return float(timeout)
+
+
 def outside_of_graphs(function: Function) -> Function:
     """A function that torch.compile leaves out of its graphs, with everything that it calls."""
     left_out: Function = torch.compiler.disable(
@@ -32,13 +45,15 @@ def outside_of_graphs(function: Function) -> Function:
     return left_out
 
 
-def group_of(mesh: Any, dim: str | None) -> Any:
+def group_of(mesh: Any, dim: Any) -> Any:
     """The process group of a mesh dimension, of a group itself, or of all processes.
 
     Raises
     ------
     UnsupportedError
         If torch.distributed has not been initialised.
+    ArgumentError
+        If mesh and dim do not name a group, or this process is not in it.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise UnsupportedError(
@@ -46,9 +61,45 @@ def group_of(mesh: Any, dim: str | None) -> Any:
             action="Start the program with torchrun, and call "
             "torch.distributed.init_process_group() first.",
         )
-    if mesh is None:
-        return dist.group.WORLD
-    return mesh.get_group(dim) if hasattr(mesh, "get_group") else mesh
+    if hasattr(mesh, "get_group"):
+        return _along(mesh, dim)
+    if dim is not None:
+        raise ArgumentError(
+            f"dim={shown(dim)} names a dimension of a mesh, and mesh is {shown(mesh)}.",
+            action="Pass the DeviceMesh that has it as mesh=, or leave dim out.",
+        )
+    group = dist.group.WORLD if mesh is None else mesh
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise _not_a_member("the process group that mesh is")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ArgumentError(
+            f"mesh={shown(mesh)} is neither a DeviceMesh nor a ProcessGroup.",
+            action="Pass one of these, or leave it out for all processes.",
+        )
+    return group
+
+
+def _along(mesh: Any, dim: Any) -> Any:
+    """The group of a dimension of a mesh; `dim` may be left out of a mesh of one."""
+    names = mesh.mesh_dim_names or ()
+    given = dim is not None or mesh.ndim == 1
+    is_place = type(dim) is int and 0 <= dim < mesh.ndim
+    if not given or not (dim is None or is_place or (isinstance(dim, str) and dim in names)):
+        raise ArgumentError(
+            f"dim={shown(dim)} does not name one dimension of the mesh.",
+            [("dimensions of the mesh", f"{names or mesh.ndim}")],
+            "Pass the name of the dimension along which the rows are spread.",
+        )
+    if mesh.get_coordinate() is None:
+        raise _not_a_member("the mesh")
+    return mesh.get_group(dim)
+
+
+def _not_a_member(what: str) -> ArgumentError:
+    return ArgumentError(
+        f"this process, rank {dist.get_rank()} of all, is not in {what}.",
+        action="Make the call on the processes that are in it, and on no others.",
+    )
 
 
 @dataclass(slots=True)
@@ -76,6 +127,7 @@ class Links:
     ranks: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.timeout = _seconds(self.timeout)
         if self.group is None:
             self.rank, self.ranks = 0, 1
             return

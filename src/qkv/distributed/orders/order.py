@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import checked_integer, checked_size
 from qkv.distributed.orders.arrays import concatenated, taken
 from qkv.errors import ArgumentError, ShapeError
 
@@ -82,11 +83,20 @@ class Order:
 
     def rows(self, rank: int) -> int:
         """Number of rows that a rank holds."""
-        return sum(map(len, self.runs[rank]))
+        return sum(map(len, self._of(rank)))
 
     def position_ids(self, rank: int) -> Array:
         """The row numbers of a rank's shard in the whole sequence, int64."""
-        return numbers(self.runs[rank])
+        return numbers(self._of(rank))
+
+    def _of(self, rank: int) -> tuple[range, ...]:
+        """The runs of a rank; torch calls a process outside of a group its rank -1."""
+        if not 0 <= checked_integer("rank", rank) < self.ranks:
+            raise ArgumentError(
+                f"there is no rank {rank} in an order of {self.ranks} ranks.",
+                action=f"Pass a rank from 0 to {self.ranks - 1}.",
+            )
+        return self.runs[rank]
 
     def shard(self, array: Any, rank: int, axis: int = -2) -> Any:
         """The rows of a whole array that a rank holds.
@@ -104,6 +114,12 @@ class Order:
         ShapeError
             If the array does not have `length` rows along the axis.
         """
+        if not -array.ndim <= axis < array.ndim:
+            raise ShapeError(
+                f"the array has no axis {axis}.",
+                [("shape", str(tuple(array.shape)))],
+                "Name the axis of the rows: axis=-1 for token ids.",
+            )
         if array.shape[axis] != self.length:
             raise ShapeError(
                 f"the array has {array.shape[axis]} rows along axis {axis}; the order is of "
@@ -148,7 +164,7 @@ class Order:
     @classmethod
     def striped(cls, length: int, ranks: int) -> Order:
         """Rank r holds rows r, r + n, r + 2 n, ... (Brandon et al., 2023)."""
-        _checked(ranks)
+        length, ranks = checked_size("length", length, 0), _checked(ranks)
         return cls("striped", length, tuple((range(r, length, ranks),) for r in range(ranks)))
 
     def joined(self, count: int) -> Order:
@@ -191,14 +207,14 @@ def numbers(runs: Sequence[range]) -> Array:
 
 
 def _checked(ranks: int) -> int:
-    if ranks < 1:
+    if checked_integer("ranks", ranks) < 1:
         raise ArgumentError(f"{ranks} ranks cannot hold anything.", action="Name 1 rank or more.")
     return ranks
 
 
 def _cut(length: int, count: int) -> list[range]:
     """Neighbouring runs whose lengths differ by at most one."""
-    small, more = divmod(length, _checked(count))
+    small, more = divmod(checked_size("length", length, 0), _checked(count))
     ends = np.cumsum([0, *[small + (i < more) for i in range(count)]]).tolist()
     return [range(a, b) for a, b in pairwise(ends)]
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import checked_size
 from qkv.distributed.orders.order import Order, assigned, numbers
 from qkv.problem.building.check import check
 from qkv.problem.language.evaluate import evaluate
@@ -78,6 +79,7 @@ def balanced(
     >>> balanced(1024, 2, qkv.Causal()).runs
     ((range(0, 256), range(768, 1024)), (range(256, 768),))
     """
+    length = checked_size("length", length, 0)
     problem = problem_of(
         length, variants, num_heads=num_heads, batch_shape=batch_shape, q_offset=q_offset,
         kv_offset=kv_offset,
