@@ -74,7 +74,7 @@ def whole_call(
     QkvError
         If the variants do not fit the whole.
     """
-    refuse_constants(variants, is_tracked, ".detach()")
+    refuse_constants(variants, is_tracked)
     bound = bind(query, key, value, variants, options)
     if backward and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in bound.leaves):
         bound = bound._replace(leaves=list(map(_kept, bound.leaves)))
