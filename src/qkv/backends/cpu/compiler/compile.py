@@ -14,7 +14,7 @@ from qkv.backends.cpu.compiler.stack_probe import register_stack_probe
 from qkv.backends.cpu.machine import executable_memory, stored_files
 from qkv.backends.cpu.machine.host import Host
 from qkv.errors import KernelBuildError
-from qkv.process.forks import alone_in_llvm, importing
+from qkv.process.forks import alone_in_llvm
 
 _ROOM = 64 << 20
 """Bytes of address space that must be free before LLVM is called: without memory, LLVM ends the
@@ -32,9 +32,9 @@ class EmitFunction(NamedTuple):
     name: str
 
     def __call__(self, *arguments: Any) -> str:
-        with importing():
-            function = getattr(import_module(self.module), self.name)
-        text: str = function(*arguments)
+        # Not under the lock `importing`: a fork waits already until nobody is in LLVM, and would
+        # wait for ever if it had one of the two locks and this thread the other.
+        text: str = getattr(import_module(self.module), self.name)(*arguments)
         return text
 
 

@@ -23,6 +23,7 @@ from qkv.backends.cpu.machine.processor import processor
 from qkv.backends.cpu.machine.tile_permission import may_use_tiles, tile_refusal
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.errors import ArgumentError
+from qkv.process.forks import alone_in_llvm
 
 _AVX512 = TileShape(lanes=16, vectors=4, keys=4, halves=True)
 _NEON = TileShape(lanes=4, vectors=4, keys=4, halves=True, row_products=16)
@@ -149,6 +150,7 @@ def withheld_tiles() -> str:
 
 
 @lru_cache(maxsize=8)
+@alone_in_llvm()  # It imports modules, whose locks a forked child would inherit.
 def _host(forced: str) -> Host:
     threadpool_limits.register()
     described = processor()
