@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -176,6 +177,6 @@ CHECKS: Mapping[str, Callable[[CaseRun], bool]] = {
     "inspection": inspection,
     "prepared": prepared,
     "decoding": decoding,
-    "tensors": tensors,
+    **({"tensors": tensors} if find_spec("torch") else {}),
 }
-"""The names of the checks of `check_case`."""
+"""The names of the checks of `check_case`; "tensors" is one where torch is installed."""
