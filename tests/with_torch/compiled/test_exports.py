@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import qkv
 import qkv.torch
@@ -165,6 +166,14 @@ def test_numbers_made_of_sizes_that_change(name: str) -> None:
     torch.testing.assert_close(run(*inputs), model(*inputs))
     with pytest.raises(AssertionError, match="Guard failed"):
         run(query[:, :, 1:], key, value, ALLOWED)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_tracers_that_note_no_number_are_refused(name: str) -> None:
+    """Their graphs would compute with the first number for every size, and say nothing."""
+    model = Model(SIZES[name])
+    with pytest.raises(qkv.UnsupportedError, match="a number made of traced sizes"):
+        make_fx(model, tracing_mode="symbolic")(QUERY, KEY, VALUE.nan_to_num(), ALLOWED)
 
 
 @pytest.mark.parametrize(

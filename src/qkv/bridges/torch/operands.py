@@ -32,8 +32,23 @@ LIBRARY = TorchArrays()
 
 PLAIN = (Tensor, torch.nn.Parameter)
 ARRAY_TYPES.update(PLAIN)
-# Torch notes that what it traces holds for this number alone.
-NUMBER_TYPES.update({torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool})
+
+
+def _number(traced: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | float:
+    """The number that stands for a traced one; torch notes that the graph holds for it alone.
+
+    Nothing but its compiler and export reads the note. Whatever else traces, as `make_fx`, would
+    give a graph that computes with this number for every size.
+    """
+    if not torch.compiler.is_compiling():
+        raise UnsupportedError(
+            f"a number made of traced sizes, {traced}, would be this call's in every later one.",
+            action="Use torch.compile or torch.export, or pass an int or a float.",
+        )
+    return float(traced) if isinstance(traced, torch.SymFloat) else int(traced)
+
+
+NUMBER_TYPES.update(dict.fromkeys((torch.SymInt, torch.SymFloat, torch.SymBool), _number))
 
 
 def view_of(tensor: Tensor) -> Any:

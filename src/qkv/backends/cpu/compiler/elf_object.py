@@ -94,11 +94,12 @@ def load(data: bytes, names: tuple[str, ...]) -> ElfObject | None:
         if section.kind != _NO_BITS:
             content = data[section.offset : section.offset + section.size]
             memory[place : place + section.size] = content
-    found = _symbols(data, sections, places, base)
-    if found is None or not _relocate(memory, data, sections, places, found[0]):
+    symbols = _symbols(data, sections, places, base)
+    if symbols is None:
         return None
-    _, named = found
-    if not named.keys() >= set(names):
+    addresses, named = symbols
+    is_linked = _relocate(memory, data, sections, places, addresses)
+    if not is_linked or not named.keys() >= set(names):
         return None
     executable_memory.make_executable(base, fixed)
     return ElfObject(memory, {name: named[name] for name in names})

@@ -68,25 +68,17 @@ def emitter_files(package: Path) -> list[Path]:
 def _source_digest() -> str | None:
     """One number for the text of everything that emits code; None if it cannot be read.
 
-    Reading all files takes longer than a short call, so the number is kept for files that look the
-    same. Files that changed a moment ago may still change without looking different.
+    Reading all files takes longer than a short call, so the number is kept for files that have not
+    changed. Files that changed a moment ago are read, since they may change again unnoticed.
     """
     package = Path(__file__).parents[3]
     try:
         files = emitter_files(package)
-        seen = [os.stat(file) for file in files]
-    except OSError:
-        return None
-    looks = [(s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev) for s in seen]
-    latest = max(max(s.st_mtime, s.st_ctime) for s in seen)
-    settled = abs(time.time() - latest) > _SETTLED
-    digest_of_looks = hashlib.sha256(f"{files} {looks}".encode()).hexdigest()
-    name = f"sources-{digest_of_looks}" if settled else None
-    stored = stored_files.read_file(name)
-    if stored is not None:
-        return stored.decode()
-    total = hashlib.sha256()
-    try:
+        name = _name_of_unchanged(files)
+        stored = stored_files.read_file(name)
+        if stored is not None:
+            return stored.decode()
+        total = hashlib.sha256()
         for file in files:
             total.update(f"{file.relative_to(package)} ".encode())
             total.update(hashlib.sha256(file.read_bytes()).digest())
@@ -95,6 +87,16 @@ def _source_digest() -> str | None:
     if name is not None:
         stored_files.write_file(name, total.hexdigest().encode())
     return total.hexdigest()
+
+
+def _name_of_unchanged(files: list[Path]) -> str | None:
+    """The name under which the digest of files is kept while sizes, times and inodes stay."""
+    seen = [os.stat(file) for file in files]
+    latest = max(max(s.st_mtime, s.st_ctime) for s in seen)
+    if abs(time.time() - latest) <= _SETTLED:
+        return None
+    state = [(s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev) for s in seen]
+    return f"sources-{hashlib.sha256(f'{files} {state}'.encode()).hexdigest()}"
 
 
 _SETTLED = 10.0

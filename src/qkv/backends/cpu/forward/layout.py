@@ -54,10 +54,13 @@ STATS_SUMS = StatsRow.ROW_SUM, StatsRow.SUM_ERROR, StatsRow.T_SUM
 """The rows that are 0 before the first key."""
 
 TASK = ("batch", "head", "first_row", "first_run", "last_run")
+"""Words of a task, which is a block of queries of a head: its first row, and its runs."""
 
 RUN = ("start", "stop", "partial")
+"""Words of a run of keys: the first, the one after the last, and whether the mask forbids some."""
 
 QUARTERS = 4
+"""Parts of a block of keys, of which those that a block of queries sees are read."""
 
 LAST_PARTIAL = 3
 """The kind of a block of keys of which all quarters that are seen are `TileKind.FULL` but the last.

@@ -13,6 +13,7 @@ def round_to_chunks(dim: int) -> int:
 
 
 TILES = 8
+"""Tile registers of a processor."""
 
 TILE_ROWS = 16
 
@@ -20,6 +21,7 @@ TILE_BYTES = 64
 """Bytes of one row of a tile."""
 
 TILE_SIZE = TILE_ROWS * TILE_BYTES
+"""Bytes of a tile."""
 
 ROWS = 4
 """Rows of Q or of weights that one tile holds the digits of."""

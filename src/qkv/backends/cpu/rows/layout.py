@@ -29,17 +29,8 @@ class RotationKey:
 
 
 SINKS_FIELDS = (
-    "limit",
-    "sinks",
-    "keys_out",
-    "keys_lse",
-    "rest",
-    "out",
-    "lse",
-    "heads",
-    "length",
-    "dim",
-)
+    "limit", "sinks", "keys_out", "keys_lse", "rest", "out", "lse", "heads", "length", "dim",
+)  # fmt: skip
 """Words of the argument block after the counter. `keys_out` and `keys_lse` are of the keys alone;
 `lse` may be where `keys_lse` is; `rest`, what rounding took from lse, is 0 if it is not needed."""
 

@@ -39,11 +39,14 @@ _LINES = (
 OFFSET = {
     name: LINE * line + 8 * i for line, names in enumerate(_LINES) for i, name in enumerate(names)
 }
+"""Where each word lies in the memory that callers and workers share, in bytes; `pool_code` says
+what the words are."""
 
 BLOCK_BYTES = LINE * len(_LINES)
 
 FUTEX_NUMBER = {"x86": 202, "arm": 98}
+"""The number of the system call futex on Linux."""
 
-WORDS = ("parallel", "thread_num", "job", "arguments", "threads", "floating")
-"""What a launch is given: addresses of two functions of the library, the job and its arguments, how
-many threads may join, and room for the caller's floating mode."""
+LAUNCH_WORDS = ("parallel", "thread_num", "job", "arguments", "threads", "floating")
+"""What a launch on the threads of OpenMP is given: addresses of two functions of the library, the
+job and its arguments, how many threads may join, and room for the caller's floating mode."""

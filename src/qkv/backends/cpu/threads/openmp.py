@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from qkv.backends.cpu.compiler.compile import Code, EmitFunction, build
 from qkv.backends.cpu.machine.host import host
-from qkv.backends.cpu.threads.layout import WORDS, this_processor
+from qkv.backends.cpu.threads.layout import LAUNCH_WORDS, this_processor
 from qkv.process.forks import is_forked
 from qkv.process.openmp import OpenMP
 from qkv.process.threads import get_num_threads
@@ -45,7 +45,7 @@ class Team:
             return False
         try:
             parallel, thread_num, _ = self._functions
-            words = (ctypes.c_int64 * len(WORDS))(
+            words = (ctypes.c_int64 * len(LAUNCH_WORDS))(
                 parallel, thread_num, kernel.address, arguments.address, threads
             )
             self._launch(ctypes.addressof(words))

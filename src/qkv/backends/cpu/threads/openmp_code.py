@@ -7,9 +7,9 @@ from llvmlite import ir
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import INT32, INT64, POINTER, VOID, Emitter, Value
 from qkv.backends.cpu.threads.floating_mode import adopt_floating_mode, save_floating_mode
-from qkv.backends.cpu.threads.layout import WORDS, Processor
+from qkv.backends.cpu.threads.layout import LAUNCH_WORDS, Processor
 
-_OFFSET = {name: 8 * i for i, name in enumerate(WORDS)}
+_OFFSET = {name: 8 * i for i, name in enumerate(LAUNCH_WORDS)}
 _PARALLEL = ir.FunctionType(VOID, [POINTER, POINTER, INT32, INT32]).as_pointer()
 _THREAD_NUM = ir.FunctionType(INT32, []).as_pointer()
 _JOB = ir.FunctionType(VOID, [POINTER, INT64]).as_pointer()
