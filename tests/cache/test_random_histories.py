@@ -81,7 +81,7 @@ def expected(query, held, counts, kind, name):
         for dtype in (None, "int8")
         for library in ("numpy", "torch")
     ],
-    one_in=5,
+    one_in=10,
 )
 def test_random_histories(kind, dtype, library, seed) -> None:
     rng = np.random.default_rng([seed, len(kind), dtype is None, library == "torch"])

@@ -89,6 +89,7 @@ def defined(query, rows, allowed) -> np.ndarray:
 @pytest.mark.parametrize("is_ragged", [False, True], ids=["together", "of several lengths"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.one_in(2)
 def test_a_cache_that_grows(watched, kind, mask, is_ragged, dtype) -> None:
     """By one token at a time, through new pages and new memory; two steps of a form are checked."""
     dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype

@@ -73,6 +73,7 @@ def needed_rows(order: Any, reader: int, owner: int, allowed: Any) -> int:
 
 @pytest.mark.parametrize("order_name", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("name", MASKS)
+@pytest.mark.one_in(2)
 def test_runs_that_the_reader_needs(group: Any, name: str, order_name: str) -> None:
     from qkv.distributed import Order
 

@@ -186,6 +186,7 @@ def test_states_hold_what_float16_does_not(name: str, size: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", sorted(MECHANISMS))
+@pytest.mark.one_in(2)
 def test_the_dtype_of_x_is_kept_and_explained(name: str, dtype: torch.dtype) -> None:
     mechanism = MECHANISMS[name].example()
     arguments = [torch.tensor(a).to(dtype) for a in MECHANISMS[name].example_arguments()]

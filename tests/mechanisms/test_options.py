@@ -244,6 +244,7 @@ class Definition:
 
 
 @pytest.mark.parametrize(("name", "option"), CASES)
+@pytest.mark.one_in(2)
 def test_an_option_does_what_its_definition_says(name: str, option: str) -> None:
     """The call, the weights, the explanation and the cost agree with one another too."""
     options = options_of(name, option)

@@ -43,6 +43,7 @@ def test_each_sequence_is_as_eager_has_it_alone(family: str, use_cache: bool) ->
     assert float((got - expected).abs().max()) < 1e-10 * float(expected.abs().max())
 
 
+@pytest.mark.slow
 def test_a_compiled_model() -> None:
     model, inputs = model_of("gpt-oss"), {"position_ids": POSITIONS, "use_cache": False, **KEYWORDS}
     model.set_attn_implementation("qkv")

@@ -140,6 +140,7 @@ def written_out(query: torch.Tensor, number: float) -> torch.Tensor:
     return (query @ query.mT * 8**-0.5 * number).softmax(-1) @ query
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.one_in(2)

@@ -11,6 +11,7 @@ import qkv  # noqa: E402
 import qkv.torch  # noqa: E402
 from qkv.bridges.torch.repeated import guards as torch_guards  # noqa: E402
 from qkv.bridges.torch.repeated import layouts as torch_layouts  # noqa: E402
+from qkv.call.repeated.cache import CALLS  # noqa: E402
 from qkv.errors import QkvError, ShapeError  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
@@ -365,9 +366,9 @@ def test_many_threads() -> None:
                 close(found, right)
 
 
-def test_about_a_thousand_calls_are_remembered(watched) -> None:
-    """Those go first that were used least recently."""
-    tensors, count = [normal(1, 1, 17, 2, seed=i) for i in range(3)], 1100
+def test_calls_that_were_used_least_recently_are_forgotten_first(watched, monkeypatch) -> None:
+    monkeypatch.setattr(CALLS, "capacity", 100)
+    tensors, count = [normal(1, 1, 17, 2, seed=i) for i in range(3)], 110
 
     def prepared(scale, times=2) -> int:
         """How many problems are made ready while a call is made so many times."""
@@ -380,8 +381,8 @@ def test_about_a_thousand_calls_are_remembered(watched) -> None:
     for scale in range(1, count + 1):
         assert prepared(scale) == 1
         assert prepared(2000, times=1) == 0
-    assert [prepared(scale) for scale in (count, count - 500, count - 1000, 2000)] == [0, 0, 0, 0]
-    assert [prepared(scale) for scale in (1, 2, 50)] == [1, 1, 1]
+    assert [prepared(scale) for scale in (count, count - 50, count - 95, 2000)] == [0, 0, 0, 0]
+    assert [prepared(scale) for scale in (1, 2, 5)] == [1, 1, 1]
     close(qkv.attention(*tensors, scale=1.0), sdpa(*tensors, scale=1.0))
 
 
