@@ -3,14 +3,14 @@
 import { readFileSync } from "node:fs";
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { check, general } from "../src/answers.js";
-import { paint } from "../src/colours.js";
-import { BUILT_IN, complaint, decode, encode, matrixOf, numberOf } from "../src/examples.js";
-import { arraysOf, exampleOf } from "../src/files.js";
-import { shown, size, tsv, written } from "../src/format.js";
-import { Client, keyOf, unpacked } from "../src/host.js";
-import { address, parsed } from "../src/view.js";
-import { readings } from "../src/written.js";
+import { check, general } from "../src/exercises/answers.js";
+import { paint } from "../src/drawing/colours.js";
+import { BUILT_IN, complaint, decode, encode, matrixOf, numberOf } from "../src/examples/examples.js";
+import { arraysOf, exampleOf } from "../src/examples/files.js";
+import { shown, size, tsv, written } from "../src/drawing/format.js";
+import { Client, keyOf, unpacked } from "../src/host/host.js";
+import { address, parsed } from "../src/host/view.js";
+import { readings } from "../src/exercises/written.js";
 
 test("a view survives its address", () => {
   const view = { ...parsed(""), panel: "heatmap", mask: "window", left: 3, own: encode(BUILT_IN[0]), ex: "own" };

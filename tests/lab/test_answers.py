@@ -186,7 +186,7 @@ def test_every_mechanism_has_sentences_a_family_and_a_formula_that_is_set() -> N
         assert all(re.search(r"[a-z]{2}.*\.$", text) for text in each["about"]), each["about"]
         assert not any("Parameters" in text or "---" in text for text in each["about"])
     names = {each["mechanism"] for each in found["mechanisms"]}
-    source = Path(__file__).parents[2] / "lab" / "src" / "formulas.json"
+    source = Path(__file__).parents[2] / "lab" / "src" / "panels" / "formulas.json"
     formulas = json.loads(source.read_text(encoding="utf-8"))
     assert set(formulas) == names
     assert all(re.fullmatch(r"\d{4}\.\d{4,5}", each["arxiv"]) for each in formulas.values())

@@ -3,9 +3,9 @@
 
 import { html, useEffect, useLab, useMemo, useRef, useState } from "./lab.js";
 import { Choice, Num, Save } from "./basics.js";
-import { canvasSvg } from "../picture.js";
-import { Tiles, drawMap } from "../map.js";
-import { shown } from "../format.js";
+import { canvasSvg } from "../drawing/picture.js";
+import { Tiles, drawMap } from "../drawing/map.js";
+import { shown } from "../drawing/format.js";
 
 const bounded = (x, least, most) => Math.min(Math.max(x, least), most);
 
