@@ -22,8 +22,9 @@ import pytest
 from lab_client import TOKEN, Client
 
 import qkv.files
+from qkv.lab.serving.application import Limits
 from qkv.lab.serving.guard import POLICY
-from qkv.lab.serving.server import Limits, listen
+from qkv.lab.serving.server import listen
 from qkv.lab.session import Session
 from qkv.lab.sources.source import Source
 
