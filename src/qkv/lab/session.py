@@ -26,9 +26,6 @@ from qkv.samples.shipped_models import LANGUAGE, SHIPPED_MODELS
 
 __all__ = ["HEAVY", "Session"]
 
-VERSION = 1
-"""The version of the data that a page is given."""
-
 HEAVY = frozenset(
     {"head", "intervene", "mechanisms", "model", "open", "scaling", "thumbnails", "tile"}
 )
@@ -180,7 +177,6 @@ class Session:
         """
         now = self._shown
         return {
-            "version": VERSION,
             **({} if host == "export" else {"shown": now.number}),
             "host": host,
             "title": _title(now.source),
