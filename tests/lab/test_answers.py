@@ -225,8 +225,8 @@ def test_the_pyramid_of_an_uneven_map(monkeypatch: pytest.MonkeyPatch) -> None:
                     slice(row * TILE, (row + 1) * TILE),
                     slice(column * TILE, (column + 1) * TILE),
                 )
-                np.testing.assert_allclose(tile.largest, largest[place], atol=most)
-                np.testing.assert_allclose(tile.mean, mean[place], rtol=2e-5, atol=1e-9)
+                np.testing.assert_allclose(tile[0], largest[place], atol=most)
+                np.testing.assert_allclose(tile[1], mean[place], rtol=2e-5, atol=1e-9)
 
 
 def test_a_map_keeps_a_bounded_number_of_bytes() -> None:
