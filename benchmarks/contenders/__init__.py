@@ -13,13 +13,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
 
 from numpy.typing import NDArray
 
 from benchmarks.problems.reference import Inputs
 from benchmarks.problems.workloads import Workload
+from benchmarks.running.machine import version_of
 from qkv.errors import ArgumentError
 
 Array = NDArray[Any]
@@ -78,10 +78,7 @@ class Contender:
     @property
     def version(self) -> str | None:
         """Of the package; None if it is not installed."""
-        try:
-            return version(self.package)
-        except PackageNotFoundError:
-            return None
+        return version_of(self.package)
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> Prepared:
         """Arrays and settings, once."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from benchmarks.latency.front_ends import FRONT_ENDS, FrontEnd
 from benchmarks.latency.rows import Row, rows
 from benchmarks.results.record import Entry, Result, Run, Turn
-from benchmarks.running.machine import describe, load_average
+from benchmarks.running.machine import describe, load_average, version_of
 from benchmarks.running.process import Process
 from benchmarks.running.revision import Revision
 from qkv.errors import ArgumentError
@@ -106,7 +105,7 @@ def _front_end(
     settings: Settings,
     beside: Revision | None = None,
 ) -> None:
-    number = _version(one.package)
+    number = version_of(one.package)
     environment = {
         name: text.format(threads=settings.threads) for name, text in one.environment.items()
     }
@@ -155,10 +154,3 @@ def _entries(front: str, place: str, number: str, answers: Sequence[dict[str, An
 
 def _turns(times: Sequence[float]) -> list[Turn]:
     return [Turn(number, None, [round(seconds, 9)]) for number, seconds in enumerate(times)]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

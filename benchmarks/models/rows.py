@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from qkv.errors import ArgumentError
+from benchmarks.problems.named import named
 
 __all__ = ["ROWS", "Model", "Row", "choose", "row_of"]
 
@@ -145,18 +145,7 @@ def choose(names: Sequence[str]) -> tuple[Row, ...]:
     ArgumentError
         If nothing has such a name.
     """
-    for name in names:
-        if not any(row.name.startswith(name) for row in ROWS):
-            raise ArgumentError(
-                f"there is no model {name!r} among the rows.",
-                [("rows", ", ".join(row.name for row in ROWS))],
-                "Use one of these, or the beginning of some.",
-            )
-    exact = {row.name for row in ROWS} & set(names)
-    begins = tuple(name for name in names if name not in exact)
-    return tuple(
-        row for row in ROWS if not names or row.name in exact or row.name.startswith(begins)
-    )
+    return named(ROWS, names, "model") if names else ROWS
 
 
 def row_of(name: str) -> Row:

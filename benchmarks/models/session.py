@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from benchmarks.models.rows import Row
 from benchmarks.results.record import Entry, Result, Run, Turn
-from benchmarks.running.machine import describe, load_average
+from benchmarks.running.machine import describe, load_average, version_of
 from benchmarks.running.process import Process
 from qkv.errors import UnsupportedError
 
@@ -164,10 +163,10 @@ def _ask(
 
 
 def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError as error:
+    found = version_of(package)
+    if found is None:
         raise UnsupportedError(
             f"models need {package}, which is not installed.",
             action='Install it: pip install -e ".[hf]".',
-        ) from error
+        )
+    return found

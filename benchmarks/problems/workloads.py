@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks.problems.moved import Shape
+from benchmarks.problems.named import named
 from benchmarks.problems.rules import (
     Rule,
     alibi_causal,
@@ -20,7 +21,6 @@ from benchmarks.problems.rules import (
     segments,
     window,
 )
-from qkv.errors import ArgumentError
 from qkv.ledger import attention_operations
 from qkv.testing import DTYPES, Case
 
@@ -294,21 +294,8 @@ def choose(names: Sequence[str], *, quick: bool = False) -> tuple[Workload, ...]
         If nothing has such a name.
     """
     known = workloads()
-    wanted = names or (_QUICK if quick else [workload.name for workload in known])
-    for name in wanted:
-        if not any(workload.name.startswith(name) for workload in known):
-            raise ArgumentError(
-                f"there is no workload {name!r}.",
-                [("workloads", ", ".join(workload.name for workload in known))],
-                "Use one of these, or the beginning of some.",
-            )
-    exact = {workload.name for workload in known} & set(wanted)
-    return tuple(
-        workload
-        for workload in known
-        if workload.name in exact
-        or any(workload.name.startswith(name) for name in wanted if name not in exact)
-    )
+    wanted = names or (_QUICK if quick else [])
+    return named(known, wanted, "workload") if wanted else known
 
 
 _QUICK = ("fp32-1024-d64", "fp32-1024-d64-causal", "short-64")

@@ -11,7 +11,7 @@ from typing import Any
 import qkv
 from qkv.errors import ArgumentError
 
-__all__ = ["describe", "load_average"]
+__all__ = ["describe", "load_average", "version_of"]
 
 _PACKAGES = ("numpy", "llvmlite", "torch", "onnxruntime", "openvino", "jax")
 
@@ -27,7 +27,7 @@ def describe() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "qkv": qkv.__version__,
-        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "packages": {name: found for name in _PACKAGES if (found := version_of(name))},
     }
 
 
@@ -81,7 +81,8 @@ def _memory() -> int | None:
         return None
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,8 +1,17 @@
 // The page of qkv lab, in the form of an anywidget. A page that carries its data mounts itself.
+//
+// shell.js, lab.css  what is around the panels, and how all of it looks
+// panels/     one file for each panel
+// parts/      what panels are made of: grids, charts, pictures of heads
+// host/       the Python that answers; what is shown, as an address; a view for somebody else
+// examples/   attention of a few tokens: the examples, files of arrays, the arithmetic and its counts
+// language/   the small language model, computed in the page; kinds of its heads; the tour
+// exercises/  answers: how they are read, and whether they are right
+// drawing/    how numbers, weights, maps and code look
 
 import { render as draw } from "preact";
-import { Client, pageModel } from "./host.js";
-import { View } from "./view.js";
+import { Client, pageModel } from "./host/host.js";
+import { View } from "./host/view.js";
 import { html } from "./parts/lab.js";
 import { Shell } from "./shell.js";
 

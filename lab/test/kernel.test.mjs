@@ -3,9 +3,9 @@
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { test } from "node:test";
-import { softmax, tilesOf, traceOf } from "../src/kernel.js";
-import { ledger, total, walkthrough } from "../src/ledger.js";
-import { BUILT_IN } from "../src/examples.js";
+import { softmax, tilesOf, traceOf } from "../src/examples/kernel.js";
+import { ledger, total, walkthrough } from "../src/examples/ledger.js";
+import { BUILT_IN } from "../src/examples/examples.js";
 
 const goldens = JSON.parse(readFileSync(new URL("../../tests/golden/goldens.json", import.meta.url)));
 

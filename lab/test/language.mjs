@@ -1,8 +1,8 @@
 // What the page computes of texts that come as JSON on standard input, for tests in Python.
 
 import { readFileSync } from "node:fs";
-import { kindOf, scoresOf } from "../src/kinds.js";
-import { LanguageModel, losses, probabilities } from "../src/language.js";
+import { kindOf, scoresOf } from "../src/language/kinds.js";
+import { LanguageModel, losses, probabilities } from "../src/language/language.js";
 
 const model = new LanguageModel(readFileSync(new URL("../../src/qkv/samples/language.safetensors", import.meta.url)));
 const answers = JSON.parse(readFileSync(0, "utf8")).map(({ text, off, temperature, threshold }) => {

@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { linesOf } from "../src/lines.js";
+import { linesOf } from "../src/drawing/lines.js";
 
 test("a short text has all its tokens, and the lines that can be seen", () => {
   const weights = [[1], [0.03, 0.97], [0.5, 0.1, 0.4]];

@@ -3,14 +3,14 @@
 import { readFileSync } from "node:fs";
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { check, general } from "../src/answers.js";
-import { paint } from "../src/colours.js";
-import { BUILT_IN, complaint, decode, encode, matrixOf, numberOf } from "../src/examples.js";
-import { arraysOf, exampleOf } from "../src/files.js";
-import { shown, size, tsv, written } from "../src/format.js";
-import { Client, keyOf, unpacked } from "../src/host.js";
-import { address, parsed } from "../src/view.js";
-import { readings } from "../src/written.js";
+import { check, general } from "../src/exercises/answers.js";
+import { paint } from "../src/drawing/colours.js";
+import { BUILT_IN, complaint, decode, encode, matrixOf, numberOf } from "../src/examples/examples.js";
+import { arraysOf, exampleOf } from "../src/examples/files.js";
+import { shown, size, tsv, written } from "../src/drawing/format.js";
+import { Client, keyOf, unpacked } from "../src/host/host.js";
+import { View, address, parsed } from "../src/host/view.js";
+import { readings } from "../src/exercises/written.js";
 
 test("a view survives its address", () => {
   const view = { ...parsed(""), panel: "heatmap", mask: "window", left: 3, own: encode(BUILT_IN[0]), ex: "own" };
@@ -22,6 +22,23 @@ test("addresses of others change nothing but what they may", () => {
   const view = parsed("#<img>&token=NaN&dk=1e3&__proto__=x&unknown=1&mask=causal");
   assert.deepEqual({ ...view, mask: "none", dk: 64 }, parsed(""));
   assert.equal(view.dk, 1000);
+});
+
+test("a link that is followed stays, though a change before it was not in the address yet", async () => {
+  globalThis.location = { hash: "#heatmap" };
+  globalThis.history = { replaceState: (state, title, there) => { location.hash = there; } };
+  let read;
+  globalThis.addEventListener = (kind, listener) => { read = listener; };
+  const view = new View({ get() {}, set() {}, save_changes() {} }, { inAddress: true });
+  view.set({ token: 2 });
+  await new Promise((done) => setTimeout(done, 200));
+  assert.equal(location.hash, "#heatmap&token=2");
+  view.set({ token: 3 });
+  location.hash = "#start";
+  await new Promise((done) => setTimeout(done, 200)); // A busy page tells of the link late.
+  read();
+  assert.equal(location.hash, "#start");
+  assert.equal(view.values.panel, "start");
 });
 
 test("an edited example survives its address", () => {

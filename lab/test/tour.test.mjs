@@ -3,8 +3,8 @@
 import { readFileSync } from "node:fs";
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { LanguageModel } from "../src/language.js";
-import { HEAD, HEIGHT, STEPS, WIDTH, numbersOf, sceneOf } from "../src/tour.js";
+import { LanguageModel } from "../src/language/language.js";
+import { HEAD, HEIGHT, STEPS, WIDTH, numbersOf, sceneOf } from "../src/language/tour.js";
 
 const model = new LanguageModel(readFileSync(new URL("../../src/qkv/samples/language.safetensors", import.meta.url)));
 const SENTENCES = ["He was a very pleasant young", "I", "zzz ???", "It is a truth universally acknowledged, that a single man in possession", "extraordinary acquaintance understanding immediately"];

@@ -1,6 +1,6 @@
 // Traces of problems that come as JSON on standard input, for tests in Python.
 
-import { tilesOf, traceOf } from "../src/kernel.js";
+import { tilesOf, traceOf } from "../src/examples/kernel.js";
 
 let text = "";
 for await (const chunk of process.stdin) text += chunk;

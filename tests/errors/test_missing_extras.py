@@ -43,7 +43,8 @@ def test_an_extra_is_named_with_its_command(
 def test_the_page_needs_a_server(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "qkv.lab.serving.server", raising=False)
+    for name in ("application", "server"):
+        monkeypatch.delitem(sys.modules, f"qkv.lab.serving.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
     assert main(["lab", "--no-open"]) == 2
     said = capsys.readouterr().err

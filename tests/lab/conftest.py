@@ -9,7 +9,8 @@ import pytest
 import uvicorn
 from lab_client import TOKEN, Client
 
-from qkv.lab.serving.server import Limits, application, listen
+from qkv.lab.serving.application import Limits, application
+from qkv.lab.serving.server import listen
 from qkv.lab.session import Session
 
 

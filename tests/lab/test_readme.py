@@ -24,7 +24,8 @@ def test_the_command_that_the_readme_gives_opens_the_lab() -> None:
     extra = install[-1].removeprefix(".[").removesuffix("]")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needed = " ".join(project["optional-dependencies"][extra])
-    server = (ROOT / "src" / "qkv" / "lab" / "serving" / "server.py").read_text(encoding="utf-8")
+    files = (ROOT / "src" / "qkv" / "lab" / "serving").glob("*.py")
+    server = "\n".join(file.read_text(encoding="utf-8") for file in files)
     imported = set(re.findall(r"^ *(?:import|from) (starlette|uvicorn)\b", server, re.MULTILINE))
     assert imported == {"starlette", "uvicorn"}
     assert all(name in needed for name in imported)

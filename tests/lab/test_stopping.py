@@ -22,7 +22,7 @@ import pytest
 from lab_client import Client
 
 import qkv
-from qkv.lab.serving.server import Limits
+from qkv.lab.serving.application import Limits
 from qkv.lab.session import Session
 
 OCTETS: dict[str, str | None] = {"Content-Type": "application/octet-stream"}

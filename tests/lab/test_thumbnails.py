@@ -52,7 +52,7 @@ def test_a_picture_holds_the_largest_weight_of_each_block(q_len: int, kv_len: in
     q, k, exact = arrays(q_len, kv_len)
     record = qkv.inspect(q, k, k, qkv.Causal(), q_offset="end")
     about, found = pictures(Session(source_of(record)))
-    assert about == {"layer": 0, "queries": q_len}
+    assert about == {"queries": q_len}
     assert found.shape == (3, min(q_len, 64), min(kv_len, 64))
     for picture, weights in zip(found, exact, strict=True):
         wanted = blocks(weights, *picture.shape, range(q_len))

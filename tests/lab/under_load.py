@@ -86,7 +86,7 @@ def main() -> None:
     slow = [load.connection("/call", "application/json", len(body)) for _ in range(50)]
     for connection in slow:
         connection.sendall(body)
-    methods = ("count", "trace", "tiles", "model", "head", "errata", "code", "example")
+    methods = ("model", "head", "errata", "code", "example", "exercises")
     began = time.monotonic()
     with ThreadPoolExecutor(200) as pool:
         calls = [pool.submit(load.client.call, methods[i % len(methods)]) for i in range(1000)]

@@ -3,7 +3,7 @@
 import { html, useAsk, useLab, inside } from "../parts/lab.js";
 import { ExampleBar, useRow } from "../parts/example.js";
 import { Choice, Copy, Failure, Num, Quoted, Select, Vector, Waiting } from "../parts/basics.js";
-import { pythonParts } from "../python.js";
+import { pythonParts } from "../drawing/python.js";
 
 /** What a variable of scaled dot-product attention is for the chosen query of any example. */
 const VALUES = {

@@ -4,9 +4,9 @@ import { html, useLab, useLayoutEffect, useRef, inside, examplesOf } from "../pa
 import { DataTable, Stepper, Unbroken, Whole } from "../parts/basics.js";
 import { Chart, Figure } from "../parts/chart.js";
 import { Grid } from "../parts/grid.js";
-import { COUNTS, MEANINGS, ledger, total, walkthrough } from "../ledger.js";
-import { traceOf } from "../kernel.js";
-import { grouped, size } from "../format.js";
+import { COUNTS, MEANINGS, ledger, total, walkthrough } from "../examples/ledger.js";
+import { traceOf } from "../examples/kernel.js";
+import { grouped, size } from "../drawing/format.js";
 
 const BLOCK = 128;
 

@@ -2,7 +2,7 @@
 
 import { html, useAsk, useKept, useLab, useState } from "../parts/lab.js";
 import { Failure, Waiting } from "../parts/basics.js";
-import { check } from "../answers.js";
+import { check } from "../exercises/answers.js";
 
 const DONE = "qkv-exercises-done";
 

@@ -4,11 +4,11 @@ import { html, useLab, useRef } from "../parts/lab.js";
 import { ExampleBar, useRow } from "../parts/example.js";
 import { Block, Choice, Num, Token, Vector } from "../parts/basics.js";
 import { Grid, scoreShare, weightShare } from "../parts/grid.js";
-import { quoted, shown } from "../format.js";
+import { quoted, shown } from "../drawing/format.js";
 
 const STAGES = [["raw", "raw"], ["scaled", "scaled"], ["masked", "masked"], ["weights", "weights"]];
 
-export const stageOf = (rows, stage) => rows.map((row) => ({
+const stageOf = (rows, stage) => rows.map((row) => ({
   raw: row.raw, scaled: row.scaled, masked: row.scores, weights: row.softmax.weights,
 })[stage] ?? row.softmax.weights);
 

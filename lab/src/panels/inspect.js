@@ -9,9 +9,9 @@ import { HeadPictures, usePictures } from "../parts/heads.js";
 import { Lines } from "../parts/lines.js";
 import { Shown } from "../parts/shown.js";
 import { Words } from "../parts/words.js";
-import { withSuchAKey } from "../kinds.js";
-import { UNCHOSEN } from "../view.js";
-import { shown } from "../format.js";
+import { withSuchAKey } from "../language/kinds.js";
+import { UNCHOSEN } from "../host/view.js";
+import { shown } from "../drawing/format.js";
 
 const PAGE = 512;
 /** The name of the model that the page computes itself. */
@@ -127,13 +127,12 @@ function BestLines({ best: { result }, query, tokens, qLen, kvLen }) {
 
 const WHATS = [["off", "off"], ["uniform", "uniform"], ["copy", "as for another prompt"]];
 
-function Losses({ losses, tokens, title }) {
-  if (!losses) return null;
+function Losses({ before, after, tokens }) {
   // The first token has no loss: nothing predicted it.
-  return html`<${DataTable} title=${title} columns=${["token", "text", "before", "after"]} rows=${losses.before.map((x, i) => ({ key: i, class: Math.abs(x - losses.after[i]) > 0.5 ? "here" : "", cells: [i, shown(tokens?.[i] ?? ""), { x: x ?? undefined }, { x: losses.after[i] ?? undefined }] }))} />`;
+  return html`<${DataTable} title="Loss of each token" columns=${["token", "text", "before", "after"]} rows=${before.map((x, i) => ({ key: i, class: Math.abs(x - after[i]) > 0.5 ? "here" : "", cells: [i, shown(tokens[i]), { x: x ?? undefined }, { x: after[i] ?? undefined }] }))} />`;
 }
 
-function WhatIf({ model, layers, layer, head }) {
+function WhatIf({ layers, layer, head }) {
   const { client } = useLab();
   const [changes, setChanges] = useState([]);
   const [what, setWhat] = useState("off");
@@ -163,7 +162,7 @@ function WhatIf({ model, layers, layer, head }) {
     ${result && html`<div data-name="intervened"><${DataTable} title="Loss" columns=${["", "before", "after"]} rows=${[{ cells: ["loss, nats for each token", { x: result.before.loss }, { x: result.after.loss }] }]} />
       <div class="pair">${["before", "after"].map((side) => html`<${Block} key=${side} title=${`Predicted next, ${side}`} rows=${() => result[side].prediction.map(({ token, probability }) => [token, probability])}>
         <${Bars} label=${`Predicted next, ${side}`} bars=${result[side].prediction.map(({ token, probability }) => ({ name: html`<${Token} text=${token} />`, value: probability, note: html`<${Num} x=${probability} />` }))} /></${Block}>`)}</div>
-      <${Losses} title="Loss of each token" tokens=${result.tokens} losses=${result.before.losses && { before: result.before.losses, after: result.after.losses }} /></div>`}</${Block}>`;
+      <${Losses} tokens=${result.tokens} before=${result.before.losses} after=${result.after.losses} /></div>`}</${Block}>`;
 }
 
 /** Where heads can be switched off, in a page that has no model to run. */
@@ -222,5 +221,5 @@ export function Inspect() {
       rows=${layers.flatMap((each) => each.heads.map((one, i) => ({ key: `${each.index}.${i}`, class: each.index === layer && i === head ? "here" : "", cells: [layers.length > 1 ? `${each.index}.${i}` : i, one.kind ?? "", ...scores.map((name) => ({ x: one[name] ?? NaN }))] })))}
       note="Each column is a mean over the queries that have such a key; under its name stands how many they are. The columns of a row are means over different queries, so they are not parts of one whole." />
     ${!model.can_intervene && model.kind === "model" && html`<${NoWhatIf} model=${model.model} />`}
-    ${model.can_intervene && client.host !== "export" && html`<${WhatIf} model=${model} layers=${layers} layer=${layer} head=${head} />`}`;
+    ${model.can_intervene && client.host !== "export" && html`<${WhatIf} layers=${layers} layer=${layer} head=${head} />`}`;
 }

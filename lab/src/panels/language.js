@@ -6,10 +6,10 @@ import { Bars } from "../parts/chart.js";
 import { HeadPictures, pictureOf } from "../parts/heads.js";
 import { Lines } from "../parts/lines.js";
 import { Words } from "../parts/words.js";
-import { quoted, size } from "../format.js";
-import { kindOf, scoresOf, withSuchAKey } from "../kinds.js";
-import { fromBase64, losses, probabilities } from "../language.js";
-import { UNCHOSEN } from "../view.js";
+import { quoted, size } from "../drawing/format.js";
+import { kindOf, scoresOf, withSuchAKey } from "../language/kinds.js";
+import { fromBase64, losses, probabilities } from "../language/language.js";
+import { UNCHOSEN } from "../host/view.js";
 
 /** Tokens whose mean is more than chance. */
 const ENOUGH = 3;

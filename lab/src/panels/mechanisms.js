@@ -3,8 +3,8 @@
 import { html, useAsk, useLab, useLayoutEffect, useMemo, useRef, inside } from "../parts/lab.js";
 import { Block, Choice, DataTable, Failure, Num, Waiting } from "../parts/basics.js";
 import { Grid } from "../parts/grid.js";
-import { paint } from "../colours.js";
-import formulas from "../formulas.json";
+import { paint } from "../drawing/colours.js";
+import formulas from "./formulas.json";
 
 /** Some mechanisms mix with signs and beyond 1; all pictures share one scale up to 1, of roots, so that small shares are seen. */
 const share = (x) => (x === null ? null : Math.sign(x) * Math.sqrt(Math.min(1, Math.abs(x))));
@@ -49,7 +49,7 @@ function Detail({ chosen, tokens }) {
   const head = inside(view.mhead, heads);
   const matrix = chosen.token_mixing[head];
   const columns = matrix[0].length === tokens.length ? tokens : matrix[0].map((_, j) => String(j));
-  return html`<${Block} title=${chosen.mechanism} level=${3} class="chosen-mechanism">
+  return html`<${Block} title=${chosen.mechanism} class="chosen-mechanism">
     <${Formula} name=${chosen.mechanism} text=${chosen.formula} />
     <div class="sentences"><${Sentences} of=${chosen.about} /></div>
     <p class="faint"><${Paper} name=${chosen.mechanism} text=${chosen.paper} />. Largest difference of an output from full attention: <${Num} x=${chosen.difference_from_full_attention} />.${chosen.causal && " Here no token reads a later one, and in full attention all do."}</p>

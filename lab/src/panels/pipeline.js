@@ -3,9 +3,9 @@
 import { html, useLab, inside } from "../parts/lab.js";
 import { ExampleBar, useRow } from "../parts/example.js";
 import { Block, Num, Quoted, Stepper, Token, Vector } from "../parts/basics.js";
-import { quoted } from "../format.js";
-import { paint } from "../colours.js";
-import { product, LONGEST } from "../kernel.js";
+import { quoted } from "../drawing/format.js";
+import { paint } from "../drawing/colours.js";
+import { product, LONGEST } from "../examples/kernel.js";
 
 /** Steps: name, title, formula, the column that it adds. */
 const STEPS = [

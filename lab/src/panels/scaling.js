@@ -3,8 +3,8 @@
 import { html, useAsk, useLab } from "../parts/lab.js";
 import { Block, DataTable, Failure, Num, Waiting, WholeField } from "../parts/basics.js";
 import { Bars, Chart, Figure, between } from "../parts/chart.js";
-import { softmax } from "../kernel.js";
-import { written } from "../format.js";
+import { softmax } from "../examples/kernel.js";
+import { written } from "../drawing/format.js";
 
 const LARGEST = 1024;
 const MEASURES = [
@@ -56,8 +56,7 @@ export function Scaling() {
   const { result, error, again } = useAsk("scaling");
   if (error) return html`<${Failure} error=${error} again=${again} />`;
   if (!result) return html`<${Waiting} what="the curve" />`;
-  const curve = result.curve ?? result;
-  const { query, keys } = result.draw;
+  const { curve, draw: { query, keys } } = result;
   const [plain, scaled] = [false, true].map((is) => curve.points.filter((point) => point.scaled === is));
   const d = Math.min(LARGEST, Math.max(1, Math.round(view.dk)));
   const choose = (value) => set({ dk: Math.min(LARGEST, Math.max(1, Math.round(value) || 1)) });

@@ -5,12 +5,12 @@ import { ExampleBar } from "../parts/example.js";
 import { Block } from "../parts/basics.js";
 import { Grid, weightShare } from "../parts/grid.js";
 import { Figures } from "../parts/figures.js";
-import { complaint, matrixOf } from "../examples.js";
-import { arraysOf, exampleOf } from "../files.js";
-import { opened } from "../host.js";
-import { NOTHING_CHOSEN } from "../view.js";
-import { LONGEST } from "../kernel.js";
-import { shown } from "../format.js";
+import { complaint, matrixOf } from "../examples/examples.js";
+import { arraysOf, exampleOf } from "../examples/files.js";
+import { opened } from "../host/host.js";
+import { NOTHING_CHOSEN } from "../host/view.js";
+import { LONGEST } from "../examples/kernel.js";
+import { shown } from "../drawing/format.js";
 
 /** Bytes beyond which a file holds more than the page shows number by number. */
 const SMALL = 2 ** 17;

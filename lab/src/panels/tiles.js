@@ -4,9 +4,9 @@ import { html, useLab, inside } from "../parts/lab.js";
 import { Figure } from "../parts/chart.js";
 import { ExampleBar, useRow } from "../parts/example.js";
 import { Block, DataTable, Num, Stepper, Token, Vector, Whole } from "../parts/basics.js";
-import { quoted } from "../format.js";
-import { paint } from "../colours.js";
-import { tilesOf } from "../kernel.js";
+import { quoted } from "../drawing/format.js";
+import { paint } from "../drawing/colours.js";
+import { tilesOf } from "../examples/kernel.js";
 
 const KINDS = { full: "no mask needed", partial: "the mask is evaluated", skipped: "never read" };
 

@@ -4,10 +4,10 @@ import { html, inside, useAsk, useEffect, useKeys, useLab, useLayoutEffect, useM
 import { DataTable, Failure, Full, Stepper, Unknown, Waiting } from "../parts/basics.js";
 import { Figure } from "../parts/chart.js";
 import { saidOf } from "../parts/narration.js";
-import { paint } from "../colours.js";
-import { quoted } from "../format.js";
-import { fromBase64 } from "../language.js";
-import { DRAWN, HEIGHT, STEPS, WIDTH, numbersOf, sceneOf } from "../tour.js";
+import { paint } from "../drawing/colours.js";
+import { quoted } from "../drawing/format.js";
+import { fromBase64 } from "../language/language.js";
+import { DRAWN, HEIGHT, STEPS, WIDTH, numbersOf, sceneOf } from "../language/tour.js";
 
 /** Milliseconds for a step: what it takes to read its letters, and to look. */
 const PER_LETTER = 55;

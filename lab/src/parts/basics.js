@@ -1,9 +1,9 @@
 // Small parts: numbers, copy buttons, titled blocks, tables, choices, steppers.
 
 import { html, useLab, useKeys, useRef, useState } from "./lab.js";
-import { quoted, shown, tsv, written } from "../format.js";
-import { unknownOf } from "../language.js";
-import { save } from "../picture.js";
+import { quoted, shown, tsv, written } from "../drawing/format.js";
+import { unknownOf } from "../language/language.js";
+import { save } from "../drawing/picture.js";
 
 /** A number for reading, with all its digits in `value`. */
 export function Num({ x, digits }) {

@@ -2,7 +2,7 @@
 
 import { html, useLab, useRef } from "./lab.js";
 import { Save } from "./basics.js";
-import { drawnSvg } from "../picture.js";
+import { drawnSvg } from "../drawing/picture.js";
 
 /** A figure whose SVG can be saved; a quiet one does not show its title. */
 export function Figure({ title, quiet = false, children }) {

@@ -2,7 +2,7 @@
 
 import { html, examplesOf, useExample, useLab, inside } from "./lab.js";
 import { Choice, Select, Whole } from "./basics.js";
-import { shown } from "../format.js";
+import { shown } from "../drawing/format.js";
 
 export function ExampleBar({ withMask = true, withScale = true, withToken = true }) {
   const { view, set, client } = useLab();

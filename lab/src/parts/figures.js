@@ -1,9 +1,8 @@
 // The four figures of the texts: look-up, pipeline, causal triangle, growth. Each moves once and
 // rests as the finished picture; who wants less motion sees that at once.
 
-import { html, useState } from "./lab.js";
-import { paint } from "../colours.js";
-import { useLab } from "./lab.js";
+import { html, useLab, useState } from "./lab.js";
+import { paint } from "../drawing/colours.js";
 
 const after = (seconds) => ({ animationDelay: `${seconds}s` });
 

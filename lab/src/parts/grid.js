@@ -2,10 +2,10 @@
 
 import { html, useLayoutEffect, useLab, useRef, useState, inside } from "./lab.js";
 import { Block, Num } from "./basics.js";
-import { paint } from "../colours.js";
-import { LARGEST, numberOf } from "../examples.js";
-import { shown } from "../format.js";
-import { matrixSvg } from "../picture.js";
+import { paint } from "../drawing/colours.js";
+import { LARGEST, numberOf } from "../examples/examples.js";
+import { shown } from "../drawing/format.js";
+import { matrixSvg } from "../drawing/picture.js";
 
 /**
  * @param {object} props

@@ -1,7 +1,7 @@
 // All heads of all layers as small pictures of their weights: one tab stop, arrow keys.
 
 import { html, inside, useEffect, useLab, useLayoutEffect, useRef, useState } from "./lab.js";
-import { table } from "../colours.js";
+import { table } from "../drawing/colours.js";
 
 /** Heads of a layer up to which there is room for words under each picture. */
 const WITH_WORDS = 8;
@@ -17,7 +17,7 @@ export function pictureOf(weights) {
 }
 
 /** @param {{picture: Picture}} props */
-export function HeadPicture({ picture: { shape: [height, width], values } }) {
+function HeadPicture({ picture: { shape: [height, width], values } }) {
   const { theme } = useLab();
   const canvas = useRef(null);
   useLayoutEffect(() => {

@@ -3,14 +3,14 @@
 import { createContext, h } from "preact";
 import { useContext, useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import htm from "htm";
-import { BUILT_IN, decode, encode } from "../examples.js";
-import { traceOf } from "../kernel.js";
+import { BUILT_IN, decode, encode } from "../examples/examples.js";
+import { traceOf } from "../examples/kernel.js";
 
 export { useEffect, useLayoutEffect, useMemo, useRef, useState };
 export const html = htm.bind(h);
 export const Lab = createContext(null);
 
-/** @returns {{view: typeof import("../view.js").DEFAULTS, set: Function, client: import("../host.js").Client, theme: "light"|"dark", announce: (text: string) => void, keys: Map<string, Function>, kept: Map<string, any>}} */
+/** @returns {{view: typeof import("../host/view.js").DEFAULTS, set: Function, client: import("../host/host.js").Client, theme: "light"|"dark", announce: (text: string) => void, keys: Map<string, Function>, kept: Map<string, any>}} */
 export const useLab = () => useContext(Lab);
 
 /**

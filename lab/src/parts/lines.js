@@ -2,10 +2,10 @@
 
 import { html, useLab, useRef, useState } from "./lab.js";
 import { Block } from "./basics.js";
-import { paint } from "../colours.js";
-import { shown } from "../format.js";
-import { linesOf } from "../lines.js";
-import { drawnSvg } from "../picture.js";
+import { paint } from "../drawing/colours.js";
+import { shown } from "../drawing/format.js";
+import { linesOf } from "../drawing/lines.js";
+import { drawnSvg } from "../drawing/picture.js";
 
 const [ROW, TOP, LEFT, RIGHT, WIDTH] = [20, 30, 134, 232, 366];
 const LETTERS = 15;

@@ -3,9 +3,9 @@
 
 import { html, useEffect, useLab, useMemo, useRef, useState } from "./lab.js";
 import { Choice, Num, Save } from "./basics.js";
-import { canvasSvg } from "../picture.js";
-import { Tiles, drawMap } from "../map.js";
-import { shown } from "../format.js";
+import { canvasSvg } from "../drawing/picture.js";
+import { Tiles, drawMap } from "../drawing/map.js";
+import { shown } from "../drawing/format.js";
 
 const bounded = (x, least, most) => Math.min(Math.max(x, least), most);
 
@@ -215,6 +215,6 @@ export function WeightMap({ name: headName, layer, head, query, chosenKey: key, 
     <p class="faint">Click to choose a point, drag to move, Ctrl and the wheel or + and − to zoom.</p>
     <p class="readout" data-over=${over ? "pointer" : "chosen"}><span>query <b class="token" data-name="query">${queryName(readQuery)}</b></span> <span>key <b class="token" data-name="key">${name(readKey)}</b></span>
       <span>weight <b data-name="weight">${isExact ? html`<${Num} x=${exact.weight} digits=${8} />` : "…"}</b></span></p>
-    ${isExact && html`<details class="faint"><summary>How it comes about</summary><dl class="sums">${Object.entries(exact).filter(([each]) => !["query", "key", "layer", "head", "weight", "query_token", "key_token"].includes(each)).map(([each, value]) => html`<div key=${each}><dt>${each.replaceAll("_", " ")}</dt><dd>${Array.isArray(value) ? html`[${value.map((v, i) => html`${i ? ", " : ""}<${Num} x=${v} />`)}]` : typeof value === "boolean" ? String(value) : html`<${Num} x=${value ?? NaN} digits=${8} />`}</dd></div>`)}</dl></details>`}
+    ${isExact && html`<details class="faint"><summary>How it comes about</summary><dl class="sums">${Object.entries(exact).filter(([each]) => !["query", "key", "layer", "head", "weight"].includes(each)).map(([each, value]) => html`<div key=${each}><dt>${each.replaceAll("_", " ")}</dt><dd>${Array.isArray(value) ? html`[${value.map((v, i) => html`${i ? ", " : ""}<${Num} x=${v} />`)}]` : typeof value === "boolean" ? String(value) : html`<${Num} x=${value ?? NaN} digits=${8} />`}</dd></div>`)}</dl></details>`}
   </div>`;
 }

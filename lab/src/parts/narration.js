@@ -2,8 +2,8 @@
 
 import { html } from "./lab.js";
 import { Num, Quoted } from "./basics.js";
-import { quoted, written } from "../format.js";
-import { HEAD, lengthOf } from "../tour.js";
+import { quoted, written } from "../drawing/format.js";
+import { HEAD, lengthOf } from "../language/tour.js";
 
 const FIRST = 4;
 const places = Array.from({ length: FIRST }, (_, i) => String(i));
@@ -91,5 +91,5 @@ const WORDS = {
   }),
 };
 
-/** @param {string} step @param {NonNullable<ReturnType<typeof import("../tour.js").numbersOf>>} numbers */
+/** @param {string} step @param {NonNullable<ReturnType<typeof import("../language/tour.js").numbersOf>>} numbers */
 export const saidOf = (step, numbers) => WORDS[step](numbers);

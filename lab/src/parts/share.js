@@ -2,8 +2,8 @@
 
 import { html, useExample, useLab, useRef, useState } from "./lab.js";
 import { Failure, copied } from "./basics.js";
-import { handOut } from "../picture.js";
-import { sharedAddress, sharedPage } from "../share.js";
+import { handOut } from "../drawing/picture.js";
+import { sharedAddress, sharedPage } from "../host/share.js";
 
 export function Share({ id }) {
   const { view, client, announce } = useLab();

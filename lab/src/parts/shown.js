@@ -2,8 +2,8 @@
 
 import { html, useKept, useLab, useState } from "./lab.js";
 import { Failure, Full, Select } from "./basics.js";
-import { opened } from "../host.js";
-import { NOTHING_CHOSEN } from "../view.js";
+import { opened } from "../host/host.js";
+import { NOTHING_CHOSEN } from "../host/view.js";
 
 /** Characters of a text, which the server takes too. */
 const LONGEST = 4096;

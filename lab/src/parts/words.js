@@ -1,7 +1,7 @@
 // A text as its tokens, of which one is the query.
 
 import { html, inside, useLayoutEffect, useRef } from "./lab.js";
-import { shown } from "../format.js";
+import { shown } from "../drawing/format.js";
 
 const AROUND = 250;
 

@@ -1,7 +1,7 @@
 // What Python computes at the moment, how far it is, and the button that stops it.
 
 import { html, useEffect, useState } from "./lab.js";
-import { jobs } from "../host.js";
+import { jobs } from "../host/host.js";
 
 const EVERY = 500;
 const WORDS = {
@@ -14,7 +14,7 @@ const WORDS = {
   tile: "a map of weights",
 };
 
-/** Asks what runs while an answer of the server is waited for. @param {{client: import("../host.js").Client}} given */
+/** Asks what runs while an answer of the server is waited for. @param {{client: import("../host/host.js").Client}} given */
 export function Working({ client }) {
   const [running, setRunning] = useState(null);
   useEffect(() => {

@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Callable
 from importlib import import_module
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from qkv.arguments.spelling import did_you_mean
 from qkv.cli.meant import command_meant
@@ -70,6 +70,9 @@ class Parser(argparse.ArgumentParser):
         raise ArgumentError(f"{message}.", action=f"See {self.prog} --help.")
 
 
+_Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
 def _run_inspect(options: argparse.Namespace) -> str:
     from qkv.cli.commands import inspect, inspect_model
     from qkv.cli.inputs.text import sentence_is_text
@@ -121,6 +124,18 @@ def make_parser() -> Parser:
     parser.set_defaults(command=None, help=False)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
 
+    _add_inspect(commands)
+    _add_explain(commands)
+    _add_compare(commands)
+    _add_plan(commands)
+    for name, summary in _COMMANDS.items():
+        module = import_module(f"qkv.cli.commands.{name}")
+        module.add_arguments(_add_command(commands, name, module.run, summary, module.DESCRIPTION))
+    _add_info(commands)
+    return parser
+
+
+def _add_inspect(commands: _Commands) -> None:
     inspect = _add_command(
         commands,
         "inspect",
@@ -148,6 +163,8 @@ def make_parser() -> Parser:
     _add_model(inspect, "a whole model, or one layer with --layer", kinds)
     inspect.add_argument("--save", metavar="FILE", help="also write all numbers, as safetensors")
 
+
+def _add_explain(commands: _Commands) -> None:
     explain = _add_command(
         commands,
         "explain",
@@ -170,9 +187,10 @@ def make_parser() -> Parser:
     explain.add_argument(
         "--mechanism", metavar="NAME", help="another mechanism on the five tokens; see qkv compare"
     )
-
     _add_model(explain, "one layer of a model", "The arithmetic of a head of a real model.")
 
+
+def _add_compare(commands: _Commands) -> None:
     compare = _add_command(
         commands,
         "compare",
@@ -187,6 +205,8 @@ def make_parser() -> Parser:
         "--plot", metavar="FILE", help="also draw every matrix: png, svg or pdf (needs matplotlib)"
     )
 
+
+def _add_plan(commands: _Commands) -> None:
     plan = _add_command(
         commands,
         "plan",
@@ -198,10 +218,8 @@ def make_parser() -> Parser:
     _add_problem(plan, record=False)
     _add_sizes(plan)
 
-    for name, summary in _COMMANDS.items():
-        module = import_module(f"qkv.cli.commands.{name}")
-        module.add_arguments(_add_command(commands, name, module.run, summary, module.DESCRIPTION))
 
+def _add_info(commands: _Commands) -> None:
     info = _add_command(
         commands,
         "info",
@@ -210,11 +228,10 @@ def make_parser() -> Parser:
         "What this machine is, what it can run, and what qkv keeps on it.",
     )
     info.add_argument("--json", action="store_true", help="strict JSON")
-    return parser
 
 
 def _add_command(
-    commands: argparse._SubParsersAction[Parser],
+    commands: _Commands,
     name: str,
     run: Callable[[argparse.Namespace], str],
     summary: str,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
@@ -105,10 +106,7 @@ class RanksCost:
         return {
             "model": self.model.name,
             **{name: getattr(self, name) for name in names},
-            "strategies": {
-                name: {field: getattr(of, field) for field in SpreadCost.__dataclass_fields__}
-                for name, of in self.strategies.items()
-            },
+            "strategies": {name: asdict(of) for name, of in self.strategies.items()},
         }
 
 
@@ -201,9 +199,7 @@ def ranks_cost(
     rate, name = _rate(machine, dtype)
     rows = getattr(Order, order)(context, ranks)
     links = rate, link_bandwidth, link_latency
-    kinds: dict[Attention, int] = {}
-    for layer in model.layers:
-        kinds[layer.attention] = kinds.get(layer.attention, 0) + 1
+    kinds = Counter(layer.attention for layer in model.layers)
     plans = [(n, _planned(kind, rows, batch, item, links)) for kind, n in kinds.items()]
     alone = Order.contiguous(context, 1)
     whole = [_planned(kind, alone, batch, item, links).strategies["ring"].seconds for kind in kinds]

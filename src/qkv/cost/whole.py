@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -305,9 +306,7 @@ def model_cost(
 
 def _layer_costs(model: Model, run: PassSizes) -> tuple[LayerCost, ...]:
     """The cost of each kind of layer; equal layers are counted once."""
-    kinds: dict[Layer, int] = {}
-    for layer in model.layers:
-        kinds[layer] = kinds.get(layer, 0) + 1
+    kinds = Counter(model.layers)
     return tuple(_layer_cost(model, layer, count, run) for layer, count in kinds.items())
 
 

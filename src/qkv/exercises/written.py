@@ -1,6 +1,6 @@
 """An answer as a person writes it: numbers, rows of them, sums to be worked out, yes and no.
 
-The page of the lab reads the same, in `lab/src/written.js`.
+The page of the lab reads the same, in `lab/src/exercises/written.js`.
 """
 
 from __future__ import annotations

@@ -163,12 +163,7 @@ def export_data(session: Session, view: Mapping[str, Any] | None = None) -> dict
         What is shown first, such as `{"head": 3, "query": 75}`, as an address names it.
     """
     methods = ("example", "scaling", "mechanisms", "language", "code", "errata", "exercises")
-    asked: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in methods]
-    for example in session.examples:
-        if example.trace is None:
-            asked += [(name, {"name": example.name}) for name in ("trace", "tiles")]
-    asked += [("count", {"example": "three"}), ("count", {"n": 1024, "d": 64})]
-    results = session.results(*asked)
+    results = session.results(*((name, {}) for name in methods))
     source = session.source
     if source is not None and source.heads is not None:
         results |= _head_results(session, source.heads)
@@ -213,11 +208,7 @@ def _is_small(layer: HeadLayer) -> bool:
 def _rounded(head: dict[str, Any]) -> dict[str, Any]:
     """The answer to `head` with fewer digits: its numbers are float32, written as float64."""
     shorter = np.vectorize(lambda x: float(f"{x:.{_DIGITS}g}"), otypes=[float])
-    rounded = {
-        name: shorter(np.array(head[name], float))
-        for name in ("entropy", "top_weights", "received")
-        if name in head
-    }
+    rounded = {name: shorter(np.array(head[name], float)) for name in ("entropy", "top_weights")}
     return {**head, **plain(rounded)}
 
 

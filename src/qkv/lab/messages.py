@@ -114,8 +114,8 @@ def key_of(method: str, params: Mapping[str, Any] | None = None) -> str:
 
     Examples
     --------
-    >>> key_of("errata"), key_of("count", {"n": 5, "d": 4})
-    ('errata', 'count:{"d":4,"n":5}')
+    >>> key_of("errata"), key_of("head", {"layer": 5, "head": 4})
+    ('errata', 'head:{"head":4,"layer":5}')
     """
     if not params:
         return method

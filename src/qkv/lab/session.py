@@ -14,9 +14,9 @@ from qkv.errors import ArgumentError, UnsupportedError
 from qkv.inspection.rendering.tokens import printable
 from qkv.lab.messages import Answer, key_of, plain
 from qkv.lab.parameters import MissingError, Parameters, StaleError
-from qkv.lab.small_examples.examples import Example, examples
+from qkv.lab.small_examples.examples import examples
 from qkv.lab.small_examples.small_methods import SmallMethods
-from qkv.lab.sources.heads import HeadLayer, Heads, shown
+from qkv.lab.sources.heads import HeadLayer, Heads
 from qkv.lab.sources.notable import notable_place
 from qkv.lab.sources.shipped import sample_source, shipped_source
 from qkv.lab.sources.source import Source
@@ -25,9 +25,6 @@ from qkv.lab.sources.weight_map import TILE, WeightMaps, levels_of
 from qkv.samples.shipped_models import LANGUAGE, SHIPPED_MODELS
 
 __all__ = ["HEAVY", "Session"]
-
-VERSION = 1
-"""The version of the data that a page is given."""
 
 HEAVY = frozenset(
     {"head", "intervene", "mechanisms", "model", "open", "scaling", "thumbnails", "tile"}
@@ -38,13 +35,11 @@ _ABOUT_SHOWN = frozenset({"head", "intervene", "model", "thumbnails", "tile", "w
 """Methods whose answers are about the model or the arrays that are shown."""
 
 _SMALL_METHODS = (
-    "example", "trace", "tiles", "count", "scaling", "mechanisms", "language", "code", "errata",
-    "exercises",
+    "example", "scaling", "mechanisms", "language", "code", "errata", "exercises",
 )  # fmt: skip
 """Methods of `SmallMethods`."""
 
 _MOST_QUERIES = 4096
-_LONGEST_RECEIVED = 4096
 _LONGEST_READ = 4096
 """The most characters of a text that is typed into the page."""
 _LONGEST_SENTENCE = 200
@@ -77,8 +72,8 @@ class Session:
     Examples
     --------
     >>> session = Session()
-    >>> session.answer("count", {"n": 3, "d": 3}).result["total"]
-    138
+    >>> [example["name"] for example in session.answer("example").result["examples"]]
+    ['shared', 'three']
     """
 
     def __init__(self, source: Source | None = None) -> None:
@@ -115,11 +110,6 @@ class Session:
     def _small_method(self, name: str, given: Parameters) -> Any:
         return getattr(self._shown.small, name)(given)
 
-    @property
-    def examples(self) -> tuple[Example, ...]:
-        """The examples that come with qkv, and what was given, first."""
-        return tuple(self._shown.small.examples.values())
-
     def answer(
         self,
         method: str,
@@ -131,9 +121,8 @@ class Session:
         Parameters
         ----------
         method : str
-            example, trace, tiles, count, scaling, mechanisms, language, code, errata, exercises; of
-            the model or arrays that are shown: model, head, thumbnails, tile, weight, intervene;
-            open shows others.
+            example, scaling, mechanisms, language, code, errata, exercises; of the model or arrays
+            that are shown: model, head, thumbnails, tile, weight, intervene; open shows others.
         params : mapping, optional
             As JSON gives them.
         about : int, optional
@@ -186,18 +175,14 @@ class Session:
         results : mapping, optional
             Answers that the page need not ask for.
         """
-        answers, now = dict(results or {}), self._shown
-        for example in now.small.examples.values():
-            if example.trace is not None:
-                answers[key_of("trace", {"name": example.name})] = example.trace.to_dict()
+        now = self._shown
         return {
-            "version": VERSION,
             **({} if host == "export" else {"shown": now.number}),
             "host": host,
             "title": _title(now.source),
             "panels": self.panels(host),
             "view": _view(now.source),
-            "results": answers,
+            "results": dict(results or {}),
         }
 
     def panels(self, host: str) -> list[str]:
@@ -267,24 +252,19 @@ class Session:
         stop = min(first + count, layer.q_len)
         keys, weights = layer.top(head, first, stop)
         fields = {
-            "layer": layer.index,
-            "head": head,
             "first": first,
             "count": stop - first,
             "entropy": layer.entropy()[head, first:stop],
             "top_keys": keys,
             "top_weights": weights,
         }
-        if layer.received is not None and layer.kv_len <= _LONGEST_RECEIVED:
-            fields["received"] = layer.received()[head]
         result: dict[str, Any] = plain(fields)
         return result
 
     def _thumbnails(self, given: Parameters) -> Answer:
         layer = self._layer(given)
         count = sum(each.num_heads for each in self.heads().layers)
-        result = {"layer": layer.index, "queries": queries_drawn(layer, count)}
-        return Answer(result, (thumbnails(layer, count),))
+        return Answer({"queries": queries_drawn(layer, count)}, (thumbnails(layer, count),))
 
     def _tile(self, given: Parameters) -> Answer:
         layer, head = self._place(given)
@@ -293,26 +273,12 @@ class Session:
         side = TILE << level
         row = given.integer("row", 0, max(0, (layer.q_len - 1) // side), 0)
         column = given.integer("column", 0, max(0, (layer.kv_len - 1) // side), 0)
-        tile = self._shown.maps.tile(_replay(layer), head, level, row, column)
-        array = tile.largest if reduce == "max" else tile.mean
-        result = {
-            "layer": layer.index,
-            "head": head,
-            "level": level,
-            "row": row,
-            "column": column,
-            "reduce": reduce,
-            "rows": array.shape[0],
-            "columns": array.shape[1],
-            "first_query": tile.first_query,
-            "first_key": tile.first_key,
-            "block": tile.block,
-        }
-        return Answer(result, (np.ascontiguousarray(array),))
+        largest, mean = self._shown.maps.tile(_replay(layer), head, level, row, column)
+        return Answer({}, (np.ascontiguousarray(largest if reduce == "max" else mean),))
 
     def _weight(self, given: Parameters) -> dict[str, Any]:
         layer, head = self._place(given)
-        replay, heads = _replay(layer), self.heads()
+        replay = _replay(layer)
         i = given.integer("query", 0, layer.q_len - 1)
         j = given.integer("key", 0, layer.kv_len - 1)
         scores = replay.scores
@@ -323,7 +289,7 @@ class Session:
             score = float(scores.tile(0, head, one_query, one_key)[0, 0])
         spec = replay.problem.spec
         lse = replay.lse.reshape(spec.batch_size, spec.num_heads, spec.q_len)
-        fields: dict[str, Any] = {
+        fields = {
             "weight": float(replay.exact(0, head, one_query, one_key)[0, 0]),
             "raw": raw,
             "scaled": raw * replay.problem.operands.scale,
@@ -333,10 +299,6 @@ class Session:
             "query_row": query,
             "key_row": key,
         }
-        if heads.tokens is not None and len(heads.tokens) == layer.kv_len:
-            fields["key_token"] = shown(heads.tokens[j])
-            if layer.q_len == layer.kv_len:
-                fields["query_token"] = shown(heads.tokens[i])
         result: dict[str, Any] = plain(fields)
         return result
 

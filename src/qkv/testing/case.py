@@ -186,9 +186,6 @@ class Case:
     @lru_cache(maxsize=8)  # noqa: B019 - as above
     def bounds(self, dtype: str, orders: int = ORDERS) -> Bounds:
         """How far from `truth` a result may lie."""
-        return self._bounds(dtype, orders)
-
-    def _bounds(self, dtype: str, orders: int) -> Bounds:
         return bounds(self.truth(dtype), dtype, orders)
 
 

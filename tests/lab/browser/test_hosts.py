@@ -227,7 +227,7 @@ def test_a_notebook(chromium: Any) -> None:
     context = chromium.new_context(reduced_motion="reduce")
     page = context.new_page()
     page.set_content("<!doctype html><title>notebook</title>")
-    data = {"version": 1, "host": "widget", "panels": [], "results": {}}
+    data = {"host": "widget", "panels": [], "results": {}}
     page.evaluate(NOTEBOOK, [(STATIC / "lab.js").read_text("utf-8"), data])
     page.wait_for_function("() => window.sent.length === 2")
     sent = {each["method"]: each for each in page.evaluate("window.sent")}
@@ -255,7 +255,7 @@ def test_two_widgets_of_one_notebook_are_apart(chromium: Any) -> None:
     context = chromium.new_context(reduced_motion="reduce")
     page = context.new_page()
     page.set_content("<!doctype html><title>notebook</title>")
-    data = {"version": 1, "host": "widget", "panels": [], "results": {}}
+    data = {"host": "widget", "panels": [], "results": {}}
     for _ in range(2):
         page.evaluate(NOTEBOOK, [(STATIC / "lab.js").read_text("utf-8"), data])
     for place in range(2):

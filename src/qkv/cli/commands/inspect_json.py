@@ -72,6 +72,6 @@ def pair_data(problem: CommandInput, pairs: Sequence[Pair]) -> list[dict[str, An
     ]
 
 
-def finite(number: float) -> float | None:
-    """The number, or None where JSON has none."""
-    return number if math.isfinite(number) else None
+def finite(value: Any) -> Any:
+    """The value, or None for a number that JSON has not."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

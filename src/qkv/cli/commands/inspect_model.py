@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from qkv.cli.commands.inspect import require_top, run_layer
+from qkv.cli.commands.inspect_json import finite
 from qkv.cli.commands.lab import require_place, write_page
 from qkv.cli.inputs.arrays import checked_index
 from qkv.cli.inputs.model import about, inspect_model
@@ -61,11 +60,7 @@ def run_saved(options: argparse.Namespace) -> str:
     known = {**_FILE_OPTIONS, **_MODEL_OPTIONS}
     refused = {name: shown for name, shown in known.items() if name not in taken}
     _refuse(options, refused, "goes with arrays or --model, not with a record that was saved")
-    for word in command_line_of(options.variants)[:1]:
-        raise ArgumentError(
-            f"{word} goes with a file of arrays, not with a record of a model.",
-            action="Leave it out, or pass a file of arrays.",
-        )
+    _refuse_variants(options, "a record of a model")
     _require_layer(options, f"the record {Page().token(options.file, 80)}")
     require_top(options)
     if options.html:
@@ -131,16 +126,7 @@ def refuse_with_model(options: argparse.Namespace) -> None:
             action="Leave one of them out.",
         )
     _refuse(options, _FILE_OPTIONS, "goes with a file of arrays, not with --model")
-    for word in command_line_of(options.variants)[:1]:
-        raise ArgumentError(
-            f"{word} goes with a file of arrays, not with --model.",
-            action="Leave it out, or pass a file of arrays.",
-        )
-    if options.layout != "bhld":
-        raise ArgumentError(
-            "--layout goes with a file of arrays, not with --model.",
-            action="Leave it out, or pass a file of arrays.",
-        )
+    _refuse_variants(options, "--model", *["--layout"] * (options.layout != "bhld"))
     if options.tokens is not None and options.tokens < 1:
         raise ArgumentError(f"--tokens {options.tokens} reads nothing.", action="Pass 1 or more.")
 
@@ -148,6 +134,15 @@ def refuse_with_model(options: argparse.Namespace) -> None:
 def refuse_without_model(options: argparse.Namespace) -> None:
     """Complain of an option that says something of a model, where there is none."""
     _refuse(options, _MODEL_OPTIONS, "goes with --model")
+
+
+def _refuse_variants(options: argparse.Namespace, what: str, *others: str) -> None:
+    """Complain of the first variant, or other option, that only arrays of a file take."""
+    for word in (*command_line_of(options.variants), *others)[:1]:
+        raise ArgumentError(
+            f"{word} goes with a file of arrays, not with {what}.",
+            action="Leave it out, or pass a file of arrays.",
+        )
 
 
 def _refuse(options: argparse.Namespace, names: dict[str, str], reason: str) -> None:
@@ -169,10 +164,6 @@ def _json(record: ModelRecord) -> str:
         "ids": None if record.tokens is None else record.tokens[0].tolist(),
         "layers": [{"layer": x.index, "name": x.name, "num_heads": x.num_heads} for x in record],
         "notes": record.sentences(),
-        "heads": [{name: _finite(value) for name, value in row.items()} for row in record.rows()],
+        "heads": [{name: finite(value) for name, value in row.items()} for row in record.rows()],
     }
     return json.dumps(data, indent=2, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,6 +2,5 @@
 
 examples       the examples: shipped, from a trace, or typed in
 small_methods  what the lab answers about them
-walkthrough    attention counted by hand, step after step
 code_lines     readable source, and what each of its lines makes for a token
 """

@@ -1,4 +1,4 @@
-"""What the lab answers about small examples: traces, tiles, counts, code, and the teaching data."""
+"""What the lab answers about small examples: their rows, code, and the teaching data."""
 
 from __future__ import annotations
 
@@ -12,65 +12,30 @@ from typing import Any
 
 import numpy as np
 
-import qkv
 from qkv.errata import ERRATA
 from qkv.exercises import EXERCISES
 from qkv.exercises.answers import numbers_of
 from qkv.inspection.heads.head_scores import MEANINGS, THRESHOLD
-from qkv.inspection.traces.trace import Trace
-from qkv.inspection.traces.trace_fields import TracedMechanism
-from qkv.lab.parameters import MissingError, Parameters
+from qkv.lab.parameters import Parameters
 from qkv.lab.small_examples.code_lines import class_lines, listings
-from qkv.lab.small_examples.examples import LONGEST, Example
-from qkv.lab.small_examples.walkthrough import walkthrough
-from qkv.ledger import ledger, memory, score_entries, symbols
+from qkv.lab.small_examples.examples import Example
 from qkv.mechanisms.comparison import compare
-from qkv.mechanisms.lookup.scaled_dot_product import ScaledDotProduct
 from qkv.mechanisms.registry import mechanism_class
 from qkv.samples.language import language_model_bytes
 from qkv.teaching.saturation import scaling_curve
 
 __all__ = ["SmallMethods"]
 
-MASKS = ("none", "causal", "padding", "window")
-
-BLOCK_Q, BLOCK_KV = 128, 128
-"""Tile sizes for which the effect of tiling is counted."""
-
 
 class SmallMethods:
-    """Methods over examples of at most `LONGEST` rows, and over data that comes with qkv."""
+    """Methods over small examples, and over data that comes with qkv."""
 
     def __init__(self, examples: Sequence[Example]) -> None:
-        self.examples = {example.name: example for example in examples}
+        self.examples = tuple(examples)
 
     def example(self, given: Parameters) -> dict[str, Any]:
         """The examples, with their rows and tokens."""
-        return {"examples": [example.to_dict() for example in self.examples.values()]}
-
-    def trace(self, given: Parameters) -> dict[str, Any]:
-        """The trace of an example, or of rows that were given, under a mask."""
-        block = given.integer("block", 1, LONGEST) if "block" in given else None
-        return self._trace(given, block).to_dict()
-
-    def tiles(self, given: Parameters) -> dict[str, Any]:
-        """The states of the streaming algorithm, row by row."""
-        block = given.integer("block", 1, LONGEST, 2)
-        rows = self._trace(given, block).to_dict()["heads"][0]["rows"]
-        return {
-            "block": block,
-            "rows": [{name: row[name] for name in ("q_index", "tiles", "output")} for row in rows],
-        }
-
-    def count(self, given: Parameters) -> dict[str, Any]:
-        """The calculation of an example step by step, or closed forms for n and d."""
-        if "n" in given:
-            return _closed_forms(given.integer("n", 1, 10**7), given.integer("d", 1, 1 << 16))
-        example = self._example(given, "example", "three")
-        trace = _trace_of(example, (), None)
-        operations = asdict(trace.ledger)
-        size = {"n": len(example.tokens), "d": example.query.shape[1]}
-        return {"tokens": list(example.tokens), **size, "steps": walkthrough(trace), **operations}
+        return {"examples": [example.to_dict() for example in self.examples]}
 
     def scaling(self, given: Parameters) -> dict[str, Any]:
         """The curve of `qkv.scaling_curve`, and one query with five keys to look at."""
@@ -103,89 +68,6 @@ class SmallMethods:
                 for numbers in (numbers_of(entry.name),)
             ]
         }
-
-    def _example(self, given: Parameters, parameter: str, default: str) -> Example:
-        name = given.text(parameter, 100) or default
-        if name not in self.examples:
-            raise MissingError(
-                f"there is no example {name!r:.60}.",
-                [("examples", ", ".join(self.examples))],
-                "Name one of these.",
-            )
-        return self.examples[name]
-
-    def _trace(self, given: Parameters, block_kv: int | None) -> Trace:
-        example = _given_rows(given) if "query" in given else self._example(given, "name", "shared")
-        if example.trace is not None:
-            return example.trace
-        variants = _mask(given, len(example.key))
-        return _trace_of(example, variants, block_kv, given.number("scale"))
-
-
-def _given_rows(given: Parameters) -> Example:
-    """The rows of a request."""
-    query, key, value = (given.rows(name, LONGEST) for name in ("query", "key", "value"))
-    tokens = given.tokens("tokens", len(query)) or tuple(map(str, range(len(query))))
-    return Example("given", "Given rows", tokens, query, key, value)
-
-
-def _mask(given: Parameters, kv_len: int) -> tuple[Any, ...]:
-    kind = given.choice("mask", MASKS, "none")
-    if kind == "causal":
-        return (qkv.Causal(),)
-    if kind == "padding":
-        length = given.integer("length", 0, kv_len, max(kv_len - 1, 0))
-        return (qkv.KeyLengths(np.array(length)),)
-    if kind == "window":
-        return (qkv.SlidingWindow(given.integer("left", 0, LONGEST, 1), 0),)
-    return ()
-
-
-def _trace_of(
-    example: Example, variants: tuple[Any, ...], block_kv: int | None, scale: float | None = None
-) -> Trace:
-    same = len(example.query) == len(example.key)
-    cls = ScaledDotProduct
-    return qkv.explain(
-        example.query,
-        example.key,
-        example.value,
-        *variants,
-        scale=scale,
-        tokens=example.tokens,
-        kv_tokens=None if same else list(map(str, range(len(example.key)))),
-        block_kv=block_kv,
-        projections=example.projections,
-        mechanism=None if variants else TracedMechanism(cls.name, cls.formula, cls.paper),
-    )
-
-
-def _closed_forms(n: int, d: int) -> dict[str, Any]:
-    """Operations and memory of n tokens, and what tiling changes."""
-    tokens, dim = symbols(n=n, d=d)
-    operations = ledger(tokens, tokens, dim, dim)
-    entries = score_entries(n, n)
-    block_q, block_kv = min(BLOCK_Q, n), min(BLOCK_KV, n)
-    # One tile of scores; maximum, sum and accumulator of its queries.
-    scratch = block_q * block_kv + block_q * (2 + d)
-    return {
-        "n": n,
-        "d": d,
-        "counts": {name: int(count) for name, count in operations.counts.items()},
-        "formulas": operations.formulas,
-        "total": int(operations.total),
-        "total_formula": operations.total.formula,
-        "score_entries": entries,
-        "score_bytes": {"float16": 2 * entries, "float32": 4 * entries},
-        "score_memory": {"float16": memory(2 * entries), "float32": memory(4 * entries)},
-        "tiled": {
-            "block_q": block_q,
-            "block_kv": block_kv,
-            "entries": scratch,
-            "bytes": 4 * scratch,
-            "memory": memory(4 * scratch),
-        },
-    }
 
 
 @lru_cache(maxsize=1)

@@ -63,7 +63,6 @@ class HeadLayer:
     entropy : callable () -> array (num_heads, q_len)
     top : callable (head, first, stop) -> (indices, weights)
         The best keys of some queries, each `(stop - first, k)`.
-    received : callable () -> array (num_heads, kv_len), or None
     replay : Replay or None
         Computes weights, if query and key were kept.
     texts : sequence of str or None
@@ -81,7 +80,6 @@ class HeadLayer:
     by_query: Callable[[str], Array]
     entropy: Callable[[], Array]
     top: Callable[[int, int, int], tuple[Array, Array]]
-    received: Callable[[], Array] | None
     replay: Replay | None
     texts: Sequence[str] | None = None
 
@@ -101,7 +99,6 @@ class Heads:
     tokens : sequence of str or None
         Of the keys of batch row 0.
     layers : sequence of HeadLayer
-    batch_size : int
     about : str
         What was read, in a sentence, where its name does not say it.
     """
@@ -112,7 +109,6 @@ class Heads:
     scores: tuple[str, ...]
     tokens: Sequence[str] | None
     layers: Sequence[HeadLayer]
-    batch_size: int = 1
     about: str = ""
 
     def layer(self, index: int) -> HeadLayer:
@@ -135,11 +131,7 @@ class Heads:
             "about": printable(self.about, 500),
             "kind": self.kind,
             "tokens": tokens,
-            "q_len": max((layer.q_len for layer in self.layers), default=0),
-            "kv_len": max((layer.kv_len for layer in self.layers), default=0),
-            "batch_size": self.batch_size,
             "scores": list(self.scores),
-            "kinds": list(ALL_KINDS),
             "letters": {**LETTERS, NEXT: "N"},
             "meanings": {**MEANINGS, NEXT: "the token after"},
             "threshold": THRESHOLD,
@@ -176,9 +168,8 @@ def heads_of_model(record: ModelRecord, about: str = "") -> Heads:
     Notes of the record come after it.
     """
     layers = [_layer_of_model(layer, _texts(record, layer)) for layer in record]
-    batch_size = record[0].scores.rows["entropy"].shape[0] if len(record) else 0
     said = " ".join([*([about] if about else []), *record.sentences()])
-    return Heads(record.model, "model", "qkv", SCORES, record.texts, layers, batch_size, said)
+    return Heads(record.model, "model", "qkv", SCORES, record.texts, layers, said)
 
 
 def _own_tokens(layer: HeadLayer) -> dict[str, Any]:
@@ -223,7 +214,6 @@ def _layer_of_model(layer: LayerRecord, texts: Sequence[str] | None) -> HeadLaye
         by_query,
         lambda: scores.rows["entropy"][0],
         top,
-        lambda: scores.received[0],
         replay,
         texts,
     )
@@ -275,10 +265,9 @@ def heads_of_record(
         lambda score: by_query()[score],
         lambda: entropy,
         lambda head, first, stop: best_keys(replay, head, first, stop),
-        None,
         replay,
     )
-    return Heads(title, "arrays", record.backend, scores, tokens, [layer], spec.batch_size, about)
+    return Heads(title, "arrays", record.backend, scores, tokens, [layer], about)
 
 
 def _kinds(row: dict[str, float]) -> tuple[str, ...]:

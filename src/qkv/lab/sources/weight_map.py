@@ -9,7 +9,6 @@ and the levels above come from it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -21,7 +20,7 @@ from qkv.errors import UnsupportedError
 from qkv.inspection.weights.replay import Replay
 from qkv.inspection.weights.weight_blocks import folded, pairs_of, reduced
 
-__all__ = ["TILE", "MapTile", "WeightMaps", "levels_of"]
+__all__ = ["TILE", "WeightMaps", "levels_of"]
 
 Array = NDArray[Any]
 
@@ -37,20 +36,6 @@ EXACT = 1 << 20
 
 MOST_BYTES = 512 << 20
 """The most bytes of tiles and levels that are kept; the oldest are dropped first."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MapTile:
-    """One tile: the largest and the mean weight of each block, float32 `(rows, columns)`.
-
-    `first_query` and `first_key` are the first pair of the tile; `block` is 2^level.
-    """
-
-    first_query: int
-    first_key: int
-    block: int
-    largest: Array
-    mean: Array
 
 
 def levels_of(q_len: int, kv_len: int) -> int:
@@ -79,7 +64,9 @@ class WeightMaps:
         """Bytes that are kept now."""
         return sum(a.nbytes + b.nbytes for a, b in self._kept.values())
 
-    def tile(self, replay: Replay, head: int, level: int, row: int, column: int) -> MapTile:
+    def tile(
+        self, replay: Replay, head: int, level: int, row: int, column: int
+    ) -> tuple[Array, Array]:
         """A tile of batch row 0.
 
         Parameters
@@ -87,6 +74,11 @@ class WeightMaps:
         replay : Replay
         head, level, row, column : int
             Which head, level of detail, and tile of that level.
+
+        Returns
+        -------
+        largest, mean : float32 (rows, columns)
+            Of the weights of each block of 2^level x 2^level pairs.
         """
         spec, block = replay.problem.spec, 1 << level
         q_first, kv_first = row * TILE * block, column * TILE * block
@@ -102,7 +94,7 @@ class WeightMaps:
                 rows, columns = (slice(i * TILE, (i + 1) * TILE) for i in (row, column))
                 largest, mean = self._level(replay, head, level)
                 maps = largest[rows, columns], mean[rows, columns]
-        return MapTile(q_first, kv_first, block, *maps)
+        return maps
 
     def _level(self, replay: Replay, head: int, level: int) -> tuple[Array, Array]:
         """A whole level, from the one below it or, at the base, from all weights."""

@@ -16,8 +16,7 @@ from qkv.mechanisms.base.arrays.namespace import array_namespace
 from qkv.mechanisms.base.arrays.normalization import l2_norm, rms_norm
 from qkv.mechanisms.base.arrays.rows import Arrays
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.modules.comparing import closest
-from qkv.mechanisms.base.modules.loading import named_weights, reads_module, refuse_other_parameters
+from qkv.mechanisms.base.modules.loading import reads_module
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.linear_time.recurrences.activations import sigmoid, silu, softplus
 from qkv.mechanisms.linear_time.recurrences.convolution import causal_convolution
@@ -256,8 +255,9 @@ class GatedDelta(RecurrentMechanism):
         """
         require_silu(module)
         names = ("in_proj_qkvz", "in_proj_ba", "conv1d", "dt_bias", "A_log", "norm", "out_proj")
-        refuse_other_parameters(module, names, cls.name)
-        mechanism = cls(
+        return cls.of_module(
+            module,
+            names,
             module.hidden_size,
             module.num_v_heads,
             num_key_heads=module.num_k_heads,
@@ -265,10 +265,7 @@ class GatedDelta(RecurrentMechanism):
             v_head_dim=module.head_v_dim,
             conv_kernel=module.conv_kernel_size,
             norm_epsilon=module.layer_norm_epsilon,
-            weights=named_weights(module, names),
         )
-        width = module.hidden_size
-        return closest(module, [(cls.name, mechanism)], lambda copied, x: copied(x), width)
 
     @classmethod
     def example(cls) -> Self:

@@ -13,8 +13,7 @@ from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.arrays.namespace import array_namespace, host_views, like
 from qkv.mechanisms.base.arrays.rows import Arrays
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.modules.comparing import closest
-from qkv.mechanisms.base.modules.loading import named_weights, reads_module, refuse_other_parameters
+from qkv.mechanisms.base.modules.loading import reads_module
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.linear_time.recurrences.activations import silu, softplus
 from qkv.mechanisms.linear_time.recurrences.chunks import in_chunks, state_of_no_tokens
@@ -231,8 +230,9 @@ class Mamba(RecurrentMechanism):
         """
         require_silu(module)
         names = ("in_proj", "conv1d", "x_proj", "dt_proj", "A_log", "D", "out_proj")
-        refuse_other_parameters(module, names, cls.name)
-        mechanism = cls(
+        return cls.of_module(
+            module,
+            names,
             module.hidden_size,
             inner_dim=module.intermediate_size,
             state_size=module.ssm_state_size,
@@ -240,10 +240,7 @@ class Mamba(RecurrentMechanism):
             time_step_rank=module.time_step_rank,
             bias=module.in_proj.bias is not None,
             conv_bias=module.conv1d.bias is not None,
-            weights=named_weights(module, names),
         )
-        width = module.hidden_size
-        return closest(module, [(cls.name, mechanism)], lambda copied, x: copied(x), width)
 
     @classmethod
     def example(cls) -> Self:

@@ -17,8 +17,7 @@ from qkv.mechanisms.base.arrays.namespace import array_namespace
 from qkv.mechanisms.base.arrays.normalization import rms_norm
 from qkv.mechanisms.base.arrays.rows import Arrays
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.modules.comparing import closest
-from qkv.mechanisms.base.modules.loading import named_weights, reads_module, refuse_other_parameters
+from qkv.mechanisms.base.modules.loading import reads_module
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.linear_time.recurrences.activations import silu, softplus
 from qkv.mechanisms.linear_time.recurrences.chunks import (
@@ -269,8 +268,9 @@ class Mamba2(RecurrentMechanism):
         """
         require_silu(module)
         names = ("in_proj", "conv1d", "dt_bias", "A_log", "D", "norm", "out_proj")
-        refuse_other_parameters(module, names, cls.name)
-        mechanism = cls(
+        return cls.of_module(
+            module,
+            names,
             module.hidden_size,
             module.num_heads,
             head_dim=module.head_dim,
@@ -281,10 +281,7 @@ class Mamba2(RecurrentMechanism):
             norm_epsilon=module.layer_norm_epsilon,
             bias=module.in_proj.bias is not None,
             conv_bias=module.conv1d.bias is not None,
-            weights=named_weights(module, names),
         )
-        width = module.hidden_size
-        return closest(module, [(cls.name, mechanism)], lambda copied, x: copied(x), width)
 
     @classmethod
     def example(cls) -> Self:

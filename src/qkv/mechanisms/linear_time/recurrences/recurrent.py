@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from qkv.mechanisms.base.arrays.namespace import array_namespace, like, values, 
 from qkv.mechanisms.base.arrays.rows import Arrays, Rows
 from qkv.mechanisms.base.explanations.attention_steps import token_lines
 from qkv.mechanisms.base.explanations.explanation import ExplainedToken, Line, Step, numbers
+from qkv.mechanisms.base.modules.comparing import closest
+from qkv.mechanisms.base.modules.loading import named_weights, refuse_other_parameters
 from qkv.mechanisms.linear_time.recurrences.stateful import StatefulMechanism
 
 __all__ = [
@@ -123,6 +125,25 @@ class RecurrentMechanism(StatefulMechanism):
         self.check(x)
         look, given = self.detached(), values(x, "x")
         return like(look.mixing(look.projected(given, look.initial_state(given))[0]), x)
+
+    @classmethod
+    def of_module(cls, module: Any, names: Sequence[str], *sizes: Any, **options: Any) -> Self:
+        """The mechanism with the weights of those names, compared on random input.
+
+        Parameters
+        ----------
+        module : module of transformers
+            Called with x alone.
+        names : sequence of str
+            All parameters that it may have, as `named_weights` takes them.
+        *sizes, **options
+            For the class.
+        """
+        refuse_other_parameters(module, names, cls.name)
+        options["weights"] = named_weights(module, names)
+        mechanism = cls(*sizes, **options)
+        width = mechanism.embed_dim
+        return closest(module, [(cls.name, mechanism)], lambda copied, x: copied(x), width)
 
     def sequences(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
         """x for all three, if it is `(..., n, embed_dim)`."""

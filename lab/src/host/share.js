@@ -1,6 +1,6 @@
 // A view for somebody else: as the end of an address, with its numbers, or as a page of its own.
 
-import { BUILT_IN, encode } from "./examples.js";
+import { BUILT_IN, encode } from "../examples/examples.js";
 import { answerOf, HostError } from "./host.js";
 import { DEFAULTS } from "./view.js";
 

@@ -83,7 +83,7 @@ export function drawnSvg(element, title, theme) {
 }
 
 /** The picture in pixels. @param {string} svg @returns {Promise<Blob>} */
-export async function pngOf(svg) {
+async function pngOf(svg) {
   const image = new Image();
   image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(svg)}`;
   await image.decode();

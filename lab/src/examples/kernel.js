@@ -32,7 +32,7 @@ export const product = (a, b) =>
   a.map((row) => b[0].map((_, column) => row.reduce((sum, x, i) => sum + x * b[i][column], 0)));
 
 /** Whether query i may attend to key j. @param {Options} options */
-export function allows(options, i, j) {
+function allows(options, i, j) {
   switch (options.mask) {
     case "causal":
       return j <= i;
@@ -64,7 +64,7 @@ export function softmax(scores) {
   };
 }
 
-export const scaleOf = (example, options = {}) =>
+const scaleOf = (example, options = {}) =>
   options.scaled === false ? 1 : (example.scale ?? 1 / Math.sqrt(example.query[0].length));
 
 const LABELS = {

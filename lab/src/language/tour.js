@@ -1,7 +1,7 @@
 // The tour: all numbers from a sentence to its next token, and where they stand in each step's picture.
 
 import { divisorOf, probabilities } from "./language.js";
-import { quoted, shown } from "./format.js";
+import { quoted, shown } from "../drawing/format.js";
 
 /** Tokens that a picture has room for. */
 const MOST = 8;

@@ -81,7 +81,11 @@ export class View {
       // A new panel is a place to come back to; a new cell is not, and sliders make many of them,
       // more than browsers let a page write.
       if (this.values.panel !== before.panel) history.pushState(null, "", address(this.values, this.first));
-      else this.later = setTimeout(() => history.replaceState(null, "", address(this.values, this.first)), 120);
+      else {
+        // A link that is followed before then stays: a busy page reads it later than the timer ends.
+        const there = location.hash;
+        this.later = setTimeout(() => location.hash === there && history.replaceState(null, "", address(this.values, this.first)), 120);
+      }
     }
     const changed = Object.fromEntries(
       Object.entries(this.values).filter(([name, value]) => value !== this.first[name]));

@@ -51,16 +51,8 @@ async function post(request) {
 
 /** What the server computes; a number stops that job first. @returns {Promise<{running: object[], waiting: number}|null>} */
 export async function jobs(stop = null) {
-  try {
-    const answer = await fetch("/job", {
-      method: "POST",
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify({ stop }),
-    });
-    return (await answer.json()).result ?? null;
-  } catch {
-    return null;
-  }
+  const [{ result }] = await answerOf("/job", "application/json", JSON.stringify({ stop }));
+  return result ?? null;
 }
 
 /** Four bytes of length, a header of JSON, arrays one after another. @param {ArrayBuffer} bytes */

@@ -1,7 +1,7 @@
 // Counts of scalar operations of softmax(Q K^T / sqrt(d)) V done by hand: closed forms for any
 // size, and a walkthrough of thirty steps for three tokens.
 
-import { quoted } from "./format.js";
+import { quoted } from "../drawing/format.js";
 import { traceOf } from "./kernel.js";
 
 /** Each count with its formula, for n queries and keys of d numbers, values of d too. */

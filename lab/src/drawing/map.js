@@ -3,7 +3,7 @@
 
 import { table } from "./colours.js";
 
-export const TILE = 256;
+const TILE = 256;
 const KEPT = 96;
 const AT_ONCE = 2;
 
@@ -12,7 +12,7 @@ export const RAMPS = { linear: (w) => w, root: (w) => Math.sqrt(Math.sqrt(w)) };
 
 export class Tiles {
   /**
-   * @param {import("./host.js").Client} client
+   * @param {import("../host/host.js").Client} client
    * @param {() => void} redraw called when a tile has come
    */
   constructor(client, redraw) {

@@ -1,7 +1,7 @@
 // Whether answers to exercises are right, and why not: as qkv.exercises.check says it, with the numbers
 // that Python gives for each exercise.
 
-import { softmax } from "./kernel.js";
+import { softmax } from "../examples/kernel.js";
 import { readings } from "./written.js";
 
 /** An answer of another form than was asked for. */
