@@ -17,7 +17,11 @@ from qkv.mechanisms.base.modules.comparing import closest
 from qkv.mechanisms.base.modules.loading import named_weights, reads_module, refuse_other_parameters
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.linear_time.recurrences.activations import silu, softplus
-from qkv.mechanisms.linear_time.recurrences.chunks import in_chunks, state_of_no_tokens
+from qkv.mechanisms.linear_time.recurrences.chunks import (
+    in_chunks,
+    state_of_no_tokens,
+    sums_between,
+)
 from qkv.mechanisms.linear_time.recurrences.convolution import causal_convolution
 from qkv.mechanisms.linear_time.recurrences.recurrent import RecurrentMechanism, activation_cost
 from qkv.mechanisms.linear_time.recurrences.scan import (
@@ -288,9 +292,7 @@ def token_weights(step: Any, a: Any, b: Any, c: Any) -> Any:
     Source: Ali et al., "The hidden attention of Mamba models", arXiv 2403.01590.
     """
     xp = array_namespace(step)
-    total = xp.cumulative_sum(step, axis=-2)
-    between = xp.moveaxis(total[..., :, None, :] - total[..., None, :, :], -1, -3)
-    between = xp.tril(between)[..., None]
+    between = sums_between(step.mT)[..., None]
     pairs = c[..., None, :, None, :] * b[..., None, None, :, :]
     weights = xp.sum(xp.exp(between * a[:, None, None, :]) * pairs, axis=-1)
     return xp.tril(weights * step.mT[..., None, :])
