@@ -365,9 +365,7 @@ def test_what_rounding_took_of_lse_is_given_back(level: float) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_scores_whose_last_bit_is_more_than_a_weight(size: float, dtype: str) -> None:
     """Those of the backend and those of NumPy differ by thousands: tangents were NaN, or 0."""
-    k, v, q, grad_out, dk, dv, dq = (
-        draw(n, 24).astype(dtype) for n in (40, 40, 5, 5, 40, 40, 5)
-    )
+    k, v, q, grad_out, dk, dv, dq = (draw(n, 24).astype(dtype) for n in (40, 40, 5, 5, 40, 40, 5))
     q *= np.asarray(size, dtype)
     sink = qkv.Sinks(np.zeros(1))
     given = dq, dk, dv, [(sink, None, np.ones(1))]

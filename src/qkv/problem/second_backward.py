@@ -92,9 +92,7 @@ class SecondDerivatives:
     sinks: Array
 
 
-def forward_tangent(
-    scores: Scores, grid: TileGrid, tangents: OperandTangents
-) -> ForwardTangents:
+def forward_tangent(scores: Scores, grid: TileGrid, tangents: OperandTangents) -> ForwardTangents:
     """Tangents of output and lse of one problem, in the type of `scores`."""
     direction = _Direction(scores, tangents)
     forward = direction.zero_tangents()
