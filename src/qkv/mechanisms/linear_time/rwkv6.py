@@ -214,8 +214,9 @@ class RWKV6(RecurrentMechanism):
         ledger += step("state", multiply=2 * states, add=states, space=h * d * d)
         ledger += step("bonus", multiply=channels + states, add=states)
         ledger += step("read", multiply=states, add=states - channels, space=channels)
-        ledger += step("norm", multiply=2 * channels, add=4 * channels, subtract=channels,
-                      divide=channels, sqrt=tokens * h)  # fmt: skip
+        rows = tokens * h
+        ledger += step("norm", multiply=2 * channels, add=3 * channels - rows, subtract=channels,
+                      divide=channels + 2 * rows, sqrt=rows)  # fmt: skip
         ledger += activation_cost("gate", channels) + step("gate", multiply=channels)
         if self.out_proj:
             ledger += projection("output", tokens, h * d, e)
