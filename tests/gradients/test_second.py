@@ -361,6 +361,27 @@ def test_what_rounding_took_of_lse_is_given_back(level: float) -> None:
         np.testing.assert_allclose(b, a, atol=2e-6 * np.abs(a).max(), rtol=0, err_msg=name)
 
 
+@pytest.mark.parametrize("size", [1e8, 1e12, 1e30])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_scores_whose_last_bit_is_more_than_a_weight(size: float, dtype: str) -> None:
+    """Those of the backend and those of NumPy differ by thousands: tangents were NaN, or 0."""
+    k, v, q, grad_out, dk, dv, dq = (draw(n, 24).astype(dtype) for n in (40, 40, 5, 5, 40, 40, 5))
+    q *= np.asarray(size, dtype)
+    sink = qkv.Sinks(np.zeros(1))
+    given = dq, dk, dv, [(sink, None, np.ones(1))]
+    # Each row sees the one key of the largest score, or the sink beside scores below 0.
+    exact = q.astype(float) @ k.astype(float).T
+    rows, best, seen = np.arange(5), exact.argmax(axis=1), exact.max(axis=1, keepdims=True) > 0
+    second = second_vjp(q, k, v, sink, grad_out=grad_out, tangents=qkv.Tangents(*given))
+    _, (out, lse) = qkv.jvp(q, k, v, sink, tangents=qkv.Tangents(*given), return_lse=True)
+    np.testing.assert_array_equal(out, np.where(seen, dv[best], 0))
+    np.testing.assert_array_equal(second.grad_out, out)
+    moved = ((dq.astype(float) @ k.T + q.astype(float) @ dk.T) * 24**-0.5)[rows, best]
+    eps = 8 * np.finfo(dtype).eps * np.abs(moved).max()
+    np.testing.assert_allclose(lse, np.where(seen[:, 0], moved, 1), rtol=0, atol=eps)
+    assert all(np.isfinite(getattr(second, name)).all() for name in ("query", "key", "value"))
+
+
 def test_memory_grows_with_the_length() -> None:
     n, window = 8_192, qkv.SlidingWindow(100, 0)
     q, k, v, grad_out, *along = (draw(n, 16).astype(np.float32) for _ in range(7))

@@ -199,3 +199,19 @@ def test_ordinary_values_are_computed_once(monkeypatch) -> None:
         for q_len in (1, 40):
             query = normal(2, q_len, 16)
             qkv.attention(query, normal(2, 64, 16), normal(2, 64, 16), backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "blocked"])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_masses_of_scores_whose_last_bit_is_large(backend, dtype) -> None:
+    """`exp(s - lse)` was infinite, since two ways to add up a score differ by 64 near 10^9."""
+    query = (normal(2, 40, 24, seed=1) * 1e9).astype(dtype)
+    key = normal(1, 64, 24, seed=2).astype(dtype)
+    record = qkv.inspect(query, key, np.ones_like(key), q_offset=0, backend=backend)
+    best = (query.astype(float) @ key.astype(float).mT).argmax(axis=-1)
+    for offset in range(-5, 20):
+        right = best == np.arange(40) + offset
+        np.testing.assert_allclose(record.mass_at(offset), right, rtol=0, atol=1e-5)
+    for keys in ([3], [0, 5, 60], slice(10, 40)):
+        right = np.isin(best, np.arange(64)[keys])
+        np.testing.assert_allclose(record.mass(keys), right, rtol=0, atol=1e-5)

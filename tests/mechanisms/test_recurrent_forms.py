@@ -212,6 +212,27 @@ def test_token_weights_give_what_the_definition_gives(name: str) -> None:
     close(PARALLEL[name](**inputs) @ value, loop(name), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["mamba2", "gated_delta", "rwkv6"])
+@pytest.mark.parametrize("decay", [1e5, np.inf])
+def test_token_weights_after_a_token_that_forgets_everything(name: str, decay: float) -> None:
+    """Differences of sums over all tokens lost their digits after it, or were NaN."""
+    inputs = dict(CASES[name][2])
+    inputs["log_decay"] = inputs["log_decay"].copy()
+    inputs["log_decay"][:, :, 9] = -decay
+    value = inputs.pop("value")
+    right = CASES[name][0].recurrent(value=value, **inputs)[0]
+    close(PARALLEL[name](**inputs) @ value, right, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("step", [1e5, 1e300])
+def test_token_weights_of_mamba_after_a_long_step(step: float) -> None:
+    inputs = dict(CASES["mamba"][2])
+    inputs["step"], x = inputs["step"].copy(), inputs.pop("x").copy()
+    inputs["step"][:, 9], x[:, 9] = step, 0
+    found = np.einsum("...cij,...jc->...ic", mamba.token_weights(**inputs), x)
+    close(found, mamba.recurrent(x=x, **inputs)[0], rtol=0, atol=1e-12)
+
+
 def test_linear_attention_without_a_mask_gives_what_the_definition_gives() -> None:
     inputs = CASES["linear"][2]
     products = np.einsum("bhid,bhjd->bhij", inputs["query"], inputs["key"])

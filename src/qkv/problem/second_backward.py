@@ -27,8 +27,10 @@ the backward pass. A sink is a key of value 0 whose score is the sink. Queries a
 before, as are their tangents, and their gradients are rotated back.
 
 Tiles are computed twice: first for the sums over rows, `sum_j w`, r, delta and deltadot, then for
-the rest. Weights are divided by their sum, which corrects the rounding error of lse. Forbidden
-pairs are excluded with `where`, never by a product with 0.
+the rest. Weights are taken from the largest score of a row as it is computed here, and divided by
+their sum: another order of addition moves scores near 1e10 in float32 by a thousand, so that
+`exp(s - lse)` with the lse of a backend would be infinite or 0. Forbidden pairs are excluded with
+`where`, never by a product with 0.
 """
 
 from __future__ import annotations
@@ -90,14 +92,12 @@ class SecondDerivatives:
     sinks: Array
 
 
-def forward_tangent(
-    scores: Scores, grid: TileGrid, lse: Array, tangents: OperandTangents
-) -> ForwardTangents:
+def forward_tangent(scores: Scores, grid: TileGrid, tangents: OperandTangents) -> ForwardTangents:
     """Tangents of output and lse of one problem, in the type of `scores`."""
     direction = _Direction(scores, tangents)
     forward = direction.zero_tangents()
     with np.errstate(all="ignore"):
-        for block in direction.blocks(grid, lse):
+        for block in direction.blocks(grid):
             block.sum_rows()
             forward.lse[block.index] = block.lse_dot[:, 0]
             for tile in block.tiles():
@@ -108,7 +108,6 @@ def forward_tangent(
 def second_backward(
     scores: Scores,
     grid: TileGrid,
-    lse: Array,
     tangents: OperandTangents,
     cotangents: Cotangents,
 ) -> SecondDerivatives:
@@ -116,7 +115,7 @@ def second_backward(
     direction = _Direction(scores, tangents)
     forward, sums = direction.zero_tangents(), _GradientTangents(direction, cotangents.tables)
     with np.errstate(all="ignore"):
-        for block in direction.blocks(grid, lse):
+        for block in direction.blocks(grid):
             rows = _BackwardRows(block, cotangents)
             forward.lse[block.index] = block.lse_dot[:, 0]
             sums.sinks[block.head] += rows.d_sink_dot
@@ -149,11 +148,11 @@ class _Direction:
             self.tangent_of[load] = Load(_tangent_name(load.table), load.kind, load.indices)
         self.score_dot = tangent(self.spec.score, self.tangent_of)
 
-    def blocks(self, grid: TileGrid, lse: Array) -> Iterator[_Block]:
+    def blocks(self, grid: TileGrid) -> Iterator[_Block]:
         for batch, index in enumerate(np.ndindex(*self.spec.batch_shape)):
             for head in range(self.spec.num_heads):
                 for q_rows, tiles in grid.blocks(batch, head):
-                    yield _Block(self, batch, index, head, q_rows, tiles, lse)
+                    yield _Block(self, batch, index, head, q_rows, tiles)
 
     def zero_tangents(self) -> ForwardTangents:
         """Zeros for tangents of output and lse."""
@@ -232,7 +231,6 @@ class _Block:
         head: int,
         q_rows: slice,
         tiles: list[tuple[slice, TileKind]],
-        lse: Array,
     ) -> None:
         self.direction, self.batch, self.head, self.q_rows = direction, batch, head, q_rows
         self.index: tuple[Any, ...] = (*index, head, q_rows)
@@ -240,14 +238,12 @@ class _Block:
             s.query(batch, head, q_rows) for s in (direction.scores, direction.tangent_scores)
         )
         self.dtype = direction.scores.dtype
-        self.lse = lse[self.index].astype(self.dtype)[:, None]
         self._tiles = tiles
         sinks, sinks_dot = direction.sinks, direction.sinks_dot
-        self.sink: Array = np.zeros(self.lse.shape)
-        if sinks is not None:
-            self.sink = shares_of_sinks(sinks[head], self.lse)
+        self._sink = np.asarray(-np.inf if sinks is None else sinks[head])
         self.sink_dot = 0.0 if sinks_dot is None else float(sinks_dot[head])
-        self.lse_dot = self.total = np.zeros(self.lse.shape)
+        self.peak = np.full((len(self.query), 1), self._sink, self.dtype)
+        self.lse_dot = self.total = self.sink = np.zeros(self.peak.shape)
 
     def tiles(self) -> Iterator[_Tile]:
         """The tiles, one after the other, computed anew."""
@@ -255,28 +251,33 @@ class _Block:
             yield _Tile(self, kv_rows, kind)
 
     def sum_rows(self, grad_out: Array | None = None) -> tuple[Array, Array]:
-        """Compute `total`, the sum of exp(s - lse), and `lse_dot`; for a cotangent, means too.
+        """Compute `peak`, the largest score, `total`, the sum of exp(s - peak), `sink` and `lse_dot`.
 
-        These are of dP, and of `sdot dP + dPdot`. All are `(rows, 1)`, in float64.
+        For a cotangent, return means too: of dP, and of `sdot dP + dPdot`. All are `(rows, 1)`,
+        the sums in float64.
         """
-        sums = np.zeros((4, *self.lse.shape))
-        sums[:2] = self.sink, self.sink * self.sink_dot
+        sums = np.zeros((4, *self.peak.shape))
         for tile in self.tiles():
+            peak = np.maximum(self.peak, tile.scores.max(axis=1, keepdims=True))
+            sums *= np.where(peak == self.peak, 1, np.exp(self.peak - peak))
+            self.peak = peak
             # float64, because large terms cancel in rows where one key has nearly all the weight.
-            unscaled = tile.select(np.exp(tile.scores - self.lse)).astype(np.float64)
+            unscaled = tile.select(np.exp(tile.scores - peak)).astype(np.float64)
             terms = [unscaled, unscaled * tile.scores_dot]
             if grad_out is not None:
                 d_weights, d_weights_dot = tile.d_weights(grad_out)
                 terms += [unscaled * d_weights, terms[1] * d_weights + unscaled * d_weights_dot]
             for n, term in enumerate(terms):
                 sums[n] += term.sum(axis=1, keepdims=True)
+        self.sink = shares_of_sinks(self._sink, self.peak)
+        sums[:2] += self.sink, self.sink * self.sink_dot
         self.total = sums[0]
         self.lse_dot, d_mean, d_mean_dot = np.where(self.total == 0, 0, sums[1:] / self.total)
         return d_mean, d_mean_dot
 
     def weights(self, tile: _Tile) -> tuple[Array, Array]:
         """w and its tangent."""
-        unscaled = tile.select(np.exp(tile.scores - self.lse))
+        unscaled = tile.select(np.exp(tile.scores - self.peak))
         weights = tile.select(unscaled / self.total.astype(self.dtype))
         weights_dot = weights * (tile.scores_dot - self.lse_dot.astype(self.dtype))
         return weights, tile.select(weights_dot)

@@ -111,11 +111,9 @@ def _run(*arrays: Any, kind: str, operation: Operation, constants: int) -> Any:
     count = len(operation.ndims)
     shapes = _shapes(kind, operation, arrays)
     inputs, kept, more = _split(arrays, count, count + KEPT)
-    if kind == "tangents":
-        return call_operation(operation, shapes, (*inputs, kept[1], *more))
     if kind == "gradients":
         return call_operation(operation, shapes, arrays)
-    if kind == "second":
+    if kind in {"tangents", "second"}:
         return call_operation(operation, shapes, (*inputs, *more))
     if kind == "bend back":
         tangents, cotangents = _split(more, len(more) - 2)

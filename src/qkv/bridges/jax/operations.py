@@ -2,7 +2,7 @@
 
     forward     inputs                                            -> out, lse, lse_rest[, unrounded]
     backward    inputs, out, lse, lse_rest, grad_out[, grad_lse]  -> the wanted gradients
-    tangents    inputs, lse, along                                -> tangents of out, lse
+    tangents    inputs, along                                     -> tangents of out, lse
     second      inputs, grad_out, grad_lse, along                 -> the wanted gradients
 
 `inputs` are the leaves of a bound call: query, key, value and the arrays of its variants; `along`
@@ -138,7 +138,7 @@ def _leading(operation: Operation, inputs: Sequence[Array], lead: tuple[int, ...
     if operation.along is None:
         rows: tuple[int, ...] = (1, 2, 4)
     else:
-        rows = (0,) if operation.wanted is None else (1,)
+        rows = () if operation.wanted is None else (1,)
 
     def whole(array: Array, n: int) -> Array:
         array = np.broadcast_to(array, (*lead, *array.shape[added:]))
@@ -175,8 +175,8 @@ def _backward(operation: Operation, inputs: Sequence[Array], results: Sequence[A
 
 def _tangents(operation: Operation, inputs: Sequence[Array], results: Sequence[Array]) -> None:
     count = len(operation.ndims)
-    lse, *along = inputs[count:]
-    tangents = tangents_of(_bound(operation, inputs[:count]), lse, _direction(operation, along))
+    along = inputs[count:]
+    tangents = tangents_of(_bound(operation, inputs[:count]), _direction(operation, along))
     for tangent, result in zip(tangents, results, strict=True):
         result[...] = tangent.reshape(result.shape)
 

@@ -145,7 +145,7 @@ def jvp_of(
     call = _check(bound, given)
     direction = _direction(call, tangents, _shapes(call))
     partial = call.run_for_backward()
-    moved = _moved(call, partial.lse, direction)
+    moved = _moved(call, direction)
     return (call.output(partial), call.rows(partial.lse)), moved
 
 
@@ -162,16 +162,14 @@ def _entries(tangents: Tangents) -> Sequence[tuple[Any, Any, Any]]:
     return given
 
 
-def tangents_of(bound: BoundCall, lse: Array, tangents: Tangents) -> tuple[Any, Any]:
-    """How output and lse of a bound call change; its forward pass has left `lse`."""
+def tangents_of(bound: BoundCall, tangents: Tangents) -> tuple[Any, Any]:
+    """How output and lse of a bound call change."""
     call = _check(without_repeats(bound, [entry[0] for entry in tangents.of_variants]), None)
-    spec = call.problem.spec
-    rows = lse.reshape(*spec.batch_shape, spec.num_heads, spec.q_len)
-    return _moved(call, rows, _direction(call, tangents, _shapes(call)))
+    return _moved(call, _direction(call, tangents, _shapes(call)))
 
 
-def _moved(call: CheckedCall, lse: Array, direction: OperandTangents) -> tuple[Any, Any]:
-    tangents = forward_tangent(*_tiles(call), lse, direction)
+def _moved(call: CheckedCall, direction: OperandTangents) -> tuple[Any, Any]:
+    tangents = forward_tangent(*_tiles(call), direction)
     return call.output(Partial(tangents.out, tangents.lse)), call.rows(tangents.lse)
 
 
@@ -251,7 +249,7 @@ def second_vjp(
         cotangent_of_lse(call, partial.lse, grad_lse),
         frozenset(name for name, _ in tables),
     )
-    second = second_backward(*_tiles(call), partial.lse, direction, cotangents)
+    second = second_backward(*_tiles(call), direction, cotangents)
     own = by_origin([(origin, second.gradients.tables[name]) for name, origin in tables])
     if sinks is not None:
         own.append((sinks, second.sinks))

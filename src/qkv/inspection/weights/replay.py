@@ -7,12 +7,14 @@ For scores near 100 in float32, `exp(s - lse)` shows it as 1e-5. So weights that
 divided by sums of their own scores:
 
 - `whole_rows`, and the tiles of `tiles`, by the sum of the scores that they hold anyway;
-- `part` and `pairs` by sums that are made once for each row, over all of its keys. There, products
-  are added in float64 and rounded once, so that each score is one number, however it is asked for.
+- `part` and `pairs` by sums that are made once for each row, over all of its keys.
 
 `by_lse` and `pairs_by_lse` take lse, for sums over few keys of many rows, where one pass over all
 keys would be the cost. Where |lse| is so large that its rounding would show (a row whose every key
-has a bias of -1e9), maximum and sum are found again. Masks and mods are those of the output, since
+has a bias of -1e9), maximum and sum are found again.
+
+In these four, products are added in float64 and rounded once, so that each score is one number,
+however it is asked for: near 1e9 in float32, a last bit is 64. Masks and mods are those of the output, since
 all read the same `Scores`. Source: Dao et al., "FlashAttention" (2022), section 3.1
 (recomputation).
 """
@@ -122,17 +124,19 @@ class Replay:
             for batch, head in np.argwhere(large.any(axis=-1)):
                 rows = np.flatnonzero(large[batch, head])
                 for part in np.split(rows, range(BLOCK_Q, len(rows), BLOCK_Q)):
-                    sums = self._sums_over_keys(self.scores, int(batch), int(head), part)
+                    sums = self._sums_over_keys(int(batch), int(head), part)
                     a[batch, head, part], b[batch, head, part] = sums.shift
             self._lse_shift = a, b
         return self._lse_shift
 
-    def _sums_over_keys(self, scores: Scores, batch: int, head: int, q_index: Array) -> RowSums:
+    def _sums_over_keys(self, batch: int, head: int, q_index: Array) -> RowSums:
         """Sums of some rows over all keys, in rising order, tile by tile."""
         kv_len = self.problem.spec.kv_len
         starts = range(0, kv_len, BLOCK_KV)
         tiles = (
-            scores.tile(batch, head, q_index, np.arange(start, min(start + BLOCK_KV, kv_len)))
+            self._one_number.tile(
+                batch, head, q_index, np.arange(start, min(start + BLOCK_KV, kv_len))
+            )
             for start in starts
         )
         return self._sums_of(head, len(q_index), tiles)
@@ -240,7 +244,7 @@ class Replay:
     def by_lse(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
         """Weights of some query rows on some key rows, by lse."""
         a, b = (shift[batch, head, q_index, None] for shift in self.lse_shift)
-        return weights_of(self.scores.tile(batch, head, q_index, kv_index), a, b)
+        return weights_of(self._one_number.tile(batch, head, q_index, kv_index), a, b)
 
     def pairs_by_lse(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
         """Weights of single pairs, given by two index arrays of one length, by lse."""
@@ -248,7 +252,7 @@ class Replay:
         for start in range(0, len(q_index), PAIRS):
             rows, columns = q_index[start : start + PAIRS], kv_index[start : start + PAIRS]
             a, b = (shift[batch, head, rows] for shift in self.lse_shift)
-            scores = self.scores.pairs(batch, head, rows, columns)
+            scores = self._one_number.pairs(batch, head, rows, columns)
             out[start : start + PAIRS] = weights_of(scores, a, b)
         return out
 

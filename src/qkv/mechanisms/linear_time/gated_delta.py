@@ -224,10 +224,11 @@ class GatedDelta(RecurrentMechanism):
                       sqrt=2 * tokens * g)  # fmt: skip
         ledger += activation_cost("decay", scalars) + step("decay", add=scalars, exp=scalars)
         ledger += step("decay", multiply=scalars) + activation_cost("beta", scalars)
-        ledger += step("state", multiply=3 * states + values, add=2 * states, subtract=values,
-                      space=h * d * d_v)  # fmt: skip
+        ledger += step("state", multiply=3 * states + values, add=2 * states - values,
+                      subtract=values, space=h * d * d_v)  # fmt: skip
         ledger += step("read", multiply=states, add=states - values, space=values)
-        ledger += step("norm", multiply=2 * values, add=values, divide=values, sqrt=scalars)
+        ledger += step("norm", multiply=2 * values, add=values, divide=values + scalars,
+                      sqrt=scalars)  # fmt: skip
         ledger += activation_cost("gate", values) + step("gate", multiply=values)
         if self.out_proj:
             ledger += projection("out_proj", tokens, h * d_v, e)

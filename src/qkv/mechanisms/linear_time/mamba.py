@@ -16,7 +16,11 @@ from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_
 from qkv.mechanisms.base.modules.loading import reads_module
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.linear_time.recurrences.activations import silu, softplus
-from qkv.mechanisms.linear_time.recurrences.chunks import in_chunks, state_of_no_tokens
+from qkv.mechanisms.linear_time.recurrences.chunks import (
+    in_chunks,
+    state_of_no_tokens,
+    sums_between,
+)
 from qkv.mechanisms.linear_time.recurrences.convolution import causal_convolution
 from qkv.mechanisms.linear_time.recurrences.recurrent import RecurrentMechanism, activation_cost
 from qkv.mechanisms.linear_time.recurrences.scan import (
@@ -201,7 +205,7 @@ class Mamba(RecurrentMechanism):
         ledger += activation_cost("conv", channels)
         ledger += projection("x_proj", tokens, c, r + 2 * s)
         ledger += projection("dt_proj", tokens, r, c, True) + activation_cost("dt_proj", channels)
-        ledger += step("state", multiply=4 * states, exp=states, add=states, space=c * s)
+        ledger += step("state", multiply=3 * states + channels, exp=states, add=states, space=c * s)
         ledger += step("read", multiply=states + channels, add=states, space=channels)
         ledger += activation_cost("gate", channels) + step("gate", multiply=channels)
         if self.out_proj:
@@ -285,9 +289,7 @@ def token_weights(step: Any, a: Any, b: Any, c: Any) -> Any:
     Source: Ali et al., "The hidden attention of Mamba models", arXiv 2403.01590.
     """
     xp = array_namespace(step)
-    total = xp.cumulative_sum(step, axis=-2)
-    between = xp.moveaxis(total[..., :, None, :] - total[..., None, :, :], -1, -3)
-    between = xp.tril(between)[..., None]
+    between = sums_between(step.mT)[..., None]
     pairs = c[..., None, :, None, :] * b[..., None, None, :, :]
     weights = xp.sum(xp.exp(between * a[:, None, None, :]) * pairs, axis=-1)
     return xp.tril(weights * step.mT[..., None, :])

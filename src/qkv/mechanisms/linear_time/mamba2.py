@@ -239,9 +239,8 @@ class Mamba2(RecurrentMechanism):
         ledger += step("state", multiply=2 * states + channels, add=states, space=h * d * s)
         ledger += step("read", multiply=states + channels, add=states, space=channels)
         ledger += activation_cost("gate", channels) + step("gate", multiply=channels)
-        ledger += step(
-            "norm", multiply=2 * channels, add=channels, divide=channels, sqrt=tokens * g
-        )
+        ledger += step("norm", multiply=2 * channels, add=channels,
+                      divide=channels + tokens * g, sqrt=tokens * g)  # fmt: skip
         if self.out_proj:
             ledger += projection("out_proj", tokens, h * d, e, "out_proj.bias" in self.weights)
         return ledger

@@ -172,10 +172,10 @@ class RWKV4(RecurrentMechanism):
             ledger += projection(side, tokens, e, h)
         each = tokens * h
         ledger += step(
-            "wkv", exp=4 * each, multiply=6 * each, add=6 * each, subtract=5 * each,
+            "wkv", exp=4 * each, multiply=6 * each, add=5 * each, subtract=5 * each,
             compare=2 * each, divide=each, space=each,
         )  # fmt: skip
-        ledger += activation_cost("gate", each)
+        ledger += activation_cost("gate", each) + step("gate", multiply=each)
         if self.out_proj:
             ledger += projection("output", tokens, h, e)
         return ledger

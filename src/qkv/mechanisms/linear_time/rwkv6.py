@@ -18,7 +18,11 @@ from qkv.mechanisms.base.arrays.rows import Arrays
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.linear_time.recurrences.activations import silu
-from qkv.mechanisms.linear_time.recurrences.chunks import in_chunks, state_of_no_tokens
+from qkv.mechanisms.linear_time.recurrences.chunks import (
+    decays_between,
+    in_chunks,
+    state_of_no_tokens,
+)
 from qkv.mechanisms.linear_time.recurrences.recurrent import (
     RecurrentMechanism,
     activation_cost,
@@ -210,8 +214,9 @@ class RWKV6(RecurrentMechanism):
         ledger += step("state", multiply=2 * states, add=states, space=h * d * d)
         ledger += step("bonus", multiply=channels + states, add=states)
         ledger += step("read", multiply=states, add=states - channels, space=channels)
-        ledger += step("norm", multiply=2 * channels, add=4 * channels, subtract=channels,
-                      divide=channels, sqrt=tokens * h)  # fmt: skip
+        rows = tokens * h
+        ledger += step("norm", multiply=2 * channels, add=3 * channels - rows, subtract=channels,
+                      divide=channels + 2 * rows, sqrt=rows)  # fmt: skip
         ledger += activation_cost("gate", channels) + step("gate", multiply=channels)
         if self.out_proj:
             ledger += projection("output", tokens, h * d, e)
@@ -247,10 +252,9 @@ class RWKV6(RecurrentMechanism):
 def token_weights(receptance: Any, key: Any, log_decay: Any, bonus: Any) -> Any:
     """How much of the value of j reaches token i, (..., n, n); O(n^2 head_dim) memory."""
     xp = array_namespace(receptance)
-    through = xp.cumulative_sum(log_decay, axis=-2)
-    before = through - log_decay
-    between = before[..., :, None, :] - through[..., None, :, :]
-    past = xp.exp(xp.minimum(between, xp.zeros_like(between)))
+    past = decays_between(log_decay.mT)
+    # What token i reads has not decayed by its own number yet.
+    past = xp.moveaxis(xp.concat([past[..., :1, :], past[..., :-1, :]], axis=-2), -3, -1)
     weights = xp.sum(receptance[..., :, None, :] * past * key[..., None, :, :], axis=-1)
     own = xp.sum(receptance * bonus * key, axis=-1)[..., None]
     return xp.tril(weights, k=-1) + xp.tril(xp.triu(own + xp.zeros_like(weights)))

@@ -49,8 +49,9 @@ _VECTORS, _Q_BLOCKS_PER_TASK = 4, 8
 """With tiles: vectors of a block of queries, and blocks that are packed at once. That many fit a
 cache and make splitting the keys worthwhile. dK and dV are added up in these groups, so that their
 number must not depend on how many heads or batch rows there are."""
-_LEAST_QUERIES = 32
-"""The number of queries from which on tiles are quicker."""
+_LEAST_QUERIES = 13
+"""The number of queries from which on products are those of the forward pass. With fewer, it runs
+the decode kernel, and the delta correction finds lse anew."""
 
 
 class BackwardPass:
@@ -124,7 +125,11 @@ class BackwardPass:
 
 
 def backward_shape(problem: Problem, here: Host) -> TileShape:
-    """The tile of the kernel: products as the forward pass has them, where they pay."""
+    """The tile of the kernel: products are added up as the forward pass does it.
+
+    In another order the last bit of a score differs, and `exp(s - lse)` with it: by a factor of e
+    where scores are near 10^7, by more than all numbers where they are near 10^9.
+    """
     spec = problem.spec
     shape = shape_of(spec, here, split=split_bf16.may_split(problem))
     if spec.q_len < _LEAST_QUERIES or shape.product == "elements":

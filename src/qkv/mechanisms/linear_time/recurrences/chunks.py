@@ -15,6 +15,7 @@ __all__ = [
     "finite_part",
     "in_chunks",
     "state_of_no_tokens",
+    "sums_between",
 ]
 
 
@@ -147,9 +148,31 @@ def decays_between(log_decay: Any) -> Any:
            [0.5 , 1.  , 1.  ],
            [0.25, 0.5 , 1.  ]])
     """
-    xp = array_namespace(log_decay)
-    n = log_decay.shape[-1]
-    rows = xp.broadcast_to(log_decay[..., :, None], (*log_decay.shape, n))
-    # Each sum is taken on its own: the difference of two long sums would lose digits.
-    between = xp.cumulative_sum(xp.tril(rows, k=-1), axis=-2)
-    return xp.exp(between)
+    return array_namespace(log_decay).exp(sums_between(log_decay))
+
+
+def sums_between(numbers: Any) -> Any:
+    """Sums of consecutive numbers: entry `[i, j]` is that of `j + 1` to `i`, and 0 for `j >= i`.
+
+    Each is taken on its own: the difference of two long sums would lose digits, and of two infinite
+    ones be NaN.
+
+    Parameters
+    ----------
+    numbers : array (..., n)
+
+    Returns
+    -------
+    array (..., n, n)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> sums_between(np.array([5.0, 1.0, 2.0]))
+    array([[0., 0., 0.],
+           [1., 0., 0.],
+           [3., 2., 0.]])
+    """
+    xp = array_namespace(numbers)
+    rows = xp.broadcast_to(numbers[..., :, None], (*numbers.shape, numbers.shape[-1]))
+    return xp.cumulative_sum(xp.tril(rows, k=-1), axis=-2)
