@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -17,7 +16,7 @@ from qkv.cost.cards import model_card
 from qkv.cost.machines import bytes_of
 from qkv.cost.machines import machine as machine_of
 from qkv.cost.model import Attention, Model
-from qkv.errors import ArgumentError, UnsupportedError
+from qkv.errors import ArgumentError
 
 if TYPE_CHECKING:
     from qkv.distributed import DistributedPlan, Order
@@ -156,8 +155,8 @@ def ranks_cost(
 
     Raises
     ------
-    ArgumentError, UnsupportedError
-        If a name is unknown, the model reads two sequences, or torch is not installed.
+    ArgumentError
+        If a name is unknown, or the model reads two sequences.
 
     Notes
     -----
@@ -177,11 +176,6 @@ def ranks_cost(
     if model.encoder is not None:
         raise ArgumentError(
             f"{model.name} reads two sequences.", action="Name a model that reads one."
-        )
-    if find_spec("torch") is None:
-        raise UnsupportedError(
-            "qkv.distributed needs torch, which is not installed.",
-            action="Install torch.",
         )
     from qkv.distributed import Order
 
