@@ -98,6 +98,16 @@ class RanksCost:
     operations_per_second: float
     strategies: Mapping[str, SpreadCost]
 
+    def __repr__(self) -> str:
+        took = [
+            f"{name} refused" if of.refusal else f"{name} {of.seconds:.3g} s"
+            for name, of in self.strategies.items()
+        ]
+        return (
+            f"RanksCost({self.model.name!r}, {self.context:,} tokens, batch {self.batch}, "
+            f"{self.dtype}, {self.ranks} ranks in {self.order} order: {', '.join(took)})"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Everything for JSON."""
         names = ("context", "batch", "ranks", "dtype", "machine", "order", "operations_per_second")
