@@ -98,8 +98,8 @@ class ModelCost:
     def __repr__(self) -> str:
         read = "one more token, context" if self.decode else "all tokens, context"
         return (
-            f"ModelCost({self.model.name!r}, {read} {self.context:,}, batch {self.batch}, {self.dtype}: "
-            f"{self.operations:,} operations, {self.parameters:,} parameters, "
+            f"ModelCost({self.model.name!r}, {read} {self.context:,}, batch {self.batch}, "
+            f"{self.dtype}: {self.operations:,} operations, {self.parameters:,} parameters, "
             f"{self.kv_cache_bytes:,} bytes of KV cache)"
         )
 
