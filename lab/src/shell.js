@@ -1,5 +1,6 @@
 // What is around the panels: their list, the theme, the keys, the live region.
 
+import { options } from "preact";
 import { html, Lab, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./parts/lab.js";
 import { Share } from "./parts/share.js";
 import { Working } from "./parts/working.js";
@@ -56,6 +57,14 @@ const next = (list, value) => list[(list.indexOf(value) + 1) % list.length];
 
 const darkSystem = () => matchMedia("(prefers-color-scheme: dark)");
 
+/** Draws what `change` changes before it returns. The browser prints the page as it is then. */
+function drawnAtOnce(change) {
+  const before = options.debounceRendering;
+  options.debounceRendering = (draw) => draw();
+  change();
+  options.debounceRendering = before;
+}
+
 /** Whether an element uses a key itself: a text field uses all, others those with names, as arrows. */
 function usesKey(target, key) {
   if (target.closest?.('input:not([type="checkbox"], [type="radio"], [type="range"]), select, textarea, [contenteditable]')) return true;
@@ -111,8 +120,21 @@ export function Shell({ client, store, root }) {
     client.ask("example").then(() => redraw((count) => count + 1), () => {});
   }, [client.data]);
 
-  const theme = view.theme || (systemIsDark ? "dark" : "light");
+  // Paper is white: what is printed is light, whatever the theme of the screen.
+  const [isPrinted, setIsPrinted] = useState(false);
   useEffect(() => {
+    const begin = () => drawnAtOnce(() => setIsPrinted(true));
+    const end = () => setIsPrinted(false);
+    addEventListener("beforeprint", begin);
+    addEventListener("afterprint", end);
+    return () => {
+      removeEventListener("beforeprint", begin);
+      removeEventListener("afterprint", end);
+    };
+  }, []);
+
+  const theme = isPrinted ? "light" : view.theme || (systemIsDark ? "dark" : "light");
+  useLayoutEffect(() => {
     root.dataset.theme = theme;
     if (client.host !== "widget") document.documentElement.dataset.qkvTheme = theme;
   }, [theme]);

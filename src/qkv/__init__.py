@@ -58,7 +58,7 @@ from qkv.errors import (
     ShapeError,
     UnsupportedError,
 )
-from qkv.extras import install_command as _install_command
+from qkv.extras import missing as _missing
 from qkv.inspection.rendering.pages import write_pages_with as _write_pages_with
 from qkv.positions import LearnedPositions, SinusoidalPositions
 from qkv.prepared import ArrayForm, CallForm, PreparedAttention, prepare
@@ -225,8 +225,4 @@ def __getattr__(name: str) -> _Any:
         extra = _LAZY[name]
         if not extra or (error.name or "qkv").partition(".")[0] == "qkv":
             raise
-        raise ModuleNotFoundError(
-            f"qkv.{name} needs {error.name}, which is not installed. "
-            f"Install qkv with its extra [{extra}], as in: {_install_command(extra)}",
-            name=error.name,
-        ) from error
+        raise _missing(f"qkv.{name}", error.name, extra) from error

@@ -5,12 +5,21 @@ from __future__ import annotations
 import json
 from functools import cache
 
-__all__ = ["install_command"]
+__all__ = ["install_command", "missing"]
 
 
 def install_command(extra: str) -> str:
     """The command that installs an extra: of a checkout in its folder, of a wheel by name."""
     return f'pip install -e ".[{extra}]"' if _is_checkout() else f'pip install "qkv[{extra}]"'
+
+
+def missing(what: str, library: str | None, extra: str) -> ModuleNotFoundError:
+    """The error where `what` needs a library that is not installed."""
+    return ModuleNotFoundError(
+        f"{what} needs {library}, which is not installed. "
+        f"Install qkv with its extra [{extra}], as in: {install_command(extra)}",
+        name=library,
+    )
 
 
 @cache

@@ -163,3 +163,25 @@ print(end=" ")
     ran = run("-W", "error", "-c", program)
     assert ran.returncode == 0, ran.stderr
     assert "llvmlite cannot be loaded" in ran.stdout or "compiled code" in ran.stdout
+
+
+@pytest.mark.slow
+def test_calls_over_ranks_are_planned_without_torch() -> None:
+    """Orders and plans are arithmetic on sizes; only what sends messages needs torch."""
+    program = """
+import sys
+import qkv, qkv.cost
+sys.modules["torch"] = None
+spread = qkv.cost.ranks_cost("gpt-2", 1024, 4).strategies
+assert spread["ring"].received > 0 and spread["ulysses"].received > 0
+assert qkv.distributed.Order.zigzag(8, 2).rows(0) == 4
+for name in ("attention", "decode", "inspect", "DistributedRecord"):
+    try:
+        getattr(qkv.distributed, name)
+    except ModuleNotFoundError as error:
+        assert f"qkv.distributed.{name} needs torch" in str(error), error
+        assert "[torch]" in str(error) and error.name == "torch", error
+    else:
+        raise SystemExit("nothing was raised")
+"""
+    assert "qkv.distributed.plan" in imported(program)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,22 @@ def test_the_textbook_mechanism_takes_495_operations(output_of) -> None:
     found = strict(output_of("cost", "--mechanism", "scaled-dot-product", "--json"))
     assert found["operations"] == 495
     assert found["operations_formula"] == "4 n^2 d + 5 n^2 - n d - 2 n"
+
+
+@pytest.mark.parametrize("context", ["1", "40", "900", "33000", "600000", "10000000", "90000000"])
+def test_times_are_said_in_the_unit_that_fits(output_of, context: str) -> None:
+    """From nanoseconds to years, with three digits and no exponent."""
+    words = "cost", "--model", "gpt-2", "--context", context, "--machine", "m4"
+    (machine,) = strict(output_of(*words, "--json"))["machines"]
+    times = [machine[name]["seconds"] for name in ("all_tokens", "one_more_token")]
+    text = output_of(*words)
+    assert not re.search(r"\de[+-]\d", text)
+    units = {"y": 31557600, "d": 86400, "h": 3600, "min": 60, "s": 1, "ms": 1e-3, "us": 1e-6}
+    (row,) = [line for line in text.splitlines() if line.startswith("Apple M4")]
+    said = [
+        float(x) * units[unit] for x, unit in re.findall(r"([\d.]+) (y|d|h|min|s|ms|us)\b", row)
+    ]
+    assert said == pytest.approx(times, rel=0.006)
 
 
 def test_symbols_of_a_mechanism_are_explained(output_of) -> None:

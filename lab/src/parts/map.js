@@ -1,7 +1,7 @@
 // The zoomable map of one head's weights: buttons, drag, pinch or keys; the exact weight under the
 // pointer, or of the point that was chosen by a click.
 
-import { html, useEffect, useLab, useMemo, useRef, useState } from "./lab.js";
+import { html, useEffect, useLab, useLayoutEffect, useMemo, useRef, useState } from "./lab.js";
 import { Choice, Num, Save } from "./basics.js";
 import { canvasSvg } from "../drawing/picture.js";
 import { Tiles, drawMap } from "../drawing/map.js";
@@ -70,7 +70,7 @@ export function WeightMap({ name: headName, layer, head, query, chosenKey: key, 
   }, [qLen, kvLen]);
 
   const drawn = useRef({});
-  useEffect(() => {
+  useLayoutEffect(() => {
     const ratio = devicePixelRatio || 1;
     const element = canvas.current;
     if (element.width !== Math.round(width * ratio)) element.width = Math.round(width * ratio);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from qkv.arguments.declarations import Size, checked
@@ -46,7 +46,7 @@ class MechanismCost:
     context: int
     batch: int
     dtype: str
-    ledger: Ledger
+    ledger: Ledger = field(repr=False)
     score_bytes: int
 
     @property

@@ -283,6 +283,10 @@ class Model:
     encoder: Model | None = None
     embed_bias: bool = False
 
+    def __repr__(self) -> str:
+        layers = f"{len(self.layers)} layer{'s' * (len(self.layers) != 1)}"
+        return f"Model({self.name!r}, {layers}, width {self.width:,}, context {self.context:,})"
+
     @property
     def causal(self) -> bool:
         """Whether it generates, one token after the other."""

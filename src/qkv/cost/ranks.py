@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -18,7 +17,7 @@ from qkv.cost.cards import model_card
 from qkv.cost.machines import bytes_of
 from qkv.cost.machines import machine as machine_of
 from qkv.cost.model import Attention, Model
-from qkv.errors import ArgumentError, UnsupportedError
+from qkv.errors import ArgumentError
 
 if TYPE_CHECKING:
     from qkv.distributed import DistributedPlan, Order
@@ -100,6 +99,16 @@ class RanksCost:
     operations_per_second: float
     strategies: Mapping[str, SpreadCost]
 
+    def __repr__(self) -> str:
+        took = [
+            f"{name} refused" if of.refusal else f"{name} {of.seconds:.3g} s"
+            for name, of in self.strategies.items()
+        ]
+        return (
+            f"RanksCost({self.model.name!r}, {self.context:,} tokens, batch {self.batch}, "
+            f"{self.dtype}, {self.ranks} ranks in {self.order} order: {', '.join(took)})"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Everything for JSON."""
         names = ("context", "batch", "ranks", "dtype", "machine", "order", "operations_per_second")
@@ -154,8 +163,8 @@ def ranks_cost(
 
     Raises
     ------
-    ArgumentError, UnsupportedError
-        If a name is unknown, the model reads two sequences, or torch is not installed.
+    ArgumentError
+        If a name is unknown, or the model reads two sequences.
 
     Notes
     -----
@@ -175,11 +184,6 @@ def ranks_cost(
     if model.encoder is not None:
         raise ArgumentError(
             f"{model.name} reads two sequences.", action="Name a model that reads one."
-        )
-    if find_spec("torch") is None:
-        raise UnsupportedError(
-            "qkv.distributed needs torch, which is not installed.",
-            action="Install torch.",
         )
     from qkv.distributed import Order
 

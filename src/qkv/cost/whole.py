@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qkv.arguments.declarations import Size, checked
@@ -51,7 +51,7 @@ class LayerCost:
 
     kind: str
     count: int
-    ledger: Ledger
+    ledger: Ledger = field(repr=False)
     score_entries: Count
     score_bytes: Count
     kv_cache_bytes: Count
@@ -95,6 +95,14 @@ class ModelCost:
     layers: tuple[LayerCost, ...]
     outside: Ledger
     ledger: Ledger
+
+    def __repr__(self) -> str:
+        read = "one more token, context" if self.decode else "all tokens, context"
+        return (
+            f"ModelCost({self.model.name!r}, {read} {self.context:,}, batch {self.batch}, "
+            f"{self.dtype}: {self.operations:,} operations, {self.parameters:,} parameters, "
+            f"{self.kv_cache_bytes:,} bytes of KV cache)"
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -8,12 +8,18 @@ messages            messages with errors that name the rank
 inspection          statistics of weights that no rank holds, and scores of heads
 """
 
-from qkv.distributed.attention import attention, inspect
-from qkv.distributed.decode import decode
-from qkv.distributed.inspection.record import DistributedRecord
+from importlib.util import find_spec as _find_spec
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from qkv.distributed.orders.order import Order
 from qkv.distributed.orders.work import balanced
 from qkv.distributed.plan import DistributedPlan, Machine, StrategyPlan, plan
+from qkv.extras import missing as _missing
+
+if _TYPE_CHECKING or _find_spec("torch") is not None:
+    from qkv.distributed.attention import attention, inspect
+    from qkv.distributed.decode import decode
+    from qkv.distributed.inspection.record import DistributedRecord
 
 __all__ = [
     "DistributedPlan",
@@ -27,3 +33,10 @@ __all__ = [
     "inspect",
     "plan",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Orders and plans are arithmetic on sizes. Only what sends messages needs torch."""
+    if name in __all__:
+        raise _missing(f"qkv.distributed.{name}", "torch", "torch")
+    raise AttributeError(f"module 'qkv.distributed' has no attribute {name!r}")

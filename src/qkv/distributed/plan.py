@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from qkv.arguments.declarations import checked as checked_arguments
 from qkv.call.binding.options import Options, option_values, with_options
 from qkv.call.dispatch import checked
+from qkv.distributed.orders.heads import kv_heads_of
 from qkv.distributed.orders.order import Order
 from qkv.distributed.orders.work import balance, pairs_between
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, UnsupportedError
 from qkv.ledger import memory
 from qkv.problem.spec import Problem
 
@@ -248,9 +249,6 @@ def _gather(work: Array, sizes: Array, machine: Machine) -> StrategyPlan:
 def _ulysses(
     problem: Problem, work: Array, queries: Order, sizes: Array, machine: Machine
 ) -> StrategyPlan:
-    from qkv.distributed.calls.heads import kv_heads_of
-    from qkv.errors import UnsupportedError
-
     spec, ranks = problem.spec, queries.ranks
     try:
         shares = [kv_heads_of(spec.num_heads, spec.num_kv_heads, ranks, r) for r in range(ranks)]

@@ -66,6 +66,10 @@ class Decoder(ABC):
         self._embedding, self._unembedding = embedding, unembedding
         self._layers, self._variants, self._num_heads = layers, variants, num_heads
 
+    def __repr__(self) -> str:
+        sizes = f"{len(self._layers)} layers of {self._num_heads} heads"
+        return f"{type(self).__name__}({sizes}, {len(self._embedding):,} tokens)"
+
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """The ids of a text."""

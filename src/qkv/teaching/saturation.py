@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -81,7 +81,7 @@ class ScalingCurve:
 
     draws: int
     seed: int
-    points: tuple[ScalingPoint, ...]
+    points: tuple[ScalingPoint, ...] = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Numbers for JSON."""

@@ -112,6 +112,39 @@ def test_weights_keep_their_colours_in_print(opened: Any) -> None:
     assert page.locator("main").evaluate("each => each.getBoundingClientRect().left") < 40
 
 
+def test_a_dark_page_is_printed_light(opened: Any) -> None:
+    """A sheet would be black otherwise. What is printed is the page at the end of the event."""
+    page = opened(color_scheme="dark").open("inspect")
+    page.wait_for_selector(".smallheads canvas")
+    colours = """each => {
+        dispatchEvent(new Event(each));
+        const map = document.querySelector(".mapholder canvas").getContext("2d");
+        const ink = getComputedStyle(document.querySelector(".qkv-lab")).color;
+        return [ink, [...map.getImageData(150, 20, 1, 1).data]];
+    }"""
+    ink, map_ = page.evaluate(colours, "beforeprint")
+    assert ink == "rgb(30, 28, 25)"
+    assert min(map_) > 220
+    page.evaluate(colours, "afterprint")
+    page.wait_for_selector('.qkv-lab[data-theme="dark"]')
+
+
+def test_the_frame_of_the_chosen_head_is_whole(opened: Any) -> None:
+    """The pictures scroll in a box of their own, which cuts what is drawn outside of it."""
+    page = opened().open("inspect")
+    chosen = page.wait_for_selector('.smallheads button[aria-pressed="true"]')
+    chosen.focus()
+    spare = chosen.evaluate("""each => {
+        const inner = each.getBoundingClientRect();
+        const outer = each.closest(".wide").getBoundingClientRect();
+        const { outlineWidth, outlineOffset } = getComputedStyle(each);
+        const drawn = parseFloat(outlineWidth) + parseFloat(outlineOffset);
+        const below = outer.bottom - inner.bottom;
+        return [inner.left - outer.left, below].map((room) => room - drawn);
+    }""")
+    assert min(spare) >= 0
+
+
 def test_the_top_of_a_phone(opened: Any) -> None:
     """One line of buttons; what is chosen, and what is in a bar, ends inside of it."""
     page = opened(width=390, height=844).open("exercises")

@@ -23,6 +23,7 @@ DESCRIPTION = (
 )
 
 _SHOWN = "h100", "h200", "mi300x", "m4"
+_UNITS = {"y": 31_557_600, "d": 86_400, "h": 3600, "min": 60, "s": 1, "ms": 1e-3, "us": 1e-6}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -391,7 +392,8 @@ def _bytes(value: int) -> str:
 
 
 def _seconds(value: float) -> str:
-    for unit, size in (("h", 3600.0), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+    value = float(f"{value:.3g}")  # Before the unit is chosen: 0.9997 s are 1 s, not 1e+03 ms.
+    for unit, size in _UNITS.items():
         if value >= size:
             return f"{value / size:.3g} {unit}"
     return f"{value * 1e9:.3g} ns"

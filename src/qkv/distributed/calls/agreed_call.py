@@ -12,12 +12,13 @@ import torch
 from qkv.arguments.declarations import shown
 from qkv.call.binding.options import DEFAULTS, OptionValues
 from qkv.distributed.calls.dtensors import Placed
-from qkv.distributed.calls.heads import Exchanges, HeadExchange, heads_of, kv_heads_of
+from qkv.distributed.calls.heads import Exchanges, HeadExchange
 from qkv.distributed.calls.parts import Parts
 from qkv.distributed.calls.ring import Ring
 from qkv.distributed.calls.sharded_call import ShardedCall, VariantArrays, whole_call
 from qkv.distributed.messages.agreement import compare, fingerprint, in_words, tell
 from qkv.distributed.messages.links import Links, group_of
+from qkv.distributed.orders.heads import heads_of, kv_heads_of
 from qkv.distributed.orders.order import Order
 from qkv.distributed.plan import STRATEGIES, choose_strategy
 from qkv.errors import ArgumentError, QkvError, ShapeError
