@@ -68,7 +68,7 @@ class Layout:
 
 def layout_of(spec: Spec, shape: TileShape) -> Layout:
     """Scores, weights, V, K, copied rows and tables; Q, O and statistics of 16 queries."""
-    sizes = Sizes(shape.chunks, shape.value_tiles)
+    sizes = Sizes.of(shape)
     areas = {
         "scores": MOST_GROUPS * SCORE_BYTES,
         "weights": MOST_GROUPS * TILE_SIZE,
@@ -122,8 +122,8 @@ class Tasks:
     def task(self, arguments: Value, task: Value, scratch: Value) -> Task:
         e, b, frame, layout = self.e, self.e.builder, self.frame, self.layout
         batch, head, first_row, first_run, last_run = frame.record(task, TASK)
-        group_size, q_len, blocks = (
-            frame.field(arguments, name) for name in ("group_size", "q_len", "q_blocks_per_task")
+        group_size, q_len, blocks = frame.words(
+            arguments, "group_size", "q_len", "q_blocks_per_task"
         )
         units = e.mul(blocks, layout.units_of_block)
         kv_head = b.sdiv(head, group_size)

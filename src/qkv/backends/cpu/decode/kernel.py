@@ -235,8 +235,9 @@ class _Decode:
     def scratch_areas(self, arguments: Value, scratch: Value) -> _Scratch:
         """The areas of scratch memory, in the order of `scratch_bytes`."""
         e = self.e
-        names = "rows", "panel", "head_dim", "v_head_dim"
-        rows, panel, head_dim, v_head_dim = (self.frame.field(arguments, name) for name in names)
+        rows, panel, head_dim, v_head_dim = self.frame.words(
+            arguments, "rows", "panel", "head_dim", "v_head_dim"
+        )
         block = e.at(scratch, e.mul(panel, self.score_row))
         rescale = e.at(block, e.mul(panel, self.frame.block_row_bytes(v_head_dim)))
         key_scales = e.at(rescale, e.mul(panel, e.vector_bytes))
@@ -260,9 +261,8 @@ class _Decode:
         ):
             arguments, batch, kv_head, kv_start, count, first, record, scratch, partial = args
             b, false = e.builder, ir.Constant(BIT, 0)
-            names = "group_size", "q_len", "rows", "panel", "head_dim", "v_head_dim"
-            group_size, q_len, rows, panel, head_dim, v_head_dim = (
-                self.frame.field(arguments, name) for name in names
+            group_size, q_len, rows, panel, head_dim, v_head_dim = self.frame.words(
+                arguments, "group_size", "q_len", "rows", "panel", "head_dim", "v_head_dim"
             )
             own = self.scratch_areas(arguments, scratch)
             block_row = self.frame.block_row_bytes(v_head_dim)
@@ -365,13 +365,12 @@ class _Decode:
             arguments, task, record, scratch = args
             b = e.builder
             group, start, stop, full = self.frame.record(task, TASK)
-            names = (
-                "group_size", "q_len", "rows", "panel", "head_dim", "v_head_dim", "query_head",
-                "num_kv_heads",
-            )  # fmt: skip
             group_size, q_len, rows, panel, head_dim, v_head_dim, query_head, kv_heads = (
-                self.frame.field(arguments, name) for name in names
-            )
+                self.frame.words(
+                    arguments, "group_size", "q_len", "rows", "panel", "head_dim", "v_head_dim",
+                    "query_head", "num_kv_heads",
+                )
+            )  # fmt: skip
             batch, kv_head = b.sdiv(group, kv_heads), b.srem(group, kv_heads)
             own = self.scratch_areas(arguments, scratch)
             block_row = self.frame.block_row_bytes(v_head_dim)

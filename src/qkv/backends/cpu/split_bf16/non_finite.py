@@ -160,9 +160,7 @@ def add_non_finite(of: TermSplitter) -> Value:
             def add_elements(d: Value, _: list[Value]) -> None:
                 """A vector of elements is tested at once: most have none that was left out."""
                 left_out = of.cannot_be_split(of.load_elements(start_of_row, d, dim))
-                lanes = ir.IntType(e.lanes)
-                some = b.icmp_unsigned("!=", b.bitcast(left_out, lanes), ir.Constant(lanes, 0))
-                with b.if_then(some, likely=False):
+                with b.if_then(e.any_lane(left_out), likely=False):
                     e.loop(d, e.least(e.add(d, e.lanes), dim), 1, [], add_element)
 
             e.loop(0, dim, e.lanes, [], add_elements)

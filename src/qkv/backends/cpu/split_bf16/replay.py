@@ -73,8 +73,9 @@ def _task_function(
         b = e.builder
         tile_instructions.configure(e)
         batch, head, first_row, first_run, last_run = frame.record(task, TASK)
-        names = ("group_size", "q_len", "head_dim", "q_blocks_per_task")
-        group_size, q_len, head_dim, q_blocks_per_task = (frame.field(arguments, n) for n in names)
+        group_size, q_len, head_dim, q_blocks_per_task = frame.words(
+            arguments, "group_size", "q_len", "head_dim", "q_blocks_per_task"
+        )
         query = frame.operand(arguments, "query", batch, head)
         key = frame.operand(arguments, "key", batch, b.sdiv(head, group_size))
 
