@@ -170,7 +170,7 @@ class _Bf16Kernel(TileKernel):
 
     def sweep(self) -> Sweep:
         frame, functions = self.frame, self.functions
-        sizes, rows = Sizes(frame.shape.chunks, frame.shape.value_tiles), Bf16Rows(frame, 1)
+        sizes, rows = Sizes.of(frame.shape), Bf16Rows(frame, 1)
         functions["copy"] = rows.copy_function()
         functions["pack"] = rows.pack_function(functions)
         tile_rows = TileRows(rows, sizes)

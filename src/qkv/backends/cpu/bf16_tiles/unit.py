@@ -25,6 +25,7 @@ from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.transpose import transpose_tables
 from qkv.backends.cpu.emit.transposed_loads import transposed_loads
 from qkv.backends.cpu.forward.frame import ForwardFrame
+from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.layout import TILE_BYTES, TILE_SIZE
 from qkv.backends.cpu.products.tile_instructions import TileInstructions, tiles_of
 from qkv.problem.language.expressions import Op, walk
@@ -45,34 +46,44 @@ _LEFT, _SCORES = 6, 7
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Tiles along head_dim, of 32 elements, and along v_head_dim, of 16."""
+    """Tiles along head_dim, of 32 elements, and along v_head_dim, of 16, each in `terms`."""
 
     chunks: int
     value_tiles: int
+    terms: int
+
+    @classmethod
+    def of(cls, shape: TileShape) -> Sizes:
+        return cls(shape.chunks, shape.value_tiles, shape.terms)
 
     @property
     def key_bytes(self) -> int:
         """Bytes of K of one group."""
-        return 2 * self.chunks * TILE_SIZE
+        return 2 * self.chunks * self.terms * TILE_SIZE
+
+    @property
+    def columns(self) -> int:
+        """Tiles of V along v_head_dim: whole chunks of 32 elements are transposed."""
+        return 2 * -(-self.value_tiles // 2)
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of V of one group: whole chunks of 32 elements are transposed."""
-        return 2 * -(-self.value_tiles // 2) * TILE_SIZE
+        """Bytes of V of one group."""
+        return self.columns * self.terms * TILE_SIZE
 
 
 ARGUMENTS = (
     "arguments", "packed", "total", "stats", "keys", "values", "scores", "weights", "transposed",
     "batch", "head", "first_row", "kv_start", "count", "unmasked",
 )  # fmt: skip
-"""Arguments of the function of a unit: nine addresses, six integers, and `marked`. `unmasked` is
+"""Arguments of the functions of a unit: nine addresses, six integers, and `marked`. `unmasked` is
 the number of groups, from the first on, of which every query sees every key."""
+ARGUMENT_TYPES = [*[POINTER] * 9, *[INT64] * 6, BIT]
 
 
 def unit_function(frame: ForwardFrame, sizes: Sizes) -> Value:
     """A function of `ARGUMENTS`: weights of all keys of a unit; row sums and O are added to."""
-    kinds = [*[POINTER] * 9, *[INT64] * 6, BIT]
-    with frame.e.function("attend_to_keys", kinds) as (function, (*args, marked)):
+    with frame.e.function("attend_to_keys", ARGUMENT_TYPES) as (function, (*args, marked)):
         _Body(frame, sizes, dict(zip(ARGUMENTS, args, strict=True)), marked).attend()
     return function
 
