@@ -17,7 +17,6 @@ import numpy as np
 
 from qkv.errors import ArgumentError
 from qkv.problem.language.nodes import (
-    VARIABLES,
     Const,
     Kind,
     Load,
@@ -29,41 +28,15 @@ from qkv.problem.language.nodes import (
     computed_first,
     fields_of,
     rebuilt,
-    tables,
     text,
     upwards,
-    variables,
     walk,
 )
 
 __all__ = [
-    "FALSE",
-    "OPERATIONS",
-    "SCORE",
-    "TRUE",
-    "VARIABLES",
-    "Const",
-    "Kind",
-    "Load",
-    "Node",
-    "Number",
-    "Op",
-    "Operation",
-    "Var",
-    "as_node",
-    "children",
-    "computed_first",
-    "conjunction",
-    "constant",
-    "fields_of",
-    "operation",
-    "rebuilt",
-    "substitute",
-    "tables",
-    "text",
-    "upwards",
-    "variables",
-    "walk",
+    "FALSE", "OPERATIONS", "SCORE", "TRUE", "Const", "Kind", "Load", "Node", "Op", "Operation",
+    "Var", "as_node", "children", "computed_first", "conjunction", "constant", "fields_of",
+    "operation", "rebuilt", "substitute", "text", "upwards", "walk",
 ]  # fmt: skip
 
 
