@@ -8,7 +8,6 @@ formula in its paper, and builds a node of `qkv.problem.language.expressions`:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -26,34 +25,6 @@ from qkv.problem.language.expressions import (
     operation,
     text,
 )
-
-_UFUNCS: Mapping[Any, str] = {
-    np.add: "add",
-    np.subtract: "sub",
-    np.multiply: "mul",
-    np.true_divide: "div",
-    np.floor_divide: "floordiv",
-    np.remainder: "mod",
-    np.minimum: "min",
-    np.maximum: "max",
-    np.negative: "neg",
-    np.absolute: "abs",
-    np.less: "lt",
-    np.less_equal: "le",
-    np.equal: "eq",
-    np.not_equal: "ne",
-    np.logical_and: "and",
-    np.logical_or: "or",
-    np.logical_not: "not",
-    np.bitwise_and: "and",
-    np.bitwise_or: "or",
-    np.invert: "not",
-    np.exp: "exp",
-    np.log: "log",
-    np.sqrt: "sqrt",
-    np.tanh: "tanh",
-    np.floor: "floor",
-}
 
 
 class Expr:
@@ -126,13 +97,9 @@ class Expr:
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if method != "__call__" or kwargs:
             return NotImplemented
-        if ufunc in (np.greater, np.greater_equal):
-            swapped = np.less if ufunc is np.greater else np.less_equal
-            return self.__array_ufunc__(swapped, method, *inputs[::-1])
         if ufunc is np.sign and as_node(inputs[0]).kind == "float":  # NaN, where torch has 0
             return _called("where", inputs[0] == inputs[0], _called("sign", *inputs), inputs[0])
-        name = _UFUNCS.get(ufunc)
-        return _called(ufunc.__name__, *inputs) if name is None else build(name, *inputs)
+        return _called(ufunc.__name__, *inputs)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return _called(func.__name__, *args, **kwargs)
