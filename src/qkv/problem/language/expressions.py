@@ -167,18 +167,13 @@ def _as_number(node: Node) -> Node:
 
 
 def _simplify(name: str, args: tuple[Node, ...]) -> Node | None:
-    if name == "and":
-        if FALSE in args:
-            return FALSE
-        left = [arg for arg in args if arg != TRUE]
+    if name in ("and", "or"):
+        decisive, neutral = (FALSE, TRUE) if name == "and" else (TRUE, FALSE)
+        if decisive in args:
+            return decisive
+        left = [arg for arg in args if arg != neutral]
         if len(left) < 2:
-            return left[0] if left else TRUE
-    if name == "or":
-        if TRUE in args:
-            return TRUE
-        left = [arg for arg in args if arg != FALSE]
-        if len(left) < 2:
-            return left[0] if left else FALSE
+            return left[0] if left else neutral
     values = [arg.value for arg in args if isinstance(arg, Const)]
     if len(values) == len(args) and not (name in ("floordiv", "mod") and values[1] == 0):
         with np.errstate(all="ignore"):
