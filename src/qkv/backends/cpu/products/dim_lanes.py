@@ -103,6 +103,7 @@ class RowProducts:
         """Whether Q and K are multiplied without being widened, two elements in a lane."""
         self.query_dtype = query_dtype if self.narrow else storage.real_dtype(e)
         """The type in which the functions find Q."""
+        self.query_bytes = storage.ITEM_BYTES[self.query_dtype]
         self.at_once = shape.products_at_once
         """Number of sums, each of them a vector, that a tile keeps in registers."""
         self.tiles = [rows for rows in (4, 2, 1) if rows <= self.at_once]
@@ -178,7 +179,7 @@ class RowProducts:
             key, query, out, key_row, head_dim, count, ahead, asked, only = args
 
             def query_row(i: int) -> Value:
-                return e.at(query, e.mul(i, head_dim, storage.ITEM_BYTES[self.query_dtype]))
+                return e.at(query, e.mul(i, head_dim, self.query_bytes))
 
             # No group asks which of its keys exist. The last one begins earlier, and computes some
             # scores again; if there are fewer keys than a group has, the last key is repeated.
