@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from qkv.backends.cpu.bf16_tiles.weights import Row, Weights
+from qkv.backends.cpu.bf16_tiles.layout import GROUP, Row
+from qkv.backends.cpu.bf16_tiles.weights import Weights
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import Emitter, Value
-from qkv.backends.cpu.products.layout import CHUNK, TILE_BYTES
+from qkv.backends.cpu.products.layout import TILE_BYTES
 
-GROUP = CHUNK
-"""Number of keys whose weights are computed together."""
 PAIRS = GROUP // 2
 
 

@@ -13,14 +13,8 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from qkv.backends.cpu.bf16_tiles.shift import GROUP
-from qkv.backends.cpu.bf16_tiles.tasks import (
-    PLANNED_KEYS,
-    Task,
-    Tasks,
-    UnitRows,
-)
-from qkv.backends.cpu.bf16_tiles.unit import Sizes
+from qkv.backends.cpu.bf16_tiles.layout import GROUP, PLANNED_KEYS, Sizes
+from qkv.backends.cpu.bf16_tiles.tasks import Task, Tasks, UnitRows
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import rows_from

@@ -16,24 +16,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from qkv.backends.cpu.bf16_tiles.shift import GROUP, PAIRS, Group, ShiftedRows, if_any
+from qkv.backends.cpu.bf16_tiles.layout import GROUP, MOST_GROUPS, SCORE_BYTES, Sizes
+from qkv.backends.cpu.bf16_tiles.shift import PAIRS, Group, ShiftedRows, if_any
 from qkv.backends.cpu.bf16_tiles.weights import MOST_BITS, Queries, Weights
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.transpose import transpose_tables
 from qkv.backends.cpu.emit.transposed_loads import transposed_loads
 from qkv.backends.cpu.forward.frame import ForwardFrame
-from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.layout import TILE_BYTES, TILE_SIZE
 from qkv.backends.cpu.products.tile_instructions import TileInstructions, tiles_of
 from qkv.problem.language.expressions import Op, walk
 
-MOST_GROUPS = 16
-"""The most groups of keys of one unit."""
-SCORE_BYTES = GROUP * TILE_BYTES
-"""Scores of one group of keys."""
 _HELD = 4
 """Tiles that hold O."""
 MOST_OPERATIONS = 12
@@ -42,34 +37,6 @@ _LONG = frozenset({"div", "exp", "floordiv", "log", "mod", "sqrt", "tanh"})
 """Operations that take many instructions, or cycles."""
 _LEFT, _SCORES = 6, 7
 """The tile of a left factor, and that of scores."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Tiles along head_dim, of 32 elements, and along v_head_dim, of 16, each in `terms`."""
-
-    chunks: int
-    value_tiles: int
-    terms: int
-
-    @classmethod
-    def of(cls, shape: TileShape) -> Sizes:
-        return cls(shape.chunks, shape.value_tiles, shape.terms)
-
-    @property
-    def key_bytes(self) -> int:
-        """Bytes of K of one group."""
-        return 2 * self.chunks * self.terms * TILE_SIZE
-
-    @property
-    def columns(self) -> int:
-        """Tiles of V along v_head_dim: whole chunks of 32 elements are transposed."""
-        return 2 * -(-self.value_tiles // 2)
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes of V of one group."""
-        return self.columns * self.terms * TILE_SIZE
 
 
 ARGUMENTS = (

@@ -43,14 +43,8 @@ from qkv.backends.cpu.products import tile_instructions
 from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
 from qkv.backends.cpu.products.layout import CHUNK
 from qkv.backends.cpu.split_bf16 import non_finite
-from qkv.backends.cpu.split_bf16.backward_block import (
-    AREAS,
-    QUERY_ROWS,
-    BlockPair,
-    SplitBlock,
-    Stage,
-)
-from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES
+from qkv.backends.cpu.split_bf16.backward_block import BlockPair, SplitBlock, Stage
+from qkv.backends.cpu.split_bf16.layout import AREAS, FLOAT_BYTES, QUERY_ROWS
 from qkv.problem.language.expressions import TRUE
 from qkv.problem.tiles import TileKind
 

@@ -12,57 +12,26 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from qkv.backends.cpu.bf16_tiles.kernel import TileKernel
-from qkv.backends.cpu.bf16_tiles.shift import GROUP
+from qkv.backends.cpu.bf16_tiles.layout import GROUP, Sizes
 from qkv.backends.cpu.bf16_tiles.sweep import Keys, Stretch, Sweep
-from qkv.backends.cpu.bf16_tiles.tasks import Layout, Task, Tasks, UnitRows
-from qkv.backends.cpu.bf16_tiles.unit import MOST_GROUPS, MOST_OPERATIONS, Sizes
-from qkv.backends.cpu.bf16_tiles.weights import Row
+from qkv.backends.cpu.bf16_tiles.tasks import Task, Tasks, UnitRows
+from qkv.backends.cpu.bf16_tiles.unit import MOST_OPERATIONS
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import Value
 from qkv.backends.cpu.emit.frame import rows_from
-from qkv.backends.cpu.emit.transposed_loads import transposed_bytes
 from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.backends.cpu.forward.layout import ForwardKey
-from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.products.layout import CHUNK, TILE_BYTES, TILE_ROWS
+from qkv.backends.cpu.products.layout import TILE_BYTES
 from qkv.backends.cpu.split_bf16 import non_finite
+from qkv.backends.cpu.split_bf16.layout import (
+    UNSPLIT,
+    WIDTH,
+    layout_of,
+)
 from qkv.backends.cpu.split_bf16.scores import SplitScores
-from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES
-from qkv.backends.cpu.split_bf16.unit import SCORE_BYTES, VECTORS, WIDTH, UnitBody, unit_function
+from qkv.backends.cpu.split_bf16.unit import UnitBody, unit_function
 from qkv.backends.cpu.threads.floating_mode import flushing
 from qkv.problem.language.expressions import Op, walk
-from qkv.problem.spec import Spec
-
-_SPLIT_BYTES = 512 * 1024
-"""Bytes of K and V in terms that leave room in the second-level cache."""
-_UNSPLIT = len(Row)
-"""The row of statistics that tells which queries cannot be split."""
-
-
-def layout_of(spec: Spec, shape: TileShape) -> Layout:
-    """Scores, weights, V, K, copied rows and tables; Q, O and statistics of 32 queries."""
-    sizes = Sizes.of(shape)
-    group_bytes = sizes.key_bytes + sizes.value_bytes
-    groups = MOST_GROUPS if MOST_GROUPS * group_bytes <= _SPLIT_BYTES else MOST_GROUPS // 2
-    block_kv = groups * GROUP
-    wide = max(sizes.chunks, -(-sizes.value_tiles // 2)) * CHUNK
-    areas = {
-        "unsplit": non_finite.NON_FINITE_BYTES,
-        "scores": groups * SCORE_BYTES,
-        "weights": groups * sizes.terms * TILE_ROWS * WIDTH,
-        "keys": groups * sizes.key_bytes,
-        "values": groups * sizes.value_bytes,
-        "copy": block_kv * FLOAT_BYTES * wide,
-        "transposed": VECTORS * transposed_bytes(spec, block_kv, TILE_BYTES),
-    }
-    packed = sizes.chunks * sizes.terms * TILE_ROWS * WIDTH
-    total = sizes.value_tiles * TILE_ROWS * WIDTH
-    return Layout(block_kv, VECTORS, areas, packed, total, (_UNSPLIT + 1) * WIDTH)
-
-
-def split_scratch_bytes(spec: Spec, shape: TileShape) -> int:
-    """Memory of one worker."""
-    return layout_of(spec, shape).scratch_bytes(shape.q_blocks_per_task)
 
 
 def emit_split_forward(key: ForwardKey) -> str:
@@ -98,7 +67,7 @@ class _SplitKernel(TileKernel):
         e = self.e
         where = [task.query.pointer, e.at(unit.packed, j * TILE_BYTES), task.areas["copy"], row]
         unsplit = e.builder.call(self.functions["pack"], [task.arguments, *where])
-        e.store(unsplit, self.tasks.stat(unit, _UNSPLIT, j), WORD)
+        e.store(unsplit, self.tasks.stat(unit, UNSPLIT, j), WORD)
 
 
 class _SplitSweep(Sweep):
@@ -146,7 +115,7 @@ class _SplitSweep(Sweep):
             # Steps of so many instructions would take long to compile.
             attend_in_turn()
             return
-        lanes = self.tasks.stat(unit, _UNSPLIT)
+        lanes = self.tasks.stat(unit, UNSPLIT)
         in_turn = b.or_(
             stretch.has_non_finite,
             non_finite.any_non_finite(self.split, areas["unsplit"], lanes),
@@ -160,5 +129,5 @@ class _SplitSweep(Sweep):
         scores = e.at(areas["scores"], e.sub(0, e.mul(keys.start, WIDTH)))
         self.scores.recompute(
             task.arguments, rows_from(e, task.key, stretch.start), task.query, unit.row,
-            (keys.start, keys.stop), areas["unsplit"], self.tasks.stat(unit, _UNSPLIT), scores,
+            (keys.start, keys.stop), areas["unsplit"], self.tasks.stat(unit, UNSPLIT), scores,
         )  # fmt: skip

@@ -15,10 +15,8 @@ from qkv.backends.cpu.emit.emitter import BIT, INT32, INT64, POINTER, Emitter, V
 from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.products.bfloat16 import split_pairs
 from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
-from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES, TermSplitter
-
-NON_FINITE_BYTES = 8192
-"""Bytes of the list of rows of a left factor that cannot be split, with their number in front."""
+from qkv.backends.cpu.split_bf16.layout import FLOAT_BYTES
+from qkv.backends.cpu.split_bf16.terms import TermSplitter
 
 
 def recompute(of: TermSplitter, name: str, left_dtype: str, right_dtype: str) -> Value:

@@ -20,8 +20,9 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 
-from qkv.backends.cpu.bf16_tiles.shift import GROUP, PAIRS, Group, ShiftedRows, if_any
-from qkv.backends.cpu.bf16_tiles.unit import ARGUMENT_TYPES, ARGUMENTS, Sizes
+from qkv.backends.cpu.bf16_tiles.layout import GROUP, Sizes
+from qkv.backends.cpu.bf16_tiles.shift import PAIRS, Group, ShiftedRows, if_any
+from qkv.backends.cpu.bf16_tiles.unit import ARGUMENT_TYPES, ARGUMENTS
 from qkv.backends.cpu.bf16_tiles.weights import Queries, Weights
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import Value
@@ -32,13 +33,9 @@ from qkv.backends.cpu.products.bfloat16 import split_pairs
 from qkv.backends.cpu.products.layout import TILE_BYTES, TILE_ROWS, TILE_SIZE
 from qkv.backends.cpu.products.matrix_unit import Products
 from qkv.backends.cpu.products.tile_instructions import TileInstructions, tiles_of
+from qkv.backends.cpu.split_bf16.layout import SCORE_BYTES, VECTORS, WIDTH
 from qkv.backends.cpu.split_bf16.terms import TermSplitter
 
-VECTORS = 2
-WIDTH = VECTORS * TILE_BYTES
-"""Bytes of a number of each query."""
-SCORE_BYTES = GROUP * WIDTH
-"""Scores of one group of keys."""
 _STORED_AFTER = 4
 """Products after which the sums before them are stored."""
 
