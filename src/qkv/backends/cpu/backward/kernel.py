@@ -31,11 +31,8 @@ from functools import partial
 from typing import TypeAlias
 
 from qkv.backends.cpu.backward.frame import BackwardFrame
+from qkv.backends.cpu.backward.functions import block_functions, query_block_function
 from qkv.backends.cpu.backward.layout import TASK, BackwardKey
-from qkv.backends.cpu.backward.query_block import (
-    block_functions,
-    query_block_function,
-)
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value

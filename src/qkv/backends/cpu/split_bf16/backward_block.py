@@ -16,9 +16,9 @@ from llvmlite import ir
 
 from qkv.backends.cpu.backward.block import chain_rule_function, weights_function
 from qkv.backends.cpu.backward.frame import BackwardFrame
+from qkv.backends.cpu.backward.functions import vector_functions
 from qkv.backends.cpu.backward.gradient_sums import add_vectors
 from qkv.backends.cpu.backward.layout import BLOCK_KV
-from qkv.backends.cpu.backward.query_block import vector_functions
 from qkv.backends.cpu.backward.query_rows import pack_function, unpack_function
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.argument_block import WORD
