@@ -40,13 +40,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.problem.backward import (
-    OperandGradients,
-    OperandSums,
-    add_entries,
-    reads,
-    shares_of_sinks,
-)
+from qkv.problem.backward import OperandGradients, OperandSums, add_entries, reads, shares_of_sinks
 from qkv.problem.language.derivative import derivative, tangent
 from qkv.problem.language.evaluate import evaluate
 from qkv.problem.language.expressions import SCORE, Load, Node, Var

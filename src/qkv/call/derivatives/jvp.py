@@ -16,20 +16,9 @@ from qkv.arrays.views import view
 from qkv.backends.blocked import BLOCK_KV, BLOCK_Q
 from qkv.call.binding.bound import BoundCall, bind
 from qkv.call.binding.options import Options, option_values, with_options
-from qkv.call.binding.variant_arrays import (
-    briefly,
-    by_origin,
-    own_arrays,
-    wanted,
-    without_repeats,
-)
+from qkv.call.binding.variant_arrays import briefly, by_origin, own_arrays, wanted, without_repeats
 from qkv.call.checked import CheckedCall, check_call
-from qkv.call.derivatives.cotangents import (
-    cotangent_of_lse,
-    cotangent_of_out,
-    fits,
-    shapes_of,
-)
+from qkv.call.derivatives.cotangents import cotangent_of_lse, cotangent_of_out, fits, shapes_of
 from qkv.call.derivatives.gradients import Gradients, arranged
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.partial import Partial

@@ -19,12 +19,7 @@ from qkv.backends.cpu.emit.emitter import DOUBLE, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.expressions.tables import TableView
 from qkv.backends.cpu.emit.expressions.vector_code import Expressions
 from qkv.backends.cpu.forward.boundary_blocks import write_range
-from qkv.backends.cpu.products.query_lanes import (
-    SumOrder,
-    dot_rows,
-    store_vectors,
-    vectors_at,
-)
+from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors, vectors_at
 from qkv.problem.language.derivative import derivative
 from qkv.problem.language.expressions import Load
 

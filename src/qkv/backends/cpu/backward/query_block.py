@@ -18,9 +18,7 @@ from qkv.backends.cpu.forward.boundary_blocks import Range, are_narrow, for_each
 from qkv.backends.cpu.forward.layout import RUN
 from qkv.backends.cpu.forward.layout import TASK as BLOCK
 from qkv.backends.cpu.forward.rows import rows_of_block
-from qkv.backends.cpu.products.bfloat16 import (
-    emit_round_to_chunks,
-)
+from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
 from qkv.problem.language.expressions import TRUE
 
 PAIRS_OF = {"query": "query_pairs", "grad_out": "grad_pairs"}

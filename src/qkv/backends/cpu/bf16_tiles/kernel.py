@@ -13,13 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
-from qkv.backends.cpu.bf16_tiles.layout import (
-    BLOCK_KV,
-    Layout,
-    Row,
-    Sizes,
-    layout_of,
-)
+from qkv.backends.cpu.bf16_tiles.layout import BLOCK_KV, Layout, Row, Sizes, layout_of
 from qkv.backends.cpu.bf16_tiles.rows import TileRows
 from qkv.backends.cpu.bf16_tiles.sweep import Bf16Sweep, Sweep
 from qkv.backends.cpu.bf16_tiles.tasks import Task, Tasks, UnitRows

@@ -17,15 +17,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage
-from qkv.backends.cpu.emit.emitter import (
-    BIT,
-    CACHE_LINE,
-    DOUBLE,
-    INT64,
-    POINTER,
-    Emitter,
-    Value,
-)
+from qkv.backends.cpu.emit.emitter import BIT, CACHE_LINE, DOUBLE, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.bfloat16 import load_chunk, multiply_add_pairs, present_elements
 from qkv.backends.cpu.products.float16 import multiply_add_halves

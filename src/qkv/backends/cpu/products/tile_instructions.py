@@ -26,16 +26,7 @@ from typing import Protocol
 
 from llvmlite import ir
 
-from qkv.backends.cpu.emit.emitter import (
-    BYTE,
-    FLOAT,
-    INT32,
-    INT64,
-    POINTER,
-    VOID,
-    Emitter,
-    Value,
-)
+from qkv.backends.cpu.emit.emitter import BYTE, FLOAT, INT32, INT64, POINTER, VOID, Emitter, Value
 from qkv.backends.cpu.products.bfloat16 import flushed, multiply_add, split_pairs
 from qkv.backends.cpu.products.layout import TILE_BYTES, TILE_ROWS, TILE_SIZE, TILES
 

@@ -27,12 +27,7 @@ from qkv.backends.cpu.emit.packing import copy_rows_function
 from qkv.backends.cpu.emit.storage import load, real_dtype
 from qkv.backends.cpu.products import matrix_unit
 from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
-from qkv.backends.cpu.products.layout import (
-    CHUNK,
-    TILE_BYTES,
-    TILE_ROWS,
-    TILE_SIZE,
-)
+from qkv.backends.cpu.products.layout import CHUNK, TILE_BYTES, TILE_ROWS, TILE_SIZE
 from qkv.backends.cpu.products.query_lanes import vectors_at
 from qkv.backends.cpu.split_bf16 import non_finite
 from qkv.backends.cpu.split_bf16.layout import FLOAT_BYTES, QUERY_ROWS

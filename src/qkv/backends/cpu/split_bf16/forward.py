@@ -23,11 +23,7 @@ from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.backends.cpu.forward.layout import ForwardKey
 from qkv.backends.cpu.products.layout import TILE_BYTES
 from qkv.backends.cpu.split_bf16 import non_finite
-from qkv.backends.cpu.split_bf16.layout import (
-    UNSPLIT,
-    WIDTH,
-    layout_of,
-)
+from qkv.backends.cpu.split_bf16.layout import UNSPLIT, WIDTH, layout_of
 from qkv.backends.cpu.split_bf16.scores import SplitScores
 from qkv.backends.cpu.split_bf16.unit import UnitBody, unit_function
 from qkv.backends.cpu.threads.floating_mode import flushing
