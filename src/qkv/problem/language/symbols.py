@@ -8,8 +8,9 @@ formula in its paper, and builds a node of `qkv.problem.language.expressions`:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -25,6 +26,20 @@ from qkv.problem.language.expressions import (
     operation,
     text,
 )
+
+_Operator: TypeAlias = Callable[[Any, Any], "Expr"]
+
+
+def _operators(name: str) -> tuple[_Operator, _Operator]:
+    """The operator of an operation, and the one whose left operand is the other one."""
+
+    def of_left(self: Expr, other: Any) -> Expr:
+        return build(name, self, other)
+
+    def of_right(self: Expr, other: Any) -> Expr:
+        return build(name, other, self)
+
+    return of_left, of_right
 
 
 class Expr:
@@ -111,59 +126,16 @@ class Expr:
         """torch's functions and operators, by their names."""
         return _called(func.__name__, *args, **(kwargs or {}))
 
-    def __add__(self, other: Any) -> Expr:
-        return build("add", self, other)
-
-    def __radd__(self, other: Any) -> Expr:
-        return build("add", other, self)
-
-    def __sub__(self, other: Any) -> Expr:
-        return build("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Expr:
-        return build("sub", other, self)
-
-    def __mul__(self, other: Any) -> Expr:
-        return build("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Expr:
-        return build("mul", other, self)
-
-    def __truediv__(self, other: Any) -> Expr:
-        return build("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> Expr:
-        return build("div", other, self)
-
-    def __floordiv__(self, other: Any) -> Expr:
-        return build("floordiv", self, other)
-
-    def __rfloordiv__(self, other: Any) -> Expr:
-        return build("floordiv", other, self)
-
-    def __mod__(self, other: Any) -> Expr:
-        return build("mod", self, other)
-
-    def __rmod__(self, other: Any) -> Expr:
-        return build("mod", other, self)
-
-    def __neg__(self) -> Expr:
-        return build("neg", self)
-
-    def __abs__(self) -> Expr:
-        return build("abs", self)
-
-    def __lt__(self, other: Any) -> Expr:
-        return build("lt", self, other)
-
-    def __le__(self, other: Any) -> Expr:
-        return build("le", self, other)
-
-    def __gt__(self, other: Any) -> Expr:
-        return build("lt", other, self)
-
-    def __ge__(self, other: Any) -> Expr:
-        return build("le", other, self)
+    __add__, __radd__ = _operators("add")
+    __sub__, __rsub__ = _operators("sub")
+    __mul__, __rmul__ = _operators("mul")
+    __truediv__, __rtruediv__ = _operators("div")
+    __floordiv__, __rfloordiv__ = _operators("floordiv")
+    __mod__, __rmod__ = _operators("mod")
+    __and__, __rand__ = _operators("and")
+    __or__, __ror__ = _operators("or")
+    __lt__, __gt__ = _operators("lt")
+    __le__, __ge__ = _operators("le")
 
     # `object` declares that comparisons return bool; here they return expressions.
     def __eq__(self, other: Any) -> Expr:  # type: ignore[override]
@@ -172,23 +144,17 @@ class Expr:
     def __ne__(self, other: Any) -> Expr:  # type: ignore[override]
         return build("ne", self, other)
 
-    def __and__(self, other: Any) -> Expr:
-        return build("and", self, other)
-
-    def __rand__(self, other: Any) -> Expr:
-        return build("and", other, self)
-
-    def __or__(self, other: Any) -> Expr:
-        return build("or", self, other)
-
-    def __ror__(self, other: Any) -> Expr:
-        return build("or", other, self)
-
     def __xor__(self, other: Any) -> Expr:
         return _called("logical_xor", self, other)
 
     def __rxor__(self, other: Any) -> Expr:
         return _called("logical_xor", other, self)
+
+    def __neg__(self) -> Expr:
+        return build("neg", self)
+
+    def __abs__(self) -> Expr:
+        return build("abs", self)
 
     def __invert__(self) -> Expr:
         return build("not", self)
