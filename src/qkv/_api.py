@@ -14,13 +14,7 @@ from qkv.backends import Progress
 from qkv.bridges import bridge_of
 from qkv.call.attend import attend
 from qkv.call.binding.bound import bind
-from qkv.call.binding.options import (
-    DEFAULTS,
-    Options,
-    OptionValues,
-    option_values,
-    with_options,
-)
+from qkv.call.binding.options import DEFAULTS, Options, OptionValues, option_values, with_options
 from qkv.call.dispatch import checked
 from qkv.call.inspected import attend_for_inspection
 from qkv.call.merging import merge_parts

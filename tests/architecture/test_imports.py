@@ -54,7 +54,7 @@ def test_import_qkv_imports_no_framework() -> None:
             "qkv.attention(x, x, x, qkv.Causal(), backend='cpu')",
             ("inspection.records.record", "backends.cpu.decode.kernel",
              "backends.cpu.backward.kernel", "backends.cpu.bf16_tiles.kernel",
-             "backends.cpu.split_bf16.kernels"),
+             "backends.cpu.split_bf16.layout"),
         ),
         (
             "qkv.attention(x[:1], x, x, backend='cpu')",
@@ -66,6 +66,15 @@ def test_import_qkv_imports_no_framework() -> None:
 def test_a_first_call_imports_only_what_it_needs(program: str, others: tuple[str, ...]) -> None:
     program = f"import numpy as np, qkv\nx = np.ones((40, 8), np.float32)\n{program}"
     assert not imported(program) & {f"qkv.{name}" for name in others}
+
+
+def test_layouts_of_kernels_import_no_emitters() -> None:
+    """A process whose kernels are kept asks them how much memory a kernel needs."""
+    folder = ROOT / "src" / "qkv" / "backends" / "cpu"
+    layouts = [f"qkv.backends.cpu.{file.parent.name}.layout" for file in folder.glob("*/layout.py")]
+    assert "qkv.backends.cpu.split_bf16.layout" in layouts
+    found = imported(f"import {', '.join(layouts)}")
+    assert not found & {"llvmlite", "qkv.backends.cpu.emit.emitter"}
 
 
 def test_import_qkv_testing_imports_no_test_framework() -> None:

@@ -32,7 +32,7 @@ from qkv.errors import ArgumentError, FileError
 
 __all__ = [
     "LARGEST", "Indent", "Interval", "NotNegative", "Places", "Positive", "Rule", "Size",
-    "TextOrIds", "Whole", "checked", "checked_integer", "checked_size", "shown",
+    "TextOrIds", "Whole", "checked", "checked_integer", "checked_size", "is_integer", "shown",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -42,6 +42,11 @@ LARGEST = 2**53
 
 Rule: TypeAlias = Callable[[str, Any], Any]
 """A function of the name and value of an argument, which returns the value, or raises."""
+
+
+def is_integer(given: Any) -> bool:
+    """Whether this is an integer of Python or NumPy, which True and False are not."""
+    return isinstance(given, int | np.integer) and not isinstance(given, bool)
 
 
 def checked_size(name: str, given: Any, least: int = 1, most: int = LARGEST) -> int:
@@ -57,7 +62,7 @@ def checked_size(name: str, given: Any, least: int = 1, most: int = LARGEST) -> 
     >>> checked_size("window", np.int64(3))
     3
     """
-    whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
+    whole = is_integer(given)
     if whole and least <= given <= most:
         return given if isinstance(given, int) else int(given)
     if whole and given > most:
@@ -85,7 +90,7 @@ def _size(least: int, most: int = LARGEST) -> Rule:
 
 def checked_integer(name: str, given: Any) -> int:
     """A whole number whose products with two others like it are float64 as well."""
-    whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
+    whole = is_integer(given)
     if not whole or abs(int(given)) > 2**256:
         limit = " within 2**256" if whole else ""
         raise ArgumentError(

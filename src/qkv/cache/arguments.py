@@ -1,4 +1,4 @@
-"""Numbers that caches are given, checked before anything changes."""
+"""What caches check before anything changes: the numbers that they are given, and the threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from qkv.arrays import kind_of, library_of
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 
 __all__ = [
-    "MOST_ROWS", "Lengths", "longest", "sequence_indices", "shorter_lengths", "whole_numbers",
+    "MOST_ROWS", "Lengths", "longest", "require_unchanged", "sequence_indices", "shorter_lengths",
+    "whole_numbers",
 ]  # fmt: skip
 
 Lengths: TypeAlias = NDArray[np.int64]
@@ -26,6 +27,16 @@ def longest(lengths: Lengths) -> int:
     if lengths.size == 1:
         return int(lengths.flat[0])
     return int(lengths.max(initial=0))
+
+
+def require_unchanged(before: Any, now: Any) -> None:
+    """Raise ArgumentError if a cache does not hold what it held when a change of it began."""
+    if now is not before:
+        raise ArgumentError(
+            "another thread has changed the cache while this one did.",
+            [("lengths before", str(before.lengths)), ("now", str(now.lengths))],
+            "Give each thread a fork of its own.",
+        )
 
 
 def viewed(name: str, given: Any) -> NDArray[Any]:
@@ -65,8 +76,7 @@ def shorter_lengths(given: Any, current: Lengths) -> Lengths:
 
 def sequence_indices(given: Any, batch_shape: tuple[int, ...]) -> Lengths:
     """Numbers of sequences, one-dimensional and each in the batch."""
-    indices = library_of(given, "indices").view(given, "indices") if kind_of(given) else given
-    indices = as_array("indices", indices)
+    indices = viewed("indices", given)
     indices = indices if indices.size else indices.astype(np.int64)
     if indices.dtype.kind not in "iu":
         raise DTypeError(

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from qkv.arrays import library_of
 from qkv.cache.arguments import Lengths
-from qkv.cache.memory import Memory, memory_of
+from qkv.cache.memory import Memory, memory_with
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.problem.stored_rows import Quantized
 
@@ -133,7 +134,7 @@ def quantize(rows: Any) -> Quantized:
     >>> key.values, key.scales
     (array([[[   1, -127,   62]]], dtype=int8), array([[0.1]], dtype=float32))
     """
-    memory = memory_of(rows, "rows")
+    memory = memory_with(library_of(rows, "rows").name)
     own = memory.rows_of(rows, "rows")
     kind = str(own.dtype).removeprefix("torch.")
     if not kind.startswith(("float", "bfloat")):

@@ -15,7 +15,7 @@ import numpy as np
 from qkv.arrays import library_of
 from qkv.errors import ArgumentError, UnsupportedError
 
-__all__ = ["Memory", "memory_of", "memory_with"]
+__all__ = ["Memory", "memory_with"]
 
 
 class Memory(Protocol):
@@ -232,11 +232,6 @@ class TorchMemory:
 
 
 _MEMORIES: dict[str, Memory] = {}
-
-
-def memory_of(array: Any, role: str) -> Memory:
-    """The memory that rows like this array are kept in."""
-    return memory_with(library_of(array, role).name)
 
 
 def memory_with(library: str) -> Memory:

@@ -86,8 +86,7 @@ def reads(spec: Spec, names: frozenset[str]) -> tuple[Load, ...]:
 
 def backward(scores: Scores, grid: TileGrid, inputs: BackwardInputs) -> OperandGradients:
     """All gradients of one problem, in the type of `scores`, by the tiles of a grid."""
-    problem = scores.problem
-    spec, operands = problem.spec, problem.operands
+    spec = scores.problem.spec
     sums = _GradientSums(scores, inputs)
     for batch, index in enumerate(np.ndindex(*spec.batch_shape)):
         for head in range(spec.num_heads):
@@ -95,14 +94,7 @@ def backward(scores: Scores, grid: TileGrid, inputs: BackwardInputs) -> OperandG
                 rows = _QueryBlock(inputs, (*index, head, q_rows), scores.dtype)
                 for kv_rows, kind in tiles:
                     sums.add_tile(batch, head, q_rows, kv_rows, kind, rows)
-    scale = scores.dtype.type(operands.scale)
-    shapes = operands.query.shape, operands.key.shape, operands.value.shape
-    with np.errstate(all="ignore"):
-        query, key = scale * sums.query, scale * sums.key
-    query, key, value = (
-        a.reshape(shape) for a, shape in zip((query, key, sums.value), shapes, strict=True)
-    )
-    return OperandGradients(*rotate_back(problem, query, key), value, sums.tables)
+    return sums.gradients()
 
 
 class _QueryBlock:
@@ -122,20 +114,37 @@ class _QueryBlock:
             self.delta = row_sums - grad_lse
 
 
-class _GradientSums:
-    """Gradients as they grow, the batch flat."""
+class OperandSums:
+    """Gradients of operands and tables as they grow, the batch flat."""
 
-    def __init__(self, scores: Scores, inputs: BackwardInputs) -> None:
-        self.scores = scores
-        self.problem = scores.problem
-        spec, tables = self.problem.spec, self.problem.operands.tables
+    def __init__(self, problem: Problem, dtype: np.dtype[Any], tables: frozenset[str]) -> None:
+        self.problem = problem
+        spec, arrays = problem.spec, problem.operands.tables
         kv_shape = spec.batch_size, spec.num_kv_heads, spec.kv_len
-        dtype = scores.dtype
         self.query = np.zeros((spec.batch_size, spec.num_heads, spec.q_len, spec.head_dim), dtype)
         self.key = np.zeros((*kv_shape, spec.head_dim), dtype)
         self.value = np.zeros((*kv_shape, spec.v_head_dim), dtype)
         # float64, because many pairs add to one entry.
-        self.tables = {name: np.zeros(tables[name].shape) for name in sorted(inputs.tables)}
+        self.tables = {name: np.zeros(arrays[name].shape) for name in sorted(tables)}
+
+    def gradients(self) -> OperandGradients:
+        """The gradients, scaled and rotated back, in the shapes of the operands."""
+        operands = self.problem.operands
+        scale = self.query.dtype.type(operands.scale)
+        with np.errstate(all="ignore"):
+            query, key = scale * self.query, scale * self.key
+        query, key = query.reshape(operands.query.shape), key.reshape(operands.key.shape)
+        value = self.value.reshape(operands.value.shape)
+        return OperandGradients(*rotate_back(self.problem, query, key), value, self.tables)
+
+
+class _GradientSums(OperandSums):
+    """Gradients, to which tiles are added."""
+
+    def __init__(self, scores: Scores, inputs: BackwardInputs) -> None:
+        super().__init__(scores.problem, scores.dtype, inputs.tables)
+        self.scores = scores
+        spec = self.problem.spec
         self.slope = derivative(spec.score)
         self.reads = {load: derivative(spec.score, load) for load in reads(spec, inputs.tables)}
 

@@ -42,7 +42,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.problem.backward import OperandGradients, add_entries, reads, rotate_back, shares_of_sinks
+from qkv.problem.backward import OperandGradients, OperandSums, add_entries, reads, shares_of_sinks
 from qkv.problem.language.derivative import derivative, tangent
 from qkv.problem.language.evaluate import evaluate
 from qkv.problem.language.expressions import SCORE, Load, Node, Var
@@ -299,18 +299,12 @@ class _BackwardRows:
         self.d_sink_dot = -(share_dot * delta + share * delta_dot).sum()
 
 
-class _GradientTangents:
-    """Tangents of gradients as they grow, the batch flat."""
+class _GradientTangents(OperandSums):
+    """Tangents of gradients as they grow."""
 
     def __init__(self, direction: _Direction, tables: frozenset[str]) -> None:
-        self.direction = direction
-        spec, dtype = direction.spec, direction.scores.dtype
-        kv_shape = spec.batch_size, spec.num_kv_heads, spec.kv_len
-        self.query = np.zeros((spec.batch_size, spec.num_heads, spec.q_len, spec.head_dim), dtype)
-        self.key = np.zeros((*kv_shape, spec.head_dim), dtype)
-        self.value = np.zeros((*kv_shape, spec.v_head_dim), dtype)
-        # float64, because many pairs add to one entry.
-        self.tables = {name: np.zeros(direction.tables[name].shape) for name in sorted(tables)}
+        super().__init__(direction.problem, direction.scores.dtype, tables)
+        self.direction, spec = direction, direction.spec
         self.sinks = np.zeros(spec.num_heads)
         self.slope = self._with_tangent(SCORE)
         self.reads = {load: self._with_tangent(load) for load in reads(spec, tables)}
@@ -345,17 +339,3 @@ class _GradientTangents:
         self.key[batch, kv_head, kv_rows] += weighted_sum(d_scaled.T, s.T, block.query_dot)
         dropped = tile.dropped(weights_dot)
         self.value[batch, kv_head, kv_rows] += weighted_sum(dropped.T, s.T, rows.grad_out)
-
-    def gradients(self) -> OperandGradients:
-        """The gradients, rotated back, in the order of the operands."""
-        problem = self.direction.problem
-        operands = problem.operands
-        scale = self.query.dtype.type(operands.scale)
-        shapes = operands.query.shape, operands.key.shape, operands.value.shape
-        query, key, value = (
-            array.reshape(shape)
-            for array, shape in zip(
-                (scale * self.query, scale * self.key, self.value), shapes, strict=True
-            )
-        )
-        return OperandGradients(*rotate_back(problem, query, key), value, self.tables)

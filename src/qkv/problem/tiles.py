@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.problem.language.bounds import bound
-from qkv.problem.language.expressions import FALSE, TRUE, Load, Node, variables, walk
+from qkv.problem.language.expressions import FALSE, TRUE, Load, Node, walk
 from qkv.problem.language.intervals import Interval
 
 Array = NDArray[Any]
@@ -69,7 +69,7 @@ class TileGrid:
     @property
     def depends_on(self) -> frozenset[str]:
         """The variables, among batch and head, on which the mask depends."""
-        return variables(self.mask) & {"batch", "head"}
+        return self.mask.variables & {"batch", "head"}
 
     @property
     def is_local(self) -> bool:
@@ -79,7 +79,7 @@ class TileGrid:
         """
         loads = (node for node in walk(self.mask) if isinstance(node, Load))
         return all(
-            sum(len(variables(index) & {"q_index", "kv_index"}) for index in load.indices) <= 1
+            sum(len(index.variables & {"q_index", "kv_index"}) for index in load.indices) <= 1
             for load in loads
         )
 

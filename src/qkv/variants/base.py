@@ -19,7 +19,7 @@ from qkv.errors import ArgumentError
 from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.problem.language.expressions import Load, Node, Op, rebuilt, text
-from qkv.problem.language.reading import from_words, in_words
+from qkv.problem.language.nodes import from_words, in_words
 from qkv.problem.language.symbols import Expr
 
 UNSAID: Any = type("Unsaid", (), {"__repr__": lambda self: "..."})()
@@ -117,7 +117,7 @@ class FunctionText:
     Attributes
     ----------
     text : str
-        JSON of what `qkv.problem.language.reading.in_words` gives, of tables t0, t1, ...
+        JSON of what `qkv.problem.language.nodes.in_words` gives, of tables t0, t1, ...
     arrays : tuple of arrays
     is_mask : bool
     """

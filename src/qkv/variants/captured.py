@@ -15,7 +15,8 @@ import numpy as np
 from qkv.arguments.readable_checks import array_shape
 from qkv.errors import ArgumentError
 from qkv.problem.language.expressions import Var, as_node
-from qkv.problem.language.reading import Reading, explained, in_words, kind_of_table
+from qkv.problem.language.nodes import in_words
+from qkv.problem.language.reading import Reading, explained, kind_of_table
 from qkv.problem.language.replaced_values import (
     closure_values,
     global_names,

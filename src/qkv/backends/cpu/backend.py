@@ -9,13 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import (
-    Passes,
-    Progress,
-    Refusal,
-    WeightBlocks,
-    ensure_residuals,
-)
+from qkv.backends import Passes, Progress, Refusal, WeightBlocks, ensure_residuals
 from qkv.backends.cpu.machine import executable_memory
 from qkv.partial import Partial, RowStatistics, finish, identity, without_keys
 from qkv.problem.backward import BackwardInputs, OperandGradients

@@ -26,7 +26,7 @@ from qkv.bridges.torch.operands import tensor_in_graph
 from qkv.errors import ArgumentError, QkvError
 from qkv.problem.language import score_functions
 from qkv.problem.language.expressions import Var, as_node
-from qkv.problem.language.reading import in_words
+from qkv.problem.language.nodes import in_words
 from qkv.problem.language.replaced_values import global_names
 from qkv.problem.language.symbols import Expr, Table
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from qkv.cache.arguments import Lengths, sequence_indices, shorter_lengths
+from qkv.cache.arguments import Lengths, require_unchanged, sequence_indices, shorter_lengths
 from qkv.cache.consecutive.buffer import RowBuffer
 from qkv.cache.encoding import encoding_of
 from qkv.cache.new_tokens import NewTokens, RowFormat, new_tokens
@@ -105,7 +105,7 @@ class BufferedCache(ABC):
             )
         # Two threads that write behind the same tokens would mix their rows.
         with self._writing.lock:
-            self._require(stored)
+            require_unchanged(stored, self._stored)
             held = stored.lengths.shape
             arrived = new_tokens(
                 key, value, new_lens, stored.row_format, held, self._encoding, stored.buffer, False
@@ -191,17 +191,8 @@ class BufferedCache(ABC):
 
     def _replace(self, before: Stored, after: Stored) -> None:
         """Replace what the cache holds; an error if another thread has replaced it by now."""
-        self._require(before)
+        require_unchanged(before, self._stored)
         self._stored = after
-
-    def _require(self, before: Stored) -> None:
-        """An error if the cache holds something else by now."""
-        if self._stored is not before:
-            raise ArgumentError(
-                "another thread has changed the cache while this one did.",
-                [("lengths before", str(before.lengths)), ("now", str(self._stored.lengths))],
-                "Give each thread a fork of its own.",
-            )
 
 
 def nonempty(buffer: RowBuffer | None) -> RowBuffer:

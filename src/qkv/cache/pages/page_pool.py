@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv.cache.arguments import Lengths, longest
+from qkv.cache.arguments import Lengths, longest, require_unchanged
 from qkv.cache.encoding import Encoding
 from qkv.cache.memory import memory_with
 from qkv.cache.new_tokens import NewTokens, RowFormat
 from qkv.cache.pages.allocator import PageAllocator
-from qkv.errors import ArgumentError, UnsupportedError
+from qkv.errors import UnsupportedError
 from qkv.problem.stored_rows import Paged
 from qkv.process.forks import RenewedLock
 
@@ -200,12 +200,7 @@ class PagePool:
             If it holds something else by now.
         """
         self.begin()
-        if holder.held is not before:
-            raise ArgumentError(
-                "another thread has changed the cache while this one did.",
-                [("lengths before", str(before.lengths)), ("now", str(holder.held.lengths))],
-                "Give each thread a fork of its own.",
-            )
+        require_unchanged(before, holder.held)
 
     def give_back(self) -> None:
         """Give the memory back if no page is held."""

@@ -14,7 +14,7 @@ import numpy as np
 from qkv.call.binding.flatten import Numbered, ReadByValue, ReadInPlace, Tree, without_arrays
 from qkv.call.binding.numbered import hold_object, number_of, numbered
 from qkv.errors import ArgumentError
-from qkv.problem.language.reading import from_words
+from qkv.problem.language.nodes import from_words
 from qkv.variants.base import Expression, Opaque
 
 __all__ = ["dumps", "hold", "is_portable", "keep_for_good", "loads", "names_objects"]

@@ -16,10 +16,10 @@ from qkv.call.checked import CheckedCall
 from qkv.call.derivatives.cotangents import cotangent_of_lse, cotangent_of_out, like_operand
 from qkv.errors import ArgumentError
 from qkv.partial import Partial
-from qkv.problem.backward import BackwardInputs, shares_of_sinks
+from qkv.problem.backward import BackwardInputs, OperandGradients, shares_of_sinks
 from qkv.problem.spec import Origin
 
-__all__ = ["Gradients", "backward_inputs", "gradient_of_sinks", "gradients_of"]
+__all__ = ["Gradients", "arranged", "backward_inputs", "gradient_of_sinks", "gradients_of"]
 
 Array = NDArray[Any]
 
@@ -134,14 +134,24 @@ def gradients_of(
     if sinks is not None:
         assert problem.operands.sinks is not None
         own.append((sinks, gradient_of_sinks(problem.operands.sinks, inputs)))
+    return arranged(call, gradients, shapes, own)
+
+
+def arranged(
+    call: CheckedCall,
+    gradients: OperandGradients,
+    shapes: Sequence[tuple[int, ...]],
+    of_variants: Sequence[tuple[Origin, Array]],
+) -> Gradients:
+    """Gradients in the shapes, layout and library of the call."""
     query, key, value = (
         like_operand(call, gradient, shape)
         for gradient, shape in zip(
             (gradients.query, gradients.key, gradients.value), shapes, strict=True
         )
     )
-    of_variants = [(origin, call.library.restore(as_given(origin, g))) for origin, g in own]
-    return Gradients(query, key, value, of_variants, call)
+    restored = [(origin, call.library.restore(as_given(origin, g))) for origin, g in of_variants]
+    return Gradients(query, key, value, restored, call)
 
 
 def backward_inputs(

@@ -16,23 +16,10 @@ from qkv.arrays.views import view
 from qkv.backends.blocked import BLOCK_KV, BLOCK_Q
 from qkv.call.binding.bound import BoundCall, bind
 from qkv.call.binding.options import Options, option_values, with_options
-from qkv.call.binding.variant_arrays import (
-    as_given,
-    briefly,
-    by_origin,
-    own_arrays,
-    wanted,
-    without_repeats,
-)
+from qkv.call.binding.variant_arrays import briefly, by_origin, own_arrays, wanted, without_repeats
 from qkv.call.checked import CheckedCall, check_call
-from qkv.call.derivatives.cotangents import (
-    cotangent_of_lse,
-    cotangent_of_out,
-    fits,
-    like_operand,
-    shapes_of,
-)
-from qkv.call.derivatives.gradients import Gradients
+from qkv.call.derivatives.cotangents import cotangent_of_lse, cotangent_of_out, fits, shapes_of
+from qkv.call.derivatives.gradients import Gradients, arranged
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.partial import Partial
 from qkv.problem.building.builder import FLOATS
@@ -253,12 +240,7 @@ def second_vjp(
     own = by_origin([(origin, second.gradients.tables[name]) for name, origin in tables])
     if sinks is not None:
         own.append((sinks, second.sinks))
-    operands = second.gradients.query, second.gradients.key, second.gradients.value
-    d_query, d_key, d_value = (
-        like_operand(call, g, shape) for g, shape in zip(operands, shapes, strict=True)
-    )
-    of_variants = [(origin, call.library.restore(as_given(origin, g))) for origin, g in own]
-    gradients = Gradients(d_query, d_key, d_value, of_variants, call)
+    gradients = arranged(call, second.gradients, shapes, own)
     moved = Partial(second.forward.out, second.forward.lse)
     return SecondGradients(gradients, call.output(moved), call.rows(moved.lse))
 

@@ -15,7 +15,6 @@ from qkv.inspection.weights.statistics import weight_statistics
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.language.bounds import bound
-from qkv.problem.language.expressions import variables
 from qkv.problem.language.intervals import Interval
 from qkv.problem.part import PartOf
 from qkv.problem.spec import Problem
@@ -318,7 +317,7 @@ def is_needed(whole: Problem, q_run: range, kv_run: range) -> bool:
     spec = whole.spec
     if not (len(q_run) and len(kv_run)):
         return False
-    read = variables(spec.mask)
+    read = spec.mask.variables
     batches: Sequence[int] = range(spec.batch_size if "batch" in read else 1)
     heads: Sequence[int] = range(spec.num_heads if "head" in read else 1)
     for tiles in _TILES:

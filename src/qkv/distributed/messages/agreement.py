@@ -13,7 +13,7 @@ import torch
 from qkv._version import __version__
 from qkv.distributed.messages.links import Links
 from qkv.errors import DistributedError, QkvError
-from qkv.problem.language import reading
+from qkv.problem.language import nodes
 from qkv.problem.spec import Problem
 
 __all__ = ["compare", "fingerprint", "in_words", "tell"]
@@ -90,7 +90,7 @@ def fingerprint(problem: Problem) -> str:
     digest = blake2b(digest_size=16)
     for stage in (*spec.masks, *spec.scores):
         # The formula of messages has six digits of each number, and is cut.
-        digest.update(json.dumps(reading.in_words(stage.node)).encode())
+        digest.update(json.dumps(nodes.in_words(stage.node)).encode())
     for table in spec.tables:
         _add(digest, operands.tables[table.name])
     if operands.sinks is not None:

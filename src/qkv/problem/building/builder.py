@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from qkv.arguments.readable_checks import as_array
 from qkv.errors import AmbiguityError, ArgumentError, DTypeError, ShapeError
 from qkv.problem.building.padding import padding_index
-from qkv.problem.language.expressions import Kind, Var, as_node, conjunction, text, variables
+from qkv.problem.language.expressions import Kind, Var, as_node, conjunction, text
 from qkv.problem.language.reading import is_array_at_position
 from qkv.problem.language.symbols import Expr, Table
 from qkv.problem.spec import Dropout, Origin, Rotation, Stage, TableSpec
@@ -122,7 +122,7 @@ class Builder:
                 [("variant", self._label), ("condition", text(node))],
                 "Compare it, as in kv_pos <= q_pos.",
             )
-        if "score" in variables(node):
+        if "score" in node.variables:
             raise ArgumentError(
                 "a mask condition reads the score.",
                 [("variant", self._label), ("condition", text(node))],

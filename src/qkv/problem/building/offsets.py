@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from qkv.arguments.readable_checks import as_array
 from qkv.errors import AmbiguityError, ArgumentError
 from qkv.problem.building.builder import INDEX_LIMIT, Align, Builder
-from qkv.problem.language.expressions import Node, Var, variables
+from qkv.problem.language.expressions import Node, Var
 from qkv.problem.language.symbols import Expr
 from qkv.problem.spec import Positions
 
@@ -129,7 +129,7 @@ def _refuse_ambiguous(builder: Builder) -> None:
     readers = [
         stage.label
         for stage in (*builder.scores, *builder.masks)
-        if {"q_pos", "kv_pos"} <= variables(stage.node)
+        if {"q_pos", "kv_pos"} <= stage.node.variables
     ]
     if builder.rotation:
         readers.append(builder.rotation[0].label)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from qkv.problem.language.expressions import Load, Node, as_node, operation, variables, walk
+from qkv.problem.language.expressions import Load, Node, as_node, operation, walk
 
 __all__ = ["build", "cosine", "expm1", "is_whole", "log1p", "logarithm", "sigmoid", "sine",
            "whole_power"]  # fmt: skip
@@ -99,7 +99,7 @@ def logarithm(base: int) -> Callable[[Any], Node]:
     def log(x: Any) -> Node:
         node = as_node(x)
         value = build("mul", build("log", node), 1 / math.log(base))
-        if "score" in variables(node) or any(
+        if "score" in node.variables or any(
             isinstance(part, Load) and part.kind == "float" for part in walk(node)
         ):
             return value

@@ -17,7 +17,6 @@ import numpy as np
 
 from qkv.errors import ArgumentError
 from qkv.problem.language.nodes import (
-    VARIABLES,
     Const,
     Kind,
     Load,
@@ -29,41 +28,15 @@ from qkv.problem.language.nodes import (
     computed_first,
     fields_of,
     rebuilt,
-    tables,
     text,
     upwards,
-    variables,
     walk,
 )
 
 __all__ = [
-    "FALSE",
-    "OPERATIONS",
-    "SCORE",
-    "TRUE",
-    "VARIABLES",
-    "Const",
-    "Kind",
-    "Load",
-    "Node",
-    "Number",
-    "Op",
-    "Operation",
-    "Var",
-    "as_node",
-    "children",
-    "computed_first",
-    "conjunction",
-    "constant",
-    "fields_of",
-    "operation",
-    "rebuilt",
-    "substitute",
-    "tables",
-    "text",
-    "upwards",
-    "variables",
-    "walk",
+    "FALSE", "OPERATIONS", "SCORE", "TRUE", "Const", "Kind", "Load", "Node", "Op", "Operation",
+    "Var", "as_node", "children", "computed_first", "conjunction", "constant", "fields_of",
+    "operation", "rebuilt", "substitute", "text", "upwards", "walk",
 ]  # fmt: skip
 
 
@@ -194,18 +167,13 @@ def _as_number(node: Node) -> Node:
 
 
 def _simplify(name: str, args: tuple[Node, ...]) -> Node | None:
-    if name == "and":
-        if FALSE in args:
-            return FALSE
-        left = [arg for arg in args if arg != TRUE]
+    if name in ("and", "or"):
+        decisive, neutral = (FALSE, TRUE) if name == "and" else (TRUE, FALSE)
+        if decisive in args:
+            return decisive
+        left = [arg for arg in args if arg != neutral]
         if len(left) < 2:
-            return left[0] if left else TRUE
-    if name == "or":
-        if TRUE in args:
-            return TRUE
-        left = [arg for arg in args if arg != FALSE]
-        if len(left) < 2:
-            return left[0] if left else FALSE
+            return left[0] if left else neutral
     values = [arg.value for arg in args if isinstance(arg, Const)]
     if len(values) == len(args) and not (name in ("floordiv", "mod") and values[1] == 0):
         with np.errstate(all="ignore"):

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 __all__ = [
     "VARIABLES", "Const", "Kind", "Load", "Node", "Number", "Op", "Var", "children", "fields_of",
-    "rebuilt", "tables", "text", "upwards", "variables", "walk",
+    "from_words", "in_words", "rebuilt", "text", "upwards", "walk",
 ]  # fmt: skip
 
 Kind: TypeAlias = Literal["bool", "int", "float"]
@@ -55,7 +55,7 @@ class _Node:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A list of all nodes, since pickle would go down an expression by recursion.
-        return _from_list, (_as_list(self),)  # type: ignore[arg-type]  # every node is one of `Node`
+        return from_words, (in_words(self),)  # type: ignore[arg-type]  # every node is one of `Node`
 
     def __copy__(self) -> Self:
         return self
@@ -212,32 +212,6 @@ def upwards(node: Node, known: Container[Node] = ()) -> Iterator[Node]:
 _DEEPEST = 64
 
 
-_Listed: TypeAlias = tuple[type[_Node], tuple[Any, ...], tuple[int, ...]]
-
-
-def _as_list(node: Node) -> list[_Listed]:
-    """All nodes from the bottom up: the class, the fields, and the places of the children."""
-    places: dict[Node, int] = {}
-    listed: list[_Listed] = []
-    for n in upwards(node):
-        below = children(n)
-        fields = tuple([field for field in fields_of(n) if field is not below])
-        listed.append((type(n), fields, tuple([places[child] for child in below])))
-        places[n] = len(places)
-    return listed
-
-
-def _from_list(listed: list[_Listed]) -> Node:
-    """The last node of what `_as_list` has made."""
-    made: list[Any] = []
-    for cls, fields, below in listed:
-        has_children = len(fields) < len(cls.__match_args__)
-        parts = (tuple([made[place] for place in below]),) if has_children else ()
-        made.append(cls(*fields, *parts))
-    node: Node = made[-1]
-    return node
-
-
 def computed_first(node: Node, known: Container[Node]) -> list[Node]:
     """Parts to compute before `node`, in order, so that no recursion is deeper than `_DEEPEST`.
 
@@ -248,20 +222,50 @@ def computed_first(node: Node, known: Container[Node]) -> list[Node]:
     return [n for n in upwards(node, known) if n.height % _DEEPEST == 0 and n is not node]
 
 
-def variables(node: Node) -> frozenset[str]:
-    return node.variables
-
-
-def tables(node: Node) -> frozenset[str]:
-    return node.tables
-
-
 def rebuilt(node: Node, change: Callable[[Node, tuple[Node, ...]], Node]) -> Node:
     """The node built anew from the bottom; `change` is given a node and its new children."""
     new: dict[Node, Node] = {}
     for n in upwards(node):
         new[n] = change(n, tuple([new[child] for child in children(n)]))
     return new[node]
+
+
+def in_words(root: Node) -> list[Any]:
+    """An expression as JSON values: a list of steps, which may name earlier ones by number."""
+    places: dict[Node, int] = {}
+    steps: list[Any] = []
+    step: list[Any]
+    for node in upwards(root):
+        match node:
+            case Const(kind=kind, value=value):
+                step = ["const", kind, value.hex() if isinstance(value, float) else value]
+            case Var(name=name):
+                step = ["var", name]
+            case Load(table=table, kind=kind, indices=indices):
+                step = ["load", table, kind, [places[i] for i in indices]]
+            case Op(name=name, kind=kind, args=args):
+                step = ["op", name, kind, [places[a] for a in args]]
+        places[node] = len(steps)
+        steps.append(step)
+    return steps
+
+
+def from_words(steps: list[Any]) -> Node:
+    """The expression that `in_words` wrote."""
+    made: list[Node] = []
+    for what, *rest in steps:
+        if what == "const":
+            kind, value = rest
+            made.append(Const(kind, float.fromhex(value) if isinstance(value, str) else value))
+        elif what == "var":
+            made.append(Var(rest[0]))
+        elif what == "load":
+            table, kind, indices = rest
+            made.append(Load(table, kind, tuple([made[i] for i in indices])))
+        else:
+            name, kind, args = rest
+            made.append(Op(name, kind, tuple([made[a] for a in args])))
+    return made[-1]
 
 
 _INFIX = {

@@ -17,14 +17,12 @@ from typing import Any
 import numpy as np
 
 from qkv.errors import ArgumentError, QkvError
-from qkv.problem.language.expressions import Const, Load, Node, Op, Var, upwards
 from qkv.problem.language.replaced_values import is_of_library
 from qkv.problem.language.score_functions import ARRAY_AT_POSITION
 from qkv.problem.language.symbols import Expr, Table, whole_array
 
 __all__ = [
-    "Reading", "explained", "from_words", "in_words", "is_array_at_position", "kind_of_table",
-    "signature_unless",
+    "Reading", "explained", "is_array_at_position", "kind_of_table", "signature_unless",
 ]  # fmt: skip
 
 
@@ -257,47 +255,6 @@ def _unwrapped(thing: Any) -> Any:
 
 def _whole_number(index: Any) -> Any:
     return index if isinstance(index, Expr | int) else int(_unwrapped(index))
-
-
-# Expressions as JSON values
-
-
-def in_words(root: Node) -> list[Any]:
-    """An expression as a list of steps, each of which may name earlier ones by number."""
-    places: dict[Node, int] = {}
-    steps: list[Any] = []
-    step: list[Any]
-    for node in upwards(root):
-        match node:
-            case Const(kind=kind, value=value):
-                step = ["const", kind, value.hex() if isinstance(value, float) else value]
-            case Var(name=name):
-                step = ["var", name]
-            case Load(table=table, kind=kind, indices=indices):
-                step = ["load", table, kind, [places[i] for i in indices]]
-            case Op(name=name, kind=kind, args=args):
-                step = ["op", name, kind, [places[a] for a in args]]
-        places[node] = len(steps)
-        steps.append(step)
-    return steps
-
-
-def from_words(steps: list[Any]) -> Node:
-    """The expression that `in_words` wrote."""
-    made: list[Node] = []
-    for what, *rest in steps:
-        if what == "const":
-            kind, value = rest
-            made.append(Const(kind, float.fromhex(value) if isinstance(value, str) else value))
-        elif what == "var":
-            made.append(Var(rest[0]))
-        elif what == "load":
-            table, kind, indices = rest
-            made.append(Load(table, kind, tuple([made[i] for i in indices])))
-        else:
-            name, kind, args = rest
-            made.append(Op(name, kind, tuple([made[a] for a in args])))
-    return made[-1]
 
 
 def signature_unless(fn: Callable[..., Any], count: int) -> inspect.Signature | None:

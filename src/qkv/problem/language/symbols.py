@@ -8,9 +8,9 @@ formula in its paper, and builds a node of `qkv.problem.language.expressions`:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -27,33 +27,19 @@ from qkv.problem.language.expressions import (
     text,
 )
 
-_UFUNCS: Mapping[Any, str] = {
-    np.add: "add",
-    np.subtract: "sub",
-    np.multiply: "mul",
-    np.true_divide: "div",
-    np.floor_divide: "floordiv",
-    np.remainder: "mod",
-    np.minimum: "min",
-    np.maximum: "max",
-    np.negative: "neg",
-    np.absolute: "abs",
-    np.less: "lt",
-    np.less_equal: "le",
-    np.equal: "eq",
-    np.not_equal: "ne",
-    np.logical_and: "and",
-    np.logical_or: "or",
-    np.logical_not: "not",
-    np.bitwise_and: "and",
-    np.bitwise_or: "or",
-    np.invert: "not",
-    np.exp: "exp",
-    np.log: "log",
-    np.sqrt: "sqrt",
-    np.tanh: "tanh",
-    np.floor: "floor",
-}
+_Operator: TypeAlias = Callable[[Any, Any], "Expr"]
+
+
+def _operators(name: str) -> tuple[_Operator, _Operator]:
+    """The operator of an operation, and the one whose left operand is the other one."""
+
+    def of_left(self: Expr, other: Any) -> Expr:
+        return build(name, self, other)
+
+    def of_right(self: Expr, other: Any) -> Expr:
+        return build(name, other, self)
+
+    return of_left, of_right
 
 
 class Expr:
@@ -126,13 +112,9 @@ class Expr:
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if method != "__call__" or kwargs:
             return NotImplemented
-        if ufunc in (np.greater, np.greater_equal):
-            swapped = np.less if ufunc is np.greater else np.less_equal
-            return self.__array_ufunc__(swapped, method, *inputs[::-1])
         if ufunc is np.sign and as_node(inputs[0]).kind == "float":  # NaN, where torch has 0
             return _called("where", inputs[0] == inputs[0], _called("sign", *inputs), inputs[0])
-        name = _UFUNCS.get(ufunc)
-        return _called(ufunc.__name__, *inputs) if name is None else build(name, *inputs)
+        return _called(ufunc.__name__, *inputs)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return _called(func.__name__, *args, **kwargs)
@@ -144,59 +126,16 @@ class Expr:
         """torch's functions and operators, by their names."""
         return _called(func.__name__, *args, **(kwargs or {}))
 
-    def __add__(self, other: Any) -> Expr:
-        return build("add", self, other)
-
-    def __radd__(self, other: Any) -> Expr:
-        return build("add", other, self)
-
-    def __sub__(self, other: Any) -> Expr:
-        return build("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Expr:
-        return build("sub", other, self)
-
-    def __mul__(self, other: Any) -> Expr:
-        return build("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Expr:
-        return build("mul", other, self)
-
-    def __truediv__(self, other: Any) -> Expr:
-        return build("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> Expr:
-        return build("div", other, self)
-
-    def __floordiv__(self, other: Any) -> Expr:
-        return build("floordiv", self, other)
-
-    def __rfloordiv__(self, other: Any) -> Expr:
-        return build("floordiv", other, self)
-
-    def __mod__(self, other: Any) -> Expr:
-        return build("mod", self, other)
-
-    def __rmod__(self, other: Any) -> Expr:
-        return build("mod", other, self)
-
-    def __neg__(self) -> Expr:
-        return build("neg", self)
-
-    def __abs__(self) -> Expr:
-        return build("abs", self)
-
-    def __lt__(self, other: Any) -> Expr:
-        return build("lt", self, other)
-
-    def __le__(self, other: Any) -> Expr:
-        return build("le", self, other)
-
-    def __gt__(self, other: Any) -> Expr:
-        return build("lt", other, self)
-
-    def __ge__(self, other: Any) -> Expr:
-        return build("le", other, self)
+    __add__, __radd__ = _operators("add")
+    __sub__, __rsub__ = _operators("sub")
+    __mul__, __rmul__ = _operators("mul")
+    __truediv__, __rtruediv__ = _operators("div")
+    __floordiv__, __rfloordiv__ = _operators("floordiv")
+    __mod__, __rmod__ = _operators("mod")
+    __and__, __rand__ = _operators("and")
+    __or__, __ror__ = _operators("or")
+    __lt__, __gt__ = _operators("lt")
+    __le__, __ge__ = _operators("le")
 
     # `object` declares that comparisons return bool; here they return expressions.
     def __eq__(self, other: Any) -> Expr:  # type: ignore[override]
@@ -205,23 +144,17 @@ class Expr:
     def __ne__(self, other: Any) -> Expr:  # type: ignore[override]
         return build("ne", self, other)
 
-    def __and__(self, other: Any) -> Expr:
-        return build("and", self, other)
-
-    def __rand__(self, other: Any) -> Expr:
-        return build("and", other, self)
-
-    def __or__(self, other: Any) -> Expr:
-        return build("or", self, other)
-
-    def __ror__(self, other: Any) -> Expr:
-        return build("or", other, self)
-
     def __xor__(self, other: Any) -> Expr:
         return _called("logical_xor", self, other)
 
     def __rxor__(self, other: Any) -> Expr:
         return _called("logical_xor", other, self)
+
+    def __neg__(self) -> Expr:
+        return build("neg", self)
+
+    def __abs__(self) -> Expr:
+        return build("abs", self)
 
     def __invert__(self) -> Expr:
         return build("not", self)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_, or_
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +68,7 @@ def _with_functions(mask: Any, read: ReadFunction) -> Any:
 class _Joined(MaskVariant):
     masks: tuple[Any, ...]
 
+    sign: ClassVar[Literal["|", "&"]]
     roles: ClassVar[Mapping[str, Role]] = {"masks": "in_place"}
     uses_batch_index: ClassVar[bool] = False
     positions_only: ClassVar[bool] = True
@@ -90,10 +91,22 @@ class _Joined(MaskVariant):
             if not isinstance(mask, np.ndarray):
                 mask.naive_rows(dense)
 
+    def __repr__(self) -> str:
+        return "(" + f" {self.sign} ".join(map(short_repr, self.masks)) + ")"
+
+    def lower(self, builder: Builder) -> None:
+        builder.mask(self._joined([builder.condition(mask) for mask in self.masks]))
+
+    def naive(self, dense: Dense) -> None:
+        dense.allowed &= self._joined([_allowed_by(mask, dense) for mask in self.masks])
+
+    def _joined(self, conditions: list[Any]) -> Any:
+        return reduce(or_ if self.sign == "|" else and_, conditions)
+
     @classmethod
-    def _two_masks(cls, shape: Shape, rng: np.random.Generator) -> tuple[Any, Any]:
-        """Two random arrays of different extent."""
-        return rng.random(shape.scores) < 0.5, rng.random((shape.q_len, 1)) < 0.7
+    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[Self]:
+        made: Any = cls
+        return (made((rng.random(shape.scores) < 0.5, rng.random((shape.q_len, 1)) < 0.7)),)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -109,18 +122,7 @@ class AnyOf(_Joined):
 
     masks: tuple[Any, ...]
 
-    def __repr__(self) -> str:
-        return "(" + " | ".join(map(short_repr, self.masks)) + ")"
-
-    def lower(self, builder: Builder) -> None:
-        builder.mask(reduce(or_, [builder.condition(mask) for mask in self.masks]))
-
-    def naive(self, dense: Dense) -> None:
-        dense.allowed &= reduce(or_, [_allowed_by(mask, dense) for mask in self.masks])
-
-    @classmethod
-    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[AnyOf]:
-        return (cls(cls._two_masks(shape, rng)),)
+    sign = "|"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -136,18 +138,7 @@ class AllOf(_Joined):
 
     masks: tuple[Any, ...]
 
-    def __repr__(self) -> str:
-        return "(" + " & ".join(map(short_repr, self.masks)) + ")"
-
-    def lower(self, builder: Builder) -> None:
-        builder.mask(reduce(and_, [builder.condition(mask) for mask in self.masks]))
-
-    def naive(self, dense: Dense) -> None:
-        dense.allowed &= reduce(and_, [_allowed_by(mask, dense) for mask in self.masks])
-
-    @classmethod
-    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[AllOf]:
-        return (cls(cls._two_masks(shape, rng)),)
+    sign = "&"
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from qkv.arguments.declarations import is_integer
 from qkv.errors import ArgumentError
 from qkv.problem.building.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
@@ -65,7 +66,7 @@ class SlidingWindow(MaskVariant):
             value = getattr(self, name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+            if not is_integer(value) or value < 0:
                 raise ArgumentError(
                     f"SlidingWindow {name}={value!r} is not a whole number of keys.",
                     action="Pass an integer of 0 or more, or None for no bound.",

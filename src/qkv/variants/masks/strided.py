@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from qkv.arguments.declarations import is_integer
 from qkv.errors import ArgumentError
 from qkv.problem.building.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
@@ -51,11 +52,7 @@ class Strided(MaskVariant):
     stride: int
 
     def __post_init__(self) -> None:
-        if (
-            isinstance(self.stride, bool)
-            or not isinstance(self.stride, int | np.integer)
-            or not 1 <= self.stride <= INDEX_LIMIT
-        ):
+        if not is_integer(self.stride) or not 1 <= self.stride <= INDEX_LIMIT:
             raise ArgumentError(
                 f"Strided stride={self.stride!r} is not a whole number of 1 or more.",
                 action="Pass the distance between allowed keys.",

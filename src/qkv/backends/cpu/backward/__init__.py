@@ -1,6 +1,7 @@
 """The backward kernel, and the delta correction that few queries need before it.
 
 kernel            the kernel as formulas, and its tasks: each computes dK and dV of a range of keys
+functions         the functions of a kernel, by what it must do
 query_block       a block of queries with all keys of a task, and its part of dQ
 query_rows        rows of a block of queries: packed, delta, and dQ written back
 block             one block of queries and one block of keys: P, dropout, dS and the chain rule

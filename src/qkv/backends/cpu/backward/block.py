@@ -19,14 +19,9 @@ from qkv.backends.cpu.emit.emitter import DOUBLE, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.expressions.tables import TableView
 from qkv.backends.cpu.emit.expressions.vector_code import Expressions
 from qkv.backends.cpu.forward.boundary_blocks import write_range
-from qkv.backends.cpu.products.query_lanes import (
-    SumOrder,
-    dot_rows,
-    store_vectors,
-    vectors_at,
-)
+from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors, vectors_at
 from qkv.problem.language.derivative import derivative
-from qkv.problem.language.expressions import Load, variables
+from qkv.problem.language.expressions import Load
 
 _CHAIN_OF_KEYS = 16
 """This many keys are added one after the other before the sums are combined."""
@@ -332,4 +327,5 @@ def sum_over_keys(e: Emitter, count: Value, term: Callable[[Value], Value]) -> V
 
 def _reads_one_entry(load: Load) -> bool:
     """Whether all pairs of a block read the same entry."""
-    return not {"q_index", "kv_index", "score"} & set().union(*map(variables, load.indices))
+    read = set().union(*(index.variables for index in load.indices))
+    return not {"q_index", "kv_index", "score"} & read

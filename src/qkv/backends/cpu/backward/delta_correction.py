@@ -30,6 +30,7 @@ from qkv.backends.cpu.backward.block import (
     sum_over_keys,
 )
 from qkv.backends.cpu.backward.frame import BackwardFrame
+from qkv.backends.cpu.backward.functions import block_functions
 from qkv.backends.cpu.backward.kernel import (
     add_partials_function,
     call_for_query_blocks,
@@ -37,7 +38,7 @@ from qkv.backends.cpu.backward.kernel import (
     query_block_call,
 )
 from qkv.backends.cpu.backward.layout import ROW_SUMS, BackwardKey
-from qkv.backends.cpu.backward.query_block import QueryBlockPass, block_functions
+from qkv.backends.cpu.backward.query_block import QueryBlockPass
 from qkv.backends.cpu.emit.emitter import POINTER, Value
 from qkv.backends.cpu.forward.layout import STATS_SUMS, StatsRow
 from qkv.backends.cpu.forward.softmax import RowSums

@@ -16,9 +16,7 @@ from qkv.backends.cpu.emit.frame import Frame
 from qkv.backends.cpu.emit.storage import real_dtype
 from qkv.backends.cpu.forward.layout import skips_keys_within_blocks
 from qkv.backends.cpu.products.bfloat16 import multiply_add_pairs
-from qkv.backends.cpu.products.query_lanes import (
-    MultiplyAdd,
-)
+from qkv.backends.cpu.products.query_lanes import MultiplyAdd
 from qkv.problem.language.derivative import ONE, derivative
 from qkv.problem.language.expressions import SCORE, TRUE, Load, walk
 

@@ -31,11 +31,8 @@ from functools import partial
 from typing import TypeAlias
 
 from qkv.backends.cpu.backward.frame import BackwardFrame
+from qkv.backends.cpu.backward.functions import block_functions, query_block_function
 from qkv.backends.cpu.backward.layout import TASK, BackwardKey
-from qkv.backends.cpu.backward.query_block import (
-    block_functions,
-    query_block_function,
-)
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
@@ -119,8 +116,8 @@ def call_for_query_blocks(
     """Call `query_block` for each block of queries that may attend to some key of the task."""
     e = frame.e
     batch, kv_head, start, stop, _ = frame.record(task, TASK)
-    group_size, num_heads, q_len, q_blocks = (
-        frame.field(arguments, n) for n in ("group_size", "num_heads", "q_len", "q_blocks")
+    group_size, num_heads, q_len, q_blocks = frame.words(
+        arguments, "group_size", "num_heads", "q_len", "q_blocks"
     )
     blocks = frame.pointer_field(arguments, "blocks")
     runs = frame.pointer_field(arguments, "runs")
@@ -153,9 +150,8 @@ def key_range_function(
         arguments, task, scratch = args
         b = e.builder
         batch, kv_head, start, stop, _ = frame.record(task, TASK)
-        group_size, num_heads, q_len, kv_len, splits = (
-            frame.field(arguments, n)
-            for n in ("group_size", "num_heads", "q_len", "kv_len", "splits")
+        group_size, num_heads, q_len, kv_len, splits = frame.words(
+            arguments, "group_size", "num_heads", "q_len", "kv_len", "splits"
         )
         kv_head_row = e.add(e.mul(batch, b.sdiv(num_heads, group_size)), kv_head)
         kv_row = e.add(e.mul(kv_head_row, kv_len), start)

@@ -13,26 +13,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
+from qkv.backends.cpu.bf16_tiles.layout import BLOCK_KV, Layout, Row, Sizes, layout_of
 from qkv.backends.cpu.bf16_tiles.rows import TileRows
 from qkv.backends.cpu.bf16_tiles.sweep import Bf16Sweep, Sweep
-from qkv.backends.cpu.bf16_tiles.tasks import (
-    BLOCK_KV,
-    PLANNED_KEYS,
-    Layout,
-    Task,
-    Tasks,
-    UnitRows,
-    layout_of,
-    scratch_bytes,
-)
-from qkv.backends.cpu.bf16_tiles.unit import Sizes, unit_function
-from qkv.backends.cpu.bf16_tiles.weights import Row
-from qkv.backends.cpu.compiler.compile import EmitFunction
+from qkv.backends.cpu.bf16_tiles.tasks import Task, Tasks, UnitRows
+from qkv.backends.cpu.bf16_tiles.unit import unit_function
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import POINTER, Value
 from qkv.backends.cpu.forward.bf16_rows import Bf16Rows
 from qkv.backends.cpu.forward.frame import ForwardFrame
-from qkv.backends.cpu.forward.layout import TASK, ForwardKernel, ForwardKey
+from qkv.backends.cpu.forward.layout import TASK, ForwardKey
 from qkv.backends.cpu.forward.rows import unpack_function
 from qkv.backends.cpu.products import tile_instructions
 from qkv.backends.cpu.products.layout import TILE_BYTES, TILE_ROWS
@@ -170,7 +160,7 @@ class _Bf16Kernel(TileKernel):
 
     def sweep(self) -> Sweep:
         frame, functions = self.frame, self.functions
-        sizes, rows = Sizes(frame.shape.chunks, frame.shape.value_tiles), Bf16Rows(frame, 1)
+        sizes, rows = Sizes.of(frame.shape), Bf16Rows(frame, 1)
         functions["copy"] = rows.copy_function()
         functions["pack"] = rows.pack_function(functions)
         tile_rows = TileRows(rows, sizes)
@@ -189,7 +179,3 @@ class _Bf16Kernel(TileKernel):
     def call_sweep(self, args: Sequence[Value]) -> None:
         with nullcontext() if self.e.emulated else flushing(self.e):
             super().call_sweep(args)
-
-
-BF16_TILES = ForwardKernel(EmitFunction(__name__, "emit_bf16_tiles"), scratch_bytes, PLANNED_KEYS)
-"""The forward kernel for bfloat16 on machines with matrix tiles."""

@@ -5,23 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from llvmlite import ir
-
-from qkv.backends.cpu.bf16_tiles.weights import Row, Weights
+from qkv.backends.cpu.bf16_tiles.layout import GROUP, Row
+from qkv.backends.cpu.bf16_tiles.weights import Weights
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import Emitter, Value
-from qkv.backends.cpu.products.layout import CHUNK, TILE_BYTES
+from qkv.backends.cpu.products.layout import TILE_BYTES
 
-GROUP = CHUNK
-"""Number of keys whose weights are computed together."""
 PAIRS = GROUP // 2
 
 
 def if_any(e: Emitter, lanes: Value, body: Callable[[], object]) -> None:
     """Code for the rare case that a condition holds in a lane."""
-    b, kind = e.builder, ir.IntType(e.lanes)
-    some = b.icmp_unsigned("!=", b.bitcast(lanes, kind), ir.Constant(kind, 0))
-    with b.if_then(some, likely=False):
+    with e.builder.if_then(e.any_lane(lanes), likely=False):
         body()
 
 

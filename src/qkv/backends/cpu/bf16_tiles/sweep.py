@@ -13,14 +13,8 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from qkv.backends.cpu.bf16_tiles.shift import GROUP
-from qkv.backends.cpu.bf16_tiles.tasks import (
-    PLANNED_KEYS,
-    Task,
-    Tasks,
-    UnitRows,
-)
-from qkv.backends.cpu.bf16_tiles.unit import Sizes
+from qkv.backends.cpu.bf16_tiles.layout import GROUP, PLANNED_KEYS, Sizes
+from qkv.backends.cpu.bf16_tiles.tasks import Task, Tasks, UnitRows
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import rows_from
@@ -57,8 +51,8 @@ class Keys(NamedTuple):
 class Sweep(ABC):
     """Emits a function that visits all keys with all units of a task."""
 
-    def __init__(self, tasks: Tasks, functions: dict[str, Value]) -> None:
-        self.tasks, self.functions = tasks, functions
+    def __init__(self, tasks: Tasks, sizes: Sizes, functions: dict[str, Value]) -> None:
+        self.tasks, self.sizes, self.functions = tasks, sizes, functions
         self.frame, self.e = tasks.frame, tasks.e
         self.block_kv = tasks.layout.block_kv
 
@@ -177,6 +171,21 @@ class Sweep(ABC):
     def compute(self, task: Task, stretch: Stretch, unit: UnitRows, keys: Keys) -> None:
         """Compute what one unit sees of a stretch."""
 
+    def arguments(
+        self, task: Task, stretch: Stretch, unit: UnitRows, keys: Keys, count: Value
+    ) -> list[Value]:
+        """The arguments of the functions of a unit, for its `count` keys."""
+        e, b, areas, sizes = self.e, self.e.builder, task.areas, self.sizes
+        group = b.sdiv(keys.start, e.index(GROUP))
+        return [
+            task.arguments, unit.packed, unit.total, unit.stats,
+            e.at(areas["keys"], e.mul(group, sizes.key_bytes)),
+            e.at(areas["values"], e.mul(group, sizes.value_bytes)),
+            areas["scores"], areas["weights"], areas["transposed"],
+            task.batch, task.head, unit.row, e.add(stretch.start, keys.start), count,
+            b.sdiv(e.sub(keys.unmasked, keys.start), e.index(GROUP)), stretch.has_non_finite,
+        ]  # fmt: skip
+
     def _visit_unit(
         self,
         task: Task,
@@ -236,15 +245,15 @@ class Bf16Sweep(Sweep):
     def __init__(
         self, tasks: Tasks, rows: Bf16Rows, sizes: Sizes, functions: dict[str, Value]
     ) -> None:
-        super().__init__(tasks, functions)
-        self.rows, self.sizes = rows, sizes
+        super().__init__(tasks, sizes, functions)
+        self.rows = rows
 
     def lay_out(
         self, task: Task, start: Value, count: Value, pieces: Value, number: Value
     ) -> Stretch:
         """Lay out K and V. Where pairs may be forbidden, 0 replaces values that are not finite."""
         e, b, frame, functions = self.e, self.e.builder, self.frame, self.functions
-        head_dim, v_head_dim = (frame.field(task.arguments, n) for n in ("head_dim", "v_head_dim"))
+        head_dim, v_head_dim = frame.words(task.arguments, "head_dim", "v_head_dim")
         areas = task.areas
         key, row = self.rows.with_adjacent_elements(
             functions, rows_from(e, task.key, start), count, head_dim, areas["key_copy"]
@@ -273,24 +282,13 @@ class Bf16Sweep(Sweep):
         return Stretch(start, count, value, value_row, has_non_finite)
 
     def compute(self, task: Task, stretch: Stretch, unit: UnitRows, keys: Keys) -> None:
-        e, b, functions, areas, sizes = (
-            self.e, self.e.builder, self.functions, task.areas, self.sizes,
-        )  # fmt: skip
+        e, b, functions = self.e, self.e.builder, self.functions
         count = e.sub(keys.stop, keys.start)
-        group = b.sdiv(keys.start, e.index(GROUP))
-        given = [
-            task.arguments, unit.packed, unit.total, unit.stats,
-            e.at(areas["keys"], e.mul(group, sizes.key_bytes)),
-            e.at(areas["values"], e.mul(group, sizes.value_bytes)),
-            areas["scores"], areas["weights"], areas["transposed"],
-            task.batch, task.head, unit.row, e.add(stretch.start, keys.start), count,
-            b.sdiv(e.sub(keys.unmasked, keys.start), e.index(GROUP)), stretch.has_non_finite,
-        ]  # fmt: skip
-
+        given = self.arguments(task, stretch, unit, keys, count)
         b.call(functions["attend_to_keys"], given)
         if "add_non_finite" in functions:
             v_head_dim = self.frame.field(task.arguments, "v_head_dim")
             with b.if_then(stretch.has_non_finite, likely=False):
                 rows = e.at(stretch.value, e.mul(keys.start, stretch.value_row))
-                where = rows, stretch.value_row, areas["weights"], unit.total
+                where = rows, stretch.value_row, task.areas["weights"], unit.total
                 b.call(functions["add_non_finite"], [*where, v_head_dim, count])

@@ -1,91 +1,16 @@
-"""Tasks: units of neighbouring queries of one head, and a worker's memory for them."""
+"""Tasks: units of neighbouring queries of one head."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from qkv.backends.cpu.bf16_tiles.shift import GROUP
-from qkv.backends.cpu.bf16_tiles.unit import MOST_GROUPS, SCORE_BYTES, Sizes
-from qkv.backends.cpu.bf16_tiles.weights import Row
+from qkv.backends.cpu.bf16_tiles.layout import Layout
 from qkv.backends.cpu.emit.emitter import Value
 from qkv.backends.cpu.emit.frame import RowView
-from qkv.backends.cpu.emit.transposed_loads import transposed_bytes
 from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.backends.cpu.forward.layout import TASK
-from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.products.layout import CHUNK, TILE_BYTES, TILE_ROWS, TILE_SIZE
-from qkv.problem.spec import Spec
-
-PLANNED_KEYS = 128
-"""Keys of a block for which the schedule says what each unit sees of it."""
-BLOCK_KV = MOST_GROUPS * GROUP
-"""Keys that are laid out as tiles at once."""
-_BLOCK_ROWS = 2 * TILE_ROWS
-"""Queries of a block of the schedule."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A worker's memory: `areas` for a block of keys, then the units of a task.
-
-    A unit is so many `vectors` of 16 queries; `packed`, `total` and `stats` are the bytes of its Q,
-    of its O and of its statistics.
-    """
-
-    block_kv: int
-    vectors: int
-    areas: dict[str, int]
-    packed: int
-    total: int
-    stats: int
-
-    @property
-    def width(self) -> int:
-        """Bytes of a number of each query."""
-        return self.vectors * TILE_BYTES
-
-    @property
-    def rows(self) -> int:
-        """Queries of a unit."""
-        return self.vectors * TILE_ROWS
-
-    @property
-    def units_of_block(self) -> int:
-        """Units of a block of queries of the schedule."""
-        return _BLOCK_ROWS // self.rows
-
-    @property
-    def unit_bytes(self) -> int:
-        return self.packed + self.total + self.stats
-
-    def scratch_bytes(self, q_blocks_per_task: int) -> int:
-        """Memory of one worker."""
-        units = q_blocks_per_task * self.units_of_block * self.unit_bytes
-        return -(-(sum(self.areas.values()) + units) // 4096) * 4096
-
-
-def layout_of(spec: Spec, shape: TileShape) -> Layout:
-    """Scores, weights, V, K, copied rows and tables; Q, O and statistics of 16 queries."""
-    sizes = Sizes(shape.chunks, shape.value_tiles)
-    areas = {
-        "scores": MOST_GROUPS * SCORE_BYTES,
-        "weights": MOST_GROUPS * TILE_SIZE,
-        # One group of K more than is used is read.
-        "keys": (MOST_GROUPS + 1) * sizes.key_bytes,
-        "values": MOST_GROUPS * sizes.value_bytes,
-        "key_copy": 2 * BLOCK_KV * CHUNK * sizes.chunks,
-        "value_copy": 2 * BLOCK_KV * CHUNK * -(-sizes.value_tiles // 2),
-        "transposed": transposed_bytes(spec, BLOCK_KV, TILE_BYTES),
-    }
-    packed, total = sizes.chunks * TILE_SIZE, sizes.value_tiles * TILE_SIZE
-    return Layout(BLOCK_KV, 1, areas, packed, total, len(Row) * TILE_BYTES)
-
-
-def scratch_bytes(spec: Spec, shape: TileShape) -> int:
-    """Memory of one worker."""
-    return layout_of(spec, shape).scratch_bytes(shape.q_blocks_per_task)
+from qkv.backends.cpu.products.layout import TILE_BYTES
 
 
 class Task(NamedTuple):
@@ -122,8 +47,8 @@ class Tasks:
     def task(self, arguments: Value, task: Value, scratch: Value) -> Task:
         e, b, frame, layout = self.e, self.e.builder, self.frame, self.layout
         batch, head, first_row, first_run, last_run = frame.record(task, TASK)
-        group_size, q_len, blocks = (
-            frame.field(arguments, name) for name in ("group_size", "q_len", "q_blocks_per_task")
+        group_size, q_len, blocks = frame.words(
+            arguments, "group_size", "q_len", "q_blocks_per_task"
         )
         units = e.mul(blocks, layout.units_of_block)
         kv_head = b.sdiv(head, group_size)

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from qkv.backends.cpu.bf16_tiles.shift import GROUP, PAIRS, Group, ShiftedRows, if_any
+from qkv.backends.cpu.bf16_tiles.layout import GROUP, MOST_GROUPS, SCORE_BYTES, Sizes
+from qkv.backends.cpu.bf16_tiles.shift import PAIRS, Group, ShiftedRows, if_any
 from qkv.backends.cpu.bf16_tiles.weights import MOST_BITS, Queries, Weights
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
@@ -29,10 +29,6 @@ from qkv.backends.cpu.products.layout import TILE_BYTES, TILE_SIZE
 from qkv.backends.cpu.products.tile_instructions import TileInstructions, tiles_of
 from qkv.problem.language.expressions import Op, walk
 
-MOST_GROUPS = 16
-"""The most groups of keys of one unit."""
-SCORE_BYTES = GROUP * TILE_BYTES
-"""Scores of one group of keys."""
 _HELD = 4
 """Tiles that hold O."""
 MOST_OPERATIONS = 12
@@ -43,36 +39,18 @@ _LEFT, _SCORES = 6, 7
 """The tile of a left factor, and that of scores."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Tiles along head_dim, of 32 elements, and along v_head_dim, of 16."""
-
-    chunks: int
-    value_tiles: int
-
-    @property
-    def key_bytes(self) -> int:
-        """Bytes of K of one group."""
-        return 2 * self.chunks * TILE_SIZE
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes of V of one group: whole chunks of 32 elements are transposed."""
-        return 2 * -(-self.value_tiles // 2) * TILE_SIZE
-
-
 ARGUMENTS = (
     "arguments", "packed", "total", "stats", "keys", "values", "scores", "weights", "transposed",
     "batch", "head", "first_row", "kv_start", "count", "unmasked",
 )  # fmt: skip
-"""Arguments of the function of a unit: nine addresses, six integers, and `marked`. `unmasked` is
+"""Arguments of the functions of a unit: nine addresses, six integers, and `marked`. `unmasked` is
 the number of groups, from the first on, of which every query sees every key."""
+ARGUMENT_TYPES = [*[POINTER] * 9, *[INT64] * 6, BIT]
 
 
 def unit_function(frame: ForwardFrame, sizes: Sizes) -> Value:
     """A function of `ARGUMENTS`: weights of all keys of a unit; row sums and O are added to."""
-    kinds = [*[POINTER] * 9, *[INT64] * 6, BIT]
-    with frame.e.function("attend_to_keys", kinds) as (function, (*args, marked)):
+    with frame.e.function("attend_to_keys", ARGUMENT_TYPES) as (function, (*args, marked)):
         _Body(frame, sizes, dict(zip(ARGUMENTS, args, strict=True)), marked).attend()
     return function
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import NamedTuple
 
 from llvmlite import ir
 
+from qkv.backends.cpu.bf16_tiles.layout import Row
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import Value
 from qkv.backends.cpu.emit.transpose import transposed_values
@@ -27,27 +27,6 @@ from qkv.problem.language.expressions import TRUE
 
 MOST_BITS = 16
 """By how many powers of two scores may exceed the shift of their row before it is raised."""
-
-
-class Row(IntEnum):
-    """Rows of statistics of 16 queries, those that `forward.rows.unpack_function` reads first."""
-
-    ROW_MAX = 0
-    """The shift, scaled."""
-    ROW_SUM = 1
-    SHIFT = 2
-    """The shift as it is subtracted: not scaled where scores are not."""
-    SUM_ERROR = 3
-    LARGEST = 4
-    """The largest score of all keys; kept where statistics are asked for."""
-    T_SUM = 5
-    GROUP_SUM = 6
-    """The sum of the weights of one group of keys, and its part of T."""
-    GROUP_T = 7
-    OUT_SUM = 8
-    """The sum of rounded weights, by which outputs are divided: where one key has nearly all the
-    weight, the output is then its value, however the weight was rounded."""
-    GROUP_OUT = 9
 
 
 class Queries(NamedTuple):

@@ -1,6 +1,7 @@
 """The decode kernel: few queries against many keys, split over tasks (split-K).
 
-kernel          the kernel: tasks, and the products of their blocks of keys
+kernel          the kernel: tasks, and how rows go through their keys
+block_products  products of the rows with one block of keys or values
 softmax         scores of a row and a stretch of keys become weights
 merge           the results of all tasks of a kv head become rows of the output
 layout          what calls must know of the kernel: what its code depends on, its words and memory

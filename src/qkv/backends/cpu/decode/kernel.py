@@ -29,11 +29,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llvmlite import ir
 
+from qkv.backends.cpu.decode.block_products import BlockProducts
 from qkv.backends.cpu.decode.layout import (
     BLOCK_KV,
     GROUP,
@@ -58,11 +58,6 @@ from qkv.backends.cpu.emit.packing import (
 from qkv.backends.cpu.products.dim_lanes import RowProducts
 from qkv.backends.cpu.products.tile_instructions import configure, release
 from qkv.problem.language.expressions import TRUE
-
-PART_KV = 32
-"""Number of keys that all rows are multiplied with before the next keys of the block, if one tile
-does not hold all rows."""
-
 
 _SHARES = 2
 """A thread takes 1 / (_SHARES * threads) of the tasks that are left at once, one at least. As they
@@ -105,138 +100,18 @@ class _Decode:
         self.score_row = (STRETCH_KV + key.shape.products_at_once) * self.e.real_bytes
         """Bytes of a row of S, with room behind it for the products of one more step."""
         self.products = RowProducts(self.e, key.dtypes, self.score_row, key.shape)
-        self.query_bytes = storage.ITEM_BYTES[self.products.query_dtype]
+        self.blocks = BlockProducts(self.frame, self.products)
         has_tiles = key.shape.byte_tiles and self.e.real == FLOAT and "int8" in key.dtypes
         self.tiles = TileBlocks(self.frame, self.products) if has_tiles else None
-
-    # --- All rows of Q ---------------------------------------------------------------------------
-
-    def for_each_tile(
-        self, rows: Value, tiles: Sequence[int], call: Callable[[int, Value], object]
-    ) -> None:
-        """`call(size, first_row)` for all rows, in tiles of the sizes in `tiles`."""
-        e = self.e
-        start = e.index(0)
-        for size in tiles:
-
-            def call_tile(i: Value, _: list[Value], size: int = size) -> None:
-                call(size, i)
-
-            stop = e.round_down(rows, size)
-            e.loop(start, stop, size, [], call_tile)
-            start = stop
-
-    # --- Products --------------------------------------------------------------------------------
-
-    def most_keys(self, arguments: Value, name: str) -> Value:
-        """The most keys that a function for rows is given at once.
-
-        A block of values has its own sum, pages prefetch one block ahead, and a block of rows whose
-        elements are not adjacent is moved.
-        """
-        e = self.e
-        if name == "value" or self.frame.paged[name]:
-            return e.index(BLOCK_KV)
-        element = self.frame.field(arguments, f"{name}_element")
-        item = e.index(storage.ITEM_BYTES[self.frame.dtypes[name]])
-        adjacent = e.builder.icmp_signed("==", element, item)
-        return e.builder.select(adjacent, e.index(STRETCH_KV), e.index(BLOCK_KV))
-
-    def block_function(self, name: str, functions: dict[str, Value]) -> Value:
-        """A function that multiplies Q with a block of K, or weights with a block of V.
-
-        `(arguments, batch, kv_head, kv_start, count, rows, matrix, weights, moved, forbidden)`.
-        """
-        e, item = self.e, storage.ITEM_BYTES[self.frame.dtypes[name]]
-        arguments, score_row = [POINTER, *[INT64] * 5, *[POINTER] * 3, BIT], self.score_row
-        with e.function(f"{name}_block", arguments) as (function, args):
-            arguments_, batch, kv_head, kv_start, count, rows, *matrices, forbidden = args
-            b, (matrix, weights, moved) = e.builder, matrices
-            place = self.frame.operand(arguments_, name, batch, kv_head)
-            pages = self.frame.pages(arguments_, name, batch)
-            dim = self.frame.field(arguments_, "head_dim" if name == "key" else "v_head_dim")
-            scattered = b.icmp_signed("!=", place.element, e.index(item))
-            block_row = self.frame.block_row_bytes(dim)
-            only = b.icmp_signed("==", self.frame.field(arguments_, "kv_len"), e.index(1))
-            step, total = e.index(PART_KV), self.frame.bytes_of(arguments_, name)
-            most = self.most_keys(arguments_, name)
-            for size in self.products.tiles:
-                is_one_tile = b.icmp_signed("==", rows, e.index(size))
-                step = b.select(is_one_tile, most, step)
-
-            reach = e.least(step, BLOCK_KV)
-
-            def multiply_tiles(*segment: Value) -> None:
-                pointer, row, scores, keys, done = segment
-
-                def multiply_part(k: Value, _: list[Value]) -> None:
-                    here, to = e.at(pointer, e.mul(k, row)), e.at(scores, e.mul(k, e.real_bytes))
-                    count, first = e.least(step, e.sub(keys, k)), e.add(kv_start, done, k)
-                    place = [arguments_, batch, kv_head]
-                    ahead = self.frame.page_ahead(name, place, here, first, count)
-
-                    def multiply_tile(size: int, i: Value) -> None:
-                        stop, p = e.add(i, size), e.at(to, e.mul(i, score_row))
-                        prefetch = self.products.prefetch_share(
-                            row, e.mul(dim, item), i, stop, rows, reach, total, ahead
-                        )
-                        if name == "key":
-                            q = e.at(matrix, e.mul(i, dim, self.query_bytes))
-                            place = [here, q, p, row, dim, count]
-                            b.call(functions[f"scores {size}"], [*place, *prefetch, only])
-                        else:
-                            o = e.at(matrix, e.mul(i, block_row))
-                            place = [here, p, o, row, block_row, dim, count]
-                            b.call(functions[f"values {size}"], [*place, *prefetch])
-
-                    self.for_each_tile(rows, self.products.tiles, multiply_tile)
-
-                e.loop(0, keys, step, [], multiply_part)
-
-            def multiply_selected(*segment: Value) -> None:
-                pointer, row, scores, keys, _ = segment
-
-                def multiply_row(_: int, i: Value) -> None:
-                    p, to = e.mul(i, score_row), e.mul(i, block_row)
-                    place = [pointer, e.at(scores, p), e.at(matrix, to)]
-                    b.call(functions["selected"], [*place, row, dim, keys])
-
-                self.for_each_tile(rows, [1], multiply_row)
-
-            def multiply(*where: Value) -> None:
-                if name == "key" or "all_finite" not in functions:
-                    multiply_tiles(*where)
-                    return
-                pointer, row, _, keys, _ = where
-
-                def multiply_checked() -> None:
-                    finite = b.call(functions["all_finite"], [pointer, row, keys, dim])
-                    e.choose(
-                        finite, lambda: multiply_tiles(*where), lambda: multiply_selected(*where)
-                    )
-
-                e.choose(forbidden, multiply_checked, lambda: multiply_tiles(*where))
-
-            def multiply_segment(pointer: Value, done: Value, keys: Value) -> None:
-                with b.if_then(scattered, likely=False):
-                    b.call(
-                        functions[f"move {name}"],
-                        [pointer, place.row, place.element, keys, dim, moved],
-                    )
-                here = b.select(scattered, moved, pointer)
-                row = b.select(scattered, e.mul(dim, item), place.row)
-                multiply(here, row, e.at(weights, e.mul(done, e.real_bytes)), keys, done)
-
-            self.frame.for_each_segment(name, place, pages, kv_start, count, multiply_segment)
-        return function
 
     # --- One chunk, and the merge of all of them -------------------------------------------------
 
     def scratch_areas(self, arguments: Value, scratch: Value) -> _Scratch:
         """The areas of scratch memory, in the order of `scratch_bytes`."""
         e = self.e
-        names = "rows", "panel", "head_dim", "v_head_dim"
-        rows, panel, head_dim, v_head_dim = (self.frame.field(arguments, name) for name in names)
+        rows, panel, head_dim, v_head_dim = self.frame.words(
+            arguments, "rows", "panel", "head_dim", "v_head_dim"
+        )
         block = e.at(scratch, e.mul(panel, self.score_row))
         rescale = e.at(block, e.mul(panel, self.frame.block_row_bytes(v_head_dim)))
         key_scales = e.at(rescale, e.mul(panel, e.vector_bytes))
@@ -260,9 +135,8 @@ class _Decode:
         ):
             arguments, batch, kv_head, kv_start, count, first, record, scratch, partial = args
             b, false = e.builder, ir.Constant(BIT, 0)
-            names = "group_size", "q_len", "rows", "panel", "head_dim", "v_head_dim"
-            group_size, q_len, rows, panel, head_dim, v_head_dim = (
-                self.frame.field(arguments, name) for name in names
+            group_size, q_len, rows, panel, head_dim, v_head_dim = self.frame.words(
+                arguments, "group_size", "q_len", "rows", "panel", "head_dim", "v_head_dim"
             )
             own = self.scratch_areas(arguments, scratch)
             block_row = self.frame.block_row_bytes(v_head_dim)
@@ -281,7 +155,7 @@ class _Decode:
 
                     e.loop(0, count, most, [], multiply_block)
 
-                most = self.most_keys(arguments, name)
+                most = self.blocks.most_keys(arguments, name)
                 by_rows = functools.partial(multiply_blocks, name, most, forbidden)
                 if self.tiles is None or name not in self.tiles.names:
                     by_rows()
@@ -321,7 +195,9 @@ class _Decode:
                 (forbidden,) = e.loop(0, panel_rows, 1, [false], weigh_row)
                 for_each_block("value", own.block, forbidden)
 
-            for_each_block("key", e.at(own.packed, e.mul(first, head_dim, self.query_bytes)), false)
+            for_each_block(
+                "key", e.at(own.packed, e.mul(first, head_dim, self.products.query_bytes)), false
+            )
             if self.frame.mask == TRUE:
                 attend_values("full")
             else:
@@ -365,19 +241,18 @@ class _Decode:
             arguments, task, record, scratch = args
             b = e.builder
             group, start, stop, full = self.frame.record(task, TASK)
-            names = (
-                "group_size", "q_len", "rows", "panel", "head_dim", "v_head_dim", "query_head",
-                "num_kv_heads",
-            )  # fmt: skip
             group_size, q_len, rows, panel, head_dim, v_head_dim, query_head, kv_heads = (
-                self.frame.field(arguments, name) for name in names
-            )
+                self.frame.words(
+                    arguments, "group_size", "q_len", "rows", "panel", "head_dim", "v_head_dim",
+                    "query_head", "num_kv_heads",
+                )
+            )  # fmt: skip
             batch, kv_head = b.sdiv(group, kv_heads), b.srem(group, kv_heads)
             own = self.scratch_areas(arguments, scratch)
             block_row = self.frame.block_row_bytes(v_head_dim)
 
             query = self.frame.operand(arguments, "query", batch, e.mul(kv_head, group_size))
-            head_bytes = e.mul(q_len, head_dim, self.query_bytes)
+            head_bytes = e.mul(q_len, head_dim, self.products.query_bytes)
 
             def copy_head(g: Value, _: list[Value]) -> None:
                 start = e.at(query.pointer, e.mul(g, query_head))
@@ -429,7 +304,7 @@ class _Decode:
             functions["all_finite"] = all_finite_function(e, self.frame.dtypes["value"])
             functions["selected"] = self.products.selected_values_function()
         for name in ("key", "value"):
-            functions[name] = self.block_function(name, functions)
+            functions[name] = self.blocks.function(name, functions)
             if self.frame.is_quantised(name):
                 functions[f"{name} scales"] = self.frame.copy_scales_function(name)
         if self.tiles:

@@ -104,8 +104,7 @@ class RowSoftmax:
             self._add_compensated(row_sum, error, factor, sums[0], sums[1])
             forbidden: Value = ir.Constant(BIT, 0)
             if self.may_forbid:
-                lanes = ir.IntType(e.lanes)
-                forbidden = b.icmp_unsigned("!=", b.bitcast(sums[-1], lanes), ir.Constant(lanes, 0))
+                forbidden = e.any_lane(sums[-1])
             b.ret(forbidden)
         return function
 

@@ -27,7 +27,7 @@ from qkv.backends.cpu.emit.argument_block import COUNTER_BYTES, WORD
 from qkv.backends.cpu.emit.emitter import DOUBLE, INT64, POINTER, Value
 from qkv.backends.cpu.emit.expressions.mask_bounds import MaskBounds
 from qkv.backends.cpu.emit.frame import Frame
-from qkv.problem.language.expressions import FALSE, TRUE, variables
+from qkv.problem.language.expressions import FALSE, TRUE
 
 MOST_READS = 1024
 """The most elements of a table that are read to bound the mask over one block."""
@@ -86,9 +86,8 @@ class DecodeTasks:
         )
         with e.function("plan", [POINTER], INT64, public=True) as (function, (arguments,)):
             b = e.builder
-            batches, kv_heads, kv_len, shared = (
-                self.frame.field(arguments, name)
-                for name in ("batch_size", "num_kv_heads", "kv_len", "shared")
+            batches, kv_heads, kv_len, shared = self.frame.words(
+                arguments, "batch_size", "num_kv_heads", "kv_len", "shared"
             )
             chunk = self._chunk_size(kv_len)
             count = e.mul(batches, kv_heads)
@@ -98,7 +97,7 @@ class DecodeTasks:
             self._write_field(arguments, "groups", shared)
             self._write_field(arguments, "tasks", tasks)
             self._write_field(arguments, "records", e.round_down(records, RECORD_ALIGNMENT))
-            mask_variables = variables(self.frame.mask)
+            mask_variables = self.frame.mask.variables
 
             def plan_group(number: Value, carried: list[Value]) -> list[Value]:
                 first, keys = carried
@@ -146,7 +145,7 @@ class DecodeTasks:
         with e.function("kind", kinds, INT64) as (function, args):
             arguments, batch, kv_head, start, stop, most_reads = args
             b = e.builder
-            group_size, q_len = (frame.field(arguments, name) for name in ("group_size", "q_len"))
+            group_size, q_len = frame.words(arguments, "group_size", "q_len")
             head = e.mul(kv_head, group_size)
             # Bounds over all query heads of the kv head: where their masks differ, it is partial.
             places = {

@@ -74,9 +74,8 @@ class TileBlocks:
     def areas(self, arguments: Value, start: Value) -> TileAreas:
         """The areas of memory that begins at `start`."""
         e, b = self.e, self.e.builder
-        rows, panel, head_dim, v_head_dim = (
-            self.frame.field(arguments, name)
-            for name in ("rows", "panel", "head_dim", "v_head_dim")
+        rows, panel, head_dim, v_head_dim = self.frame.words(
+            arguments, "rows", "panel", "head_dim", "v_head_dim"
         )
         panels = b.sdiv(e.add(rows, e.sub(panel, 1)), panel)
         sizes = [
@@ -101,7 +100,7 @@ class TileBlocks:
     def _panel_tiles(self, arguments: Value, query: Value, first: Value) -> Value:
         """Where the tiles of the panel lie whose first row is number `first`."""
         e = self.e
-        panel, head_dim = (self.frame.field(arguments, name) for name in ("panel", "head_dim"))
+        panel, head_dim = self.frame.words(arguments, "panel", "head_dim")
         number = e.builder.sdiv(first, panel)
         return e.at(query, e.mul(number, self._tiles_of(panel), self._query_bytes(head_dim)))
 
@@ -110,9 +109,7 @@ class TileBlocks:
     ) -> None:
         """Split all rows of Q, panel by panel, into the memory for tiles that begins at `start`."""
         e, query = self.e, self.areas(arguments, start).query
-        rows, panel, head_dim = (
-            self.frame.field(arguments, name) for name in ("rows", "panel", "head_dim")
-        )
+        rows, panel, head_dim = self.frame.words(arguments, "rows", "panel", "head_dim")
 
         def split_panel(first: Value, _: list[Value]) -> None:
             tiles = self._panel_tiles(arguments, query, first)

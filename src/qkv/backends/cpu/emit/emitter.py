@@ -167,13 +167,16 @@ class Emitter(StructuredCode):
 
     def zeros_address(self) -> Value:
         """The address of zero bytes, as many as a vector has."""
-        constant = self.module.globals.get("zeros")
-        if constant is None:
-            kind = ir.ArrayType(BYTE, self.vector_bytes)
-            constant = ir.GlobalVariable(self.module, kind, "zeros")
-            constant.linkage, constant.global_constant = "internal", True
-            constant.initializer = ir.Constant(kind, None)
-        return constant.bitcast(POINTER)
+        kind = ir.ArrayType(BYTE, self.vector_bytes)
+        return self.constant_in_memory("zeros", ir.Constant(kind, None)).bitcast(POINTER)
+
+    def constant_in_memory(self, name: str, content: Value) -> Value:
+        """A constant that the module holds once, under this name."""
+        held = self.module.globals.get(name)
+        if held is None:
+            held = ir.GlobalVariable(self.module, content.type, name)
+            held.linkage, held.global_constant, held.initializer = "internal", True, content
+        return held
 
     def splat(self, scalar: Value) -> Value:
         """The scalar in every lane."""
@@ -236,6 +239,12 @@ class Emitter(StructuredCode):
 
     def is_nan(self, x: Value) -> Value:
         return self.builder.fcmp_unordered("uno", x, x)
+
+    def any_lane(self, condition: Value) -> Value:
+        """Whether a condition holds in any lane."""
+        lanes = ir.IntType(self.lanes)
+        bits = self.builder.bitcast(condition, lanes)
+        return self.builder.icmp_unsigned("!=", bits, ir.Constant(lanes, 0))
 
     def greatest(self, a: Value, b: Value) -> Value:
         """Lane-wise `b if b > a else a`, which ignores a NaN in b."""

@@ -58,6 +58,10 @@ class Frame:
     def field(self, arguments: Value, name: str) -> Value:
         return self.e.load(self._word(arguments, name), INT64, WORD)
 
+    def words(self, arguments: Value, *names: str) -> list[Value]:
+        """Some fields of the argument block."""
+        return [self.field(arguments, name) for name in names]
+
     def real_field(self, arguments: Value, name: str) -> Value:
         return self.e.load(self._word(arguments, name), self.e.real, WORD)
 
@@ -110,10 +114,8 @@ class Frame:
         """
         if self.spec.dtype == "float16" and self.dtypes["value"] != "int8":
             return
-        e, lanes = self.e, ir.IntType(self.e.lanes)
-        nan_bits = e.builder.bitcast(e.is_nan(seen), lanes)
-        any_nan = e.builder.icmp_unsigned("!=", nan_bits, ir.Constant(lanes, 0))
-        with e.builder.if_then(any_nan, likely=False):
+        e = self.e
+        with e.builder.if_then(e.any_lane(e.is_nan(seen)), likely=False):
             e.store(e.index(1), self._word(arguments, "not_finite"), WORD)
 
     # Tasks

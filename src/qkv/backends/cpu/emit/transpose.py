@@ -49,9 +49,8 @@ def _transpose_function(e: Emitter, dtype: str) -> Value:
     `rows` are the addresses of one row for each lane, `element` is the byte stride from key to key.
     """
     name = f"lay_down_{dtype}"
-    held = e.module.globals.get(name)
-    if held is not None:
-        return held
+    if (known := e.module.globals.get(name)) is not None:
+        return known
     item = 1 if dtype == "bool" else storage.ITEM_BYTES[dtype]
     with e.function(name, [POINTER, INT64, INT64, POINTER]) as (function, args):
         places, element, count, target = args

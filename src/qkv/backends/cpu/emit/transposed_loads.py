@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qkv.problem.language.expressions import Load, Var, variables, walk
+from qkv.problem.language.expressions import Load, Var, walk
 from qkv.problem.spec import Spec
 
 _KEY = Var("kv_index")
@@ -24,7 +24,7 @@ def _is_transposed(load: Load, stored: str, dtype: str) -> bool:
     *rows, column = load.indices if load.indices else (None,)
     if column != _KEY or not rows:
         return False
-    reads = set().union(*(variables(row) for row in rows))
+    reads = set().union(*(row.variables for row in rows))
     exact = stored in _FLOATS or (stored == "float64" and dtype == "float64")
     return "q_index" in reads and not reads & {"kv_index", "score"} and (exact or stored == "bool")
 

@@ -192,7 +192,8 @@ def log(e: Emitter, x: Value) -> Value:
     """Natural logarithm; log(0) = -inf, log of a negative number is NaN."""
     b = e.builder
     f, n = _split_log(e, x)
-    result = _log32(e, f, n) if e.real == FLOAT else _log64(e, f, n)
+    high, tail = _log_terms(e, f, n)
+    result = b.fadd(high, b.fadd(f, tail))
     result = b.select(b.fcmp_ordered("==", x, e.const(0.0)), e.const(-math.inf), result)
     result = b.select(b.fcmp_ordered("==", x, e.const(math.inf)), x, result)
     negative = b.fcmp_unordered("<", x, e.const(0.0))
@@ -207,7 +208,7 @@ def add_log(e: Emitter, a: Value, x: Value, rest: Value) -> tuple[Value, Value]:
     """
     b = e.builder
     f, n = _split_log(e, x)
-    high, tail = _log32_terms(e, f, n) if e.real == FLOAT else _log64_terms(e, f, n)
+    high, tail = _log_terms(e, f, n)
     first = b.fadd(a, high)
     second = b.fadd(first, f)
     lost = b.fadd(error_of_sum(e, a, high, first), error_of_sum(e, first, f, second))
@@ -254,14 +255,12 @@ def _split_log(e: Emitter, x: Value) -> tuple[Value, Value]:
     return b.fsub(m, e.const(1.0)), n
 
 
-def _log32(e: Emitter, f: Value, n: Value) -> Value:
-    """n ln 2 + log(1 + f)"""
-    high, tail = _log32_terms(e, f, n)
-    return e.builder.fadd(high, e.builder.fadd(f, tail))
+def _log_terms(e: Emitter, f: Value, n: Value) -> tuple[Value, Value]:
+    """`high`, which is exact, and `tail` of high + f + tail = n ln 2 + log(1 + f)."""
+    return _log32_terms(e, f, n) if e.real == FLOAT else _log64_terms(e, f, n)
 
 
 def _log32_terms(e: Emitter, f: Value, n: Value) -> tuple[Value, Value]:
-    """`high`, which is exact, and `tail` of high + f + tail = n ln 2 + log(1 + f)."""
     b = e.builder
     square = b.fmul(f, f)
     tail = b.fmul(b.fmul(f, square), polynomial(e, _LOG32, f))
@@ -270,14 +269,8 @@ def _log32_terms(e: Emitter, f: Value, n: Value) -> tuple[Value, Value]:
     return b.fmul(n, e.const(0.693359375)), tail
 
 
-def _log64(e: Emitter, f: Value, n: Value) -> Value:
-    """n ln 2 + log(1 + f)"""
-    high, tail = _log64_terms(e, f, n)
-    return e.builder.fadd(high, e.builder.fadd(f, tail))
-
-
 def _log64_terms(e: Emitter, f: Value, n: Value) -> tuple[Value, Value]:
-    """`_log32_terms` for float64, with log(1 + f) as 2 atanh(s), s = f / (2 + f)."""
+    """Those of float64, with log(1 + f) as 2 atanh(s), s = f / (2 + f)."""
     b = e.builder
     s = b.fdiv(f, b.fadd(f, e.const(2.0)))
     square = b.fmul(s, s)

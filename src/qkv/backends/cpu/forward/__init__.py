@@ -1,10 +1,11 @@
 """The forward kernels: online softmax over blocks of keys, for many queries.
 
 kernel          the kernel for every dtype and machine
+query_block     its work for one block of queries
 bf16_dot        the kernel for bfloat16 on machines that multiply pairs of it
 bf16_rows       rows of bfloat16: copied, packed, transposed
-pair_kernel     what kernels for pairs of bfloat16 share: bf16_dot and those of split_bf16
-score_blocks    one block of queries with one block of keys, in a pair_kernel
+bf16_operands   the operands of bf16_dot as pairs
+score_blocks    one block of queries with one block of keys, in bf16_dot
 boundary_blocks blocks that the boundary of a mask crosses, in `kernel`
 softmax         scores to weights: score mods, masks, row maximum and row sum
 products        S = Q K^T and O += P V for one block of keys, in `kernel`

@@ -18,148 +18,217 @@ for each block of queries whether it sees all of the keys, some or none.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
-from qkv.backends.cpu.emit.frame import rows_from
-from qkv.backends.cpu.forward.bf16_rows import Bf16Rows
+from qkv.backends.cpu.forward.bf16_operands import V_ROW, Bf16Operands
 from qkv.backends.cpu.forward.frame import ForwardFrame
-from qkv.backends.cpu.forward.layout import PAIRS_BLOCK_KV, ForwardKey
-from qkv.backends.cpu.forward.pair_kernel import emit_pair_kernel
-from qkv.backends.cpu.forward.score_blocks import (
-    Buffers,
-    KeyBlock,
-    PairOperands,
-    QueryBlocks,
-    ValueBlock,
+from qkv.backends.cpu.forward.layout import (
+    PAIRS_BLOCK_KV,
+    STATS,
+    STATS_SUMS,
+    TASK,
+    ForwardKey,
+    StatsRow,
 )
-from qkv.backends.cpu.products.bfloat16 import join_pairs, present_elements
-from qkv.backends.cpu.products.layout import CHUNK
+from qkv.backends.cpu.forward.rows import unpack_function
+from qkv.backends.cpu.forward.score_blocks import (
+    BLOCK_RUN,
+    KeyBlock,
+    QueryBlockMemory,
+    QueryBlocks,
+    ScoreBlocks,
+)
+from qkv.backends.cpu.forward.softmax import finish_scores, scores_to_weights
+from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
+from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
 from qkv.problem.language.expressions import TRUE
-
-_PARTIAL_BITS = int("01" * CHUNK, 2)
-"""A run's word of kinds has two bits for each block of queries. These are the bits that mark blocks
-as partial."""
-_V_ROW = 2 * PAIRS_BLOCK_KV
-"""Bytes of one row of transposed V."""
 
 
 def emit_bf16_dot(key: ForwardKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
-    return emit_pair_kernel(Bf16Operands(ForwardFrame(key, block_kv=PAIRS_BLOCK_KV)))
-
-
-class Bf16Operands(PairOperands):
-    """Operands of bfloat16: K as it lies or copied, V transposed."""
-
-    value_row = _V_ROW
-
-    def __init__(self, frame: ForwardFrame) -> None:
-        super().__init__(frame)
-        self.rows = Bf16Rows(frame, self.vectors)
-
-    def row_functions(self) -> dict[str, Value]:
-        functions = {
-            "copy": self.rows.copy_function(),
-            "transpose_values": self.transpose_function(),
-        }
-        functions["pack"] = self.rows.pack_function(functions)
-        if self.frame.mask != TRUE or not self.frame.plain:
-            functions["sift"] = self.sift_function()
-            functions["add_non_finite"] = self.rows.add_non_finite_function()
-        return functions
-
-    def transpose_function(self) -> Value:
-        """A function `(rows, row, count, dim, to)`: V[keys, d] becomes [d, keys], whole chunks."""
-        e, halves = self.e, self.rows
-        arguments = [POINTER, *[INT64] * 3, POINTER]
-        with e.function("transpose_values", arguments) as (function, args):
-            rows, row, count, dim, target = args
-
-            def transpose_keys(k: Value, _: list[Value]) -> None:
-                def transpose_chunk(d: Value, _: list[Value]) -> None:
-                    to = e.at(target, e.mul(d, _V_ROW), e.mul(k, 2))
-                    present = present_elements(e, e.sub(dim, d))
-                    halves.transpose_chunk(
-                        e.at(rows, e.mul(d, 2)), row, k, count, present,
-                        lambda i, pairs: e.store_vector(pairs, e.at(to, i * _V_ROW)),
-                    )  # fmt: skip
-
-                e.loop(0, dim, CHUNK, [], transpose_chunk)
-
-            e.loop(0, count, CHUNK, [], transpose_keys)
-        return function
-
-    def product_function(self, name: str, *, onto: bool) -> Value:
-        return self.rows.packed.product_function(name, onto=onto)
-
-    def place_of_pair(self, scores: Value, k: Value, width: Value) -> Value:
-        e = self.e
-        return e.at(scores, e.mul(e.builder.ashr(k, e.index(1)), width))
-
-    def store_pair(self, first: Value, second: Value, place: Value) -> None:
-        self.e.store_vector(join_pairs(self.e, first, second), place)
-
-    def finish_pairs(self, weights: Value, first: Value, stop: Value) -> None:
-        e = self.e
-        e.clear(weights, e.mul(first, self.width), e.mul(stop, self.width))
-        self.rows.packed.finish(weights, stop)
-
-    def sift_function(self) -> Value:
-        """A function `(values, v_head_dim, count)`: whether any value is not finite.
-
-        Values that are not finite become 0.
-        """
-        e = self.e
-        with e.function("sift", [POINTER, INT64, INT64], BIT) as (function, args):
-            values, v_head_dim, count = args
-            b, none = e.builder, ir.Constant(ir.IntType(CHUNK), 0)
-
-            def sift_row(d: Value, marks: list[Value]) -> list[Value]:
-                def sift_chunk(k: Value, marks: list[Value]) -> list[Value]:
-                    place = e.at(values, e.mul(d, _V_ROW), e.mul(k, 2))
-                    return [self.rows.sift_halves(place, marks[0])]
-
-                return e.loop(0, count, CHUNK, marks, sift_chunk)
-
-            (marks,) = e.loop(0, v_head_dim, 1, [none], sift_row)
-            b.ret(b.icmp_unsigned("!=", marks, none))
-        return function
-
-    def buffers(self, scratch: Value, head_dim: Value, v_head_dim: Value) -> Buffers:
-        e = self.e
-        values = e.at(scratch, PAIRS_BLOCK_KV * self.width)
-        key_copy = e.at(values, e.mul(v_head_dim, _V_ROW))
-        value_copy = e.at(key_copy, e.mul(head_dim, 2 * PAIRS_BLOCK_KV))
-        blocks = e.at(value_copy, e.mul(v_head_dim, 2 * PAIRS_BLOCK_KV))
-        return Buffers(scratch, values, key_copy, value_copy, blocks)
-
-    def prepare_keys(self, task: QueryBlocks, kv_start: Value, count: Value) -> tuple[Value, Value]:
-        here = rows_from(self.e, task.key, kv_start)
-        functions, copy = task.functions, task.at.key_copy
-        return self.rows.with_adjacent_elements(
-            functions, here, count, task.head_dim, copy, whole_chunks=True
+    frame = ForwardFrame(key, block_kv=PAIRS_BLOCK_KV)
+    operands = Bf16Operands(frame)
+    product_function = operands.rows.packed.product_function
+    functions = {
+        **operands.row_functions(),
+        "scores": product_function("scores", onto=False),
+        "unpack": unpack_function(frame),
+        "add_values": add_values_function(operands, product_function("products", onto=True)),
+    }
+    masked = frame.mask != TRUE
+    if frame.plain:
+        functions["block_max"] = block_max_function(operands)
+        functions["weights_plain"] = weights_function(operands, "weights_plain", finished=False)
+    else:
+        functions["finish_full"] = finish_function(frame, "finish_full", masked=False)
+    if masked:
+        functions["finish_partial"] = finish_function(frame, "finish_partial", masked=True)
+    if masked or not frame.plain:
+        functions["weights_finished"] = weights_function(
+            operands, "weights_finished", finished=True
         )
+    frame.call_for_each_task(attend_function(operands, functions), TASK)
+    return str(frame.e.module)
 
-    def prepare_values(
-        self, task: QueryBlocks, kv_start: Value, count: Value, kinds: Value
-    ) -> ValueBlock:
-        """V transposed. Where pairs may be forbidden, 0 replaces values that are not finite."""
-        e, b, functions, at, dim = self.e, self.e.builder, task.functions, task.at, task.v_head_dim
-        here = rows_from(e, task.value, kv_start)
-        v, row = self.rows.with_adjacent_elements(functions, here, count, dim, at.value_copy)
-        b.call(functions["transpose_values"], [v, row, count, dim, at.values])
-        has_non_finite: Value = ir.Constant(BIT, 0)
-        if "sift" in functions:
-            has_partial = b.icmp_signed("!=", b.and_(kinds, e.index(_PARTIAL_BITS)), e.index(0))
-            if not self.frame.plain:
-                has_partial = ir.Constant(BIT, 1)
-            sifted_keys = b.select(has_partial, count, e.index(0))
-            has_non_finite = b.call(functions["sift"], [at.values, dim, sifted_keys])
-        return ValueBlock(v, row, has_non_finite)
 
-    def keys_from(self, keys: KeyBlock, k: Value) -> Value:
-        return self.e.at(keys.rows, self.e.mul(k, keys.row))
+def block_max_function(operands: Bf16Operands) -> Value:
+    """A function `(scores, block_max, count)`: the largest score of each query."""
+    e, at_once = operands.e, 4
+    with e.function("block_max", [POINTER, POINTER, INT64]) as (function, args):
+        scores, largest, count = args
 
-    def values_from(self, values: Value, k: Value) -> Value:
-        return self.e.at(values, self.e.mul(k, 2))
+        def compare_keys(k: Value, seen: list[Value]) -> list[Value]:
+            # Beyond the last key, the last key is read again.
+            rows = [e.least(e.add(k, i), e.sub(count, 1)) for i in range(at_once)]
+            vectors = [v for row in rows for v in vectors_at(e, scores, operands.vectors, row)]
+            return list(map(e.greatest, seen, vectors))
+
+        lowest = [e.const(-math.inf)] * (at_once * operands.vectors)
+        seen = e.loop(0, count, at_once, lowest, compare_keys)
+        for i in range(operands.vectors, len(seen)):
+            seen[i % operands.vectors] = e.greatest(seen[i % operands.vectors], seen[i])
+        store_vectors(e, largest, seen[: operands.vectors])
+    return function
+
+
+def finish_function(frame: ForwardFrame, name: str, *, masked: bool) -> Value:
+    """A function of `ScoreVector`: S is finished, and each query's largest score is stored."""
+    e = frame.e
+    with frame.vector_function(name) as (function, at):
+        places = frame.places_at(at)
+        scale = e.splat(frame.real_field(at.arguments, "scale"))
+        largest = finish_scores(frame, at, places, scale, masked)
+        e.store_vector(largest, e.at(at.stats, e.mul(at.width, StatsRow.BLOCK_MAX)))
+    return function
+
+
+def weights_function(operands: Bf16Operands, name: str, *, finished: bool) -> Value:
+    """A function of `ScoreVector`: S becomes P; row maximum and row sum are updated."""
+    frame, e = operands.frame, operands.e
+    with frame.vector_function(name) as (function, at):
+        places = frame.places_at(at)
+        largest = e.load_vector(e.at(at.stats, e.mul(at.width, StatsRow.BLOCK_MAX)))
+        scores_to_weights(frame, at, places, largest, operands.store_weights, finished=finished)
+    return function
+
+
+def add_values_function(operands: Bf16Operands, add: Value) -> Value:
+    """A function `(values, weights, rescale, out, v_head_dim, count)`: O = rescale * O + V^T P."""
+    e = operands.e
+    with e.function("add_values", [*[POINTER] * 4, INT64, INT64]) as (function, args):
+        values, weights, rescale, out, v_head_dim, count = args
+        b = e.builder
+        pairs = e.add(b.ashr(e.sub(count, 1), e.index(1)), 1)
+        operands.finish_pairs(weights, pairs, b.ashr(emit_round_to_chunks(e, count), e.index(1)))
+        factors = vectors_at(e, rescale, operands.vectors)
+        any_rescaled = ir.Constant(BIT, 0)
+        for factor in factors:
+            changes = b.fcmp_unordered("!=", factor, e.const(1.0))
+            any_rescaled = b.or_(any_rescaled, e.any_lane(changes))
+
+        def rescale_row(d: Value, _: list[Value]) -> None:
+            place = e.at(out, e.mul(d, operands.width))
+            held = vectors_at(e, place, operands.vectors)
+            store_vectors(e, place, list(map(b.fmul, held, factors)))
+
+        e.loop(0, b.select(any_rescaled, v_head_dim, e.index(0)), 1, [], rescale_row)
+        b.call(add, [values, weights, out, e.index(V_ROW), v_head_dim, pairs])
+    return function
+
+
+def attend_function(operands: Bf16Operands, functions: dict[str, Value]) -> Value:
+    """A function `(arguments, task, scratch)`: some blocks of queries over their runs of keys."""
+    frame, e = operands.frame, operands.e
+    vectors, width, block_q = operands.vectors, operands.width, frame.shape.block_q
+    with e.function("attend", [POINTER] * 3) as (function, args):
+        arguments, task, scratch = args
+        b = e.builder
+        batch, head, first_row, first_run, last_run = frame.record(task, TASK)
+        group_size, num_heads, q_len, head_dim, v_head_dim, q_blocks_per_task = frame.words(
+            arguments, "group_size", "num_heads", "q_len", "head_dim", "v_head_dim",
+            "q_blocks_per_task",
+        )  # fmt: skip
+        kv_head = b.sdiv(head, group_size)
+        query = frame.operand(arguments, "query", batch, head)
+        key = frame.operand(arguments, "key", batch, kv_head)
+        value = frame.operand(arguments, "value", batch, kv_head)
+
+        padded_head_dim, padded_v_head_dim = (
+            emit_round_to_chunks(e, head_dim),
+            emit_round_to_chunks(e, v_head_dim),
+        )
+        at = operands.buffers(scratch, padded_head_dim, padded_v_head_dim)
+        total_at = e.mul(padded_head_dim, width // 2)
+        stats_at = e.add(total_at, e.mul(padded_v_head_dim, width))
+        block_bytes = e.add(stats_at, STATS * width)
+        left = e.add(e.sub(q_len, first_row), block_q - 1)
+        count = e.least(q_blocks_per_task, b.sdiv(left, e.index(block_q)))
+        transposed = e.at(at.blocks, e.mul(q_blocks_per_task, block_bytes))
+
+        def block_at(i: Value) -> QueryBlockMemory:
+            packed = e.at(at.blocks, e.mul(i, block_bytes))
+            row = e.add(first_row, e.mul(i, block_q))
+            return QueryBlockMemory(packed, e.at(packed, total_at), e.at(packed, stats_at), row)
+
+        def for_each_block(body: Callable[[QueryBlockMemory], None]) -> None:
+            e.loop(0, count, 1, [], lambda i, _: body(block_at(i)))
+
+        def for_each_vector(row: Value, body: Callable[[int, Value], None]) -> None:
+            """`body(offset, row)` for each vector; one beyond the last row repeats that row."""
+            for j in range(vectors):
+                body(j * e.vector_bytes, e.least(e.add(row, j * e.lanes), e.sub(q_len, 1)))
+
+        def begin_block(block: QueryBlockMemory) -> None:
+            stats = block.stats
+
+            def begin_vector(offset: int, row: Value) -> None:
+                where = [query.pointer, e.at(block.packed, offset), at.key_copy, row]
+                b.call(functions["pack"], [arguments, *where])
+                e.store_vector(e.const(-math.inf), e.at(stats, offset))
+                for row_of_sums in STATS_SUMS:
+                    e.store_vector(e.const(0.0), e.at(stats, offset + row_of_sums * width))
+
+            for_each_vector(block.row, begin_vector)
+            e.clear(block.total, 0, e.mul(padded_v_head_dim, width))
+
+        for_each_block(begin_block)
+        blocks = QueryBlocks(
+            functions, arguments, batch=batch, head=head, key=key, value=value, head_dim=head_dim,
+            v_head_dim=v_head_dim, count=count, block=block_at, at=at, transposed=transposed,
+        )  # fmt: skip
+        score_blocks = ScoreBlocks(frame, blocks)
+
+        def attend_to_keys(
+            kv_start: Value, keys: Value, kinds: Value, first: Value, last: Value
+        ) -> None:
+            factor, row = operands.prepare_keys(blocks, kv_start, keys)
+            values = operands.prepare_values(blocks, kv_start, keys, kinds)
+            block = KeyBlock(kv_start, keys, kinds, first, last, factor, row)
+            score_blocks.add_keys(block, values)
+
+        runs, size = frame.pointer_field(arguments, "runs"), frame.block_kv
+
+        def attend_to_run(r: Value, _: list[Value]) -> None:
+            start, stop, *seen = frame.record(runs, BLOCK_RUN, r)
+            e.loop(
+                start, stop, size, [],
+                lambda k, _: attend_to_keys(k, e.least(size, e.sub(stop, k)), *seen),
+            )  # fmt: skip
+
+        e.loop(first_run, last_run, 1, [], attend_to_run)
+        place = e.mul(e.add(e.mul(batch, num_heads), head), q_len)
+
+        def end_block(block: QueryBlockMemory) -> None:
+            def end_vector(offset: int, row: Value) -> None:
+                held = e.at(block.total, offset), e.at(block.stats, offset), e.add(place, row)
+                last = e.sub(q_len, row)
+                b.call(functions["unpack"], [arguments, *held, v_head_dim, e.index(width), last])
+
+            for_each_vector(block.row, end_vector)
+
+        for_each_block(end_block)
+    return function

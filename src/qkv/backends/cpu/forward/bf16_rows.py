@@ -71,8 +71,9 @@ class Bf16Rows:
         with e.function("pack", arguments) as (function, args):
             arguments_, query, packed, copy, first_row = args
             b = e.builder
-            names = ("query_row", "query_element", "head_dim", "rows")
-            row, element, head_dim, rows = (self.frame.field(arguments_, name) for name in names)
+            row, element, head_dim, rows = self.frame.words(
+                arguments_, "query_row", "query_element", "head_dim", "rows"
+            )
             last = e.least(e.lanes - 1, e.sub(e.sub(rows, first_row), 1))
             here = rows_from(e, RowView(query, row, element), first_row)
             start, row = self.with_adjacent_elements(

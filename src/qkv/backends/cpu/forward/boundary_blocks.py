@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import NamedTuple
-
-from llvmlite import ir
 
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.expressions.vector_code import Expressions
 from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.backends.cpu.forward.products import values_function
+from qkv.backends.cpu.forward.query_block import QueryBlock
 from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors
 from qkv.problem.language.expressions import Node
 
@@ -37,12 +35,12 @@ def write_range(
 
     The mask is evaluated from both ends of the block until it allows a pair.
     """
-    b, lanes = e.builder, ir.IntType(e.lanes)
+    b = e.builder
     places.hoist(mask)
 
     def is_seen(k: Value) -> Value:
         inner = places.at_key(e.add(kv_start, k), e.const(0.0))
-        return b.icmp_unsigned("!=", b.bitcast(inner.condition(mask), lanes), ir.Constant(lanes, 0))
+        return e.any_lane(inner.condition(mask))
 
     last = e.sub(count, 1)
     unseen_before = e.find(count, is_seen)
@@ -90,31 +88,6 @@ def for_each_step(
     e.loop(0, count, STEP, [], visit_step)
 
 
-class BoundaryBlock(NamedTuple):
-    """A block of queries with a block of keys; the names are those of `kernel.attend_function`."""
-
-    vectors: int
-    arguments: Value
-    batch: Value
-    head: Value
-    first_row: Value
-    packed: Value
-    weights: Value
-    rescale: Value
-    total: Value
-    head_dim: Value
-    v_head_dim: Value
-    key_and_value_rows: Callable[[Value, Value], tuple[Value, ...]]
-    """Addresses and row strides of K and V, given the first key and the number of keys."""
-    call_softmax: Callable[[Value, Value, Value, Value, Value], None]
-    """Softmax of one vector, given its number, its scores, the first key, the number of keys, and
-    whether weights of forbidden pairs are marked."""
-    add_selected: Callable[[Value, Value, Value], None]
-    """Adds values that are not all finite, given their address, row stride and number."""
-    attend_together: Callable[[Value, Value], None]
-    """Computes all vectors together, given the first key and the number of keys."""
-
-
 class BoundaryBlocks:
     """Writes the functions for boundary blocks of one kernel, and calls to them."""
 
@@ -124,9 +97,7 @@ class BoundaryBlocks:
         self.scores = [_scores_function(frame, n) for n in range(1, frame.shape.vectors + 1)]
         self.values = values_function(frame, 1)
 
-    def attend(
-        self, block: BoundaryBlock, all_finite: Value, kv_start: Value, count: Value
-    ) -> None:
+    def attend(self, block: QueryBlock, kv_start: Value, count: Value) -> None:
         """Attend to the keys of a block that its queries may see."""
         e, b = self.e, self.e.builder
         places = e.stack_words(2 * block.vectors)
@@ -146,7 +117,7 @@ class BoundaryBlocks:
         keys, first = e.sub(stop, start), e.add(kv_start, start)
 
         def attend_together() -> None:
-            block.attend_together(first, keys)
+            block.attend_together("partial", first, keys)
 
         def attend_to_range() -> None:
             if block.vectors == 1:
@@ -162,7 +133,7 @@ class BoundaryBlocks:
             inside = list(map(within_keys, ranges))
             e.choose(
                 are_narrow(e, ranges, keys),
-                lambda: self._attend_apart(block, all_finite, first, keys, inside, range_of),
+                lambda: self._attend_apart(block, first, keys, inside, range_of),
                 attend_together,
             )
 
@@ -171,27 +142,25 @@ class BoundaryBlocks:
 
     def _attend_apart(
         self,
-        block: BoundaryBlock,
-        all_finite: Value,
+        block: QueryBlock,
         kv_start: Value,
         count: Value,
         ranges: list[Range],
         range_of: Callable[[Value], Range],
     ) -> None:
         """Attend to each vector's own range of keys, which `range_of` reads again."""
-        e, b = self.e, self.e.builder
+        e, b, area, width = self.e, self.e.builder, block.area, block.width
         key, key_row, value, value_row = block.key_and_value_rows(kv_start, count)
-        width = e.index(block.vectors * e.vector_bytes)
 
         def compute_scores(first: Value, last: Value, k: Value, keys: Value) -> None:
             offset, number = e.mul(first, e.vector_bytes), e.sub(last, first)
-            out = e.at(block.weights, offset, e.mul(k, width))
-            places = e.at(key, e.mul(k, key_row)), e.at(block.packed, offset), out
+            out = e.at(area.weights, offset, e.mul(k, width))
+            places = e.at(key, e.mul(k, key_row)), e.at(area.packed, offset), out
             for vectors, function in enumerate(self.scores, start=1):
                 with b.if_then(b.icmp_signed("==", number, e.index(vectors))):
                     b.call(function, [*places, key_row, block.head_dim, keys])
 
-        finite = b.call(all_finite, [value, value_row, count, block.v_head_dim])
+        finite = block.call("all_finite", value, value_row, count, block.v_head_dim)
 
         def mark_forbidden(weights: Value, first: Value, last: Value) -> None:
             mark = e.const(-0.0)
@@ -203,12 +172,13 @@ class BoundaryBlocks:
         def attend_vector(j: Value, _: list[Value]) -> None:
             start, stop = range_of(j)
             offset, keys = e.mul(j, e.vector_bytes), e.sub(stop, start)
-            all_weights, rescale = e.at(block.weights, offset), e.at(block.rescale, offset)
+            all_weights, rescale = e.at(area.weights, offset), e.at(block.rescale, offset)
             weights, some = e.at(all_weights, e.mul(start, width)), e.below(0, keys)
             with b.if_then(some):
-                block.call_softmax(j, weights, e.add(kv_start, start), keys, b.not_(finite))
+                first = e.add(kv_start, start)
+                block.call_softmax("partial", j, weights, first, keys, b.not_(finite))
             with b.if_then(b.and_(some, finite)):
-                rows, total = e.at(value, e.mul(start, value_row)), e.at(block.total, offset)
+                rows, total = e.at(value, e.mul(start, value_row)), e.at(area.total, offset)
                 sizes = value_row, block.v_head_dim, keys, width
                 b.call(self.values, [rows, weights, rescale, total, *sizes])
             with b.if_then(b.not_(finite)):
@@ -220,7 +190,7 @@ class BoundaryBlocks:
         for_each_step(e, ranges, count, compute_scores)
         e.loop(0, block.vectors, 1, [], attend_vector)
         with b.if_then(b.not_(finite)):
-            block.add_selected(value, value_row, count)
+            block.add_values("selected values", value, value_row, count)
 
 
 def _range_function(frame: ForwardFrame) -> Value:

@@ -12,7 +12,7 @@ from qkv.backends.cpu.emit.argument_block import COMMON_FIELDS, operand_fields
 from qkv.backends.cpu.emit.transposed_loads import transposed_bytes
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.layout import round_to_chunks
-from qkv.problem.language.expressions import TRUE, Load, Node, variables, walk
+from qkv.problem.language.expressions import TRUE, Load, Node, walk
 from qkv.problem.spec import Spec
 
 BLOCK_KV = 64
@@ -89,7 +89,7 @@ def skips_keys_within_blocks(mask: Node) -> bool:
     That evaluates the mask twice for some pairs, too slow if each pair has an element in a table.
     """
     reads = (node for node in walk(mask) if isinstance(node, Load))
-    return mask != TRUE and not any({"q_index", "kv_index"} <= variables(read) for read in reads)
+    return mask != TRUE and not any({"q_index", "kv_index"} <= read.variables for read in reads)
 
 
 def scratch_bytes(spec: Spec, shape: TileShape) -> int:

@@ -56,9 +56,8 @@ def values_function(frame: ForwardFrame, vectors: int) -> Value:
     Rows of P and O have `width` bytes, which may be those of more vectors.
     """
     e, name = frame.e, f"values_{vectors}"
-    held = e.module.globals.get(name)
-    if held is not None:
-        return held
+    if (known := e.module.globals.get(name)) is not None:
+        return known
     with e.function(name, [*[POINTER] * 4, *[INT64] * 4]) as (function, args):
         value, weights, rescale, out, value_row, v_head_dim, count, width = args
         factors = vectors_at(e, rescale, vectors)

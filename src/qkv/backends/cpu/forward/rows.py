@@ -20,9 +20,8 @@ def pack_function(frame: ForwardFrame) -> Value:
     with e.function("pack", arguments) as (function, args):
         arguments_, query, packed, first_row, width = args
         b = e.builder
-        names = ("query_head", "query_row", "query_element", "head_dim", "rows", "q_len")
-        query_head, query_row, query_element, head_dim, count, q_len = (
-            frame.field(arguments_, name) for name in names
+        query_head, query_row, query_element, head_dim, count, q_len = frame.words(
+            arguments_, "query_head", "query_row", "query_element", "head_dim", "rows", "q_len"
         )
         sign = e.splat(frame.real_field(arguments_, "sign"))
         rows = []

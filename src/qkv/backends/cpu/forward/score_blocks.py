@@ -14,18 +14,16 @@ which it may see a key.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from llvmlite import ir
 
-from qkv.backends.cpu.emit.emitter import BIT, Emitter, Value
+from qkv.backends.cpu.emit.emitter import BIT, Value
 from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.forward.frame import ForwardFrame, ScoreVector
 from qkv.backends.cpu.forward.layout import QUARTERS, RUN, StatsRow
-from qkv.backends.cpu.forward.softmax import WeightOfKey
 from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
 from qkv.problem.language.expressions import TRUE
 from qkv.problem.tiles import TileKind
@@ -62,7 +60,6 @@ class QueryBlocks:
     arguments: Value
     batch: Value
     head: Value
-    query: RowView
     key: RowView
     value: RowView
     head_dim: Value
@@ -112,118 +109,26 @@ class ScoreBlock(NamedTuple):
     count: Value
 
 
-class PairOperands(ABC):
-    """How a kernel keeps its operands as pairs of bfloat16, and what it multiplies them with."""
-
-    value_row: int
-    """Bytes of one row of transposed V."""
-    unrolled: tuple[int, ...] = (4, 2, 1)
-    """Numbers of keys whose weights one step of a loop computes, for the main loop and the loops
-    over the keys that it leaves."""
-
-    def __init__(self, frame: ForwardFrame) -> None:
-        self.frame, self.e = frame, frame.e
-        self.vectors = frame.shape.vectors
-        self.width = self.vectors * self.e.vector_bytes
-
-    @abstractmethod
-    def row_functions(self) -> dict[str, Value]:
-        """The functions that read and pack rows."""
-
-    @abstractmethod
-    def product_function(self, name: str, *, onto: bool) -> Value:
-        """A function `(rows, packed, out, row, count, pairs)`, as `matrix_unit.add_product`."""
-
-    @abstractmethod
-    def place_of_pair(self, scores: Value, k: Value, width: Value) -> Value:
-        """Where the weights of key k and key k + 1 go, for an even k."""
-
-    @abstractmethod
-    def store_pair(self, first: Value, second: Value, place: Value) -> None:
-        """Store two weights of each lane as a pair."""
-
-    @abstractmethod
-    def finish_pairs(self, weights: Value, first: Value, stop: Value) -> None:
-        """Set pairs of weights to 0, which pad the last chunk, and make a right factor of all."""
-
-    @abstractmethod
-    def buffers(self, scratch: Value, head_dim: Value, v_head_dim: Value) -> Buffers:
-        """The buffers in a worker's memory; head dimensions are padded to whole chunks."""
-
-    @abstractmethod
-    def prepare_keys(self, task: QueryBlocks, kv_start: Value, count: Value) -> tuple[Value, Value]:
-        """K as the left factor of the scores, and the bytes of its rows."""
-
-    @abstractmethod
-    def prepare_values(
-        self, task: QueryBlocks, kv_start: Value, count: Value, kinds: Value
-    ) -> ValueBlock:
-        """V as the left factor of the output."""
-
-    @abstractmethod
-    def keys_from(self, keys: KeyBlock, k: Value) -> Value:
-        """The address of the left factor of the keys from `k` on."""
-
-    @abstractmethod
-    def values_from(self, values: Value, k: Value) -> Value:
-        """The address of the left factor of the values from key `k` on."""
-
-    def store_weights(
-        self,
-        e: Emitter,
-        scores: Value,
-        width: Value,
-        start: Value,
-        stop: Value,
-        sums: list[Value],
-        weight_of_key: WeightOfKey,
-        *,
-        short: bool = False,
-    ) -> list[Value]:
-        """`softmax.store_weights` for pairs: two keys share a lane, an odd last one with 0."""
-
-        def store_keys(count: int) -> Callable[[Value, list[Value]], list[Value]]:
-            def store_step(k: Value, sums: list[Value]) -> list[Value]:
-                weights = []
-                for i in range(count):
-                    weight, sums = weight_of_key(e.add(k, i), sums)
-                    weights.append(weight)
-                weights += [e.const(0.0)] * (count % 2)
-                for p in range(0, len(weights), 2):
-                    place = self.place_of_pair(scores, e.add(k, p), width)
-                    self.store_pair(weights[p], weights[p + 1], place)
-                return sums
-
-            return store_step
-
-        for size in self.unrolled[short:]:
-            end = e.sub(stop, e.builder.srem(e.sub(stop, start), e.index(size)))
-            sums = e.loop(start, end, size, sums, store_keys(size))
-            start = end
-        return sums
-
-
 class ScoreBlocks:
     """The steps for the blocks of queries of one task and block after block of keys."""
 
-    def __init__(self, operands: PairOperands, task: QueryBlocks) -> None:
-        self.operands, self.frame, self.task = operands, operands.frame, task
-        self.e, self.functions = operands.e, task.functions
-        self.scores = task.at.scores
+    def __init__(self, frame: ForwardFrame, task: QueryBlocks) -> None:
+        self.frame, self.e, self.task = frame, frame.e, task
+        self.width = frame.shape.vectors * self.e.vector_bytes
+        self.functions, self.scores = task.functions, task.at.scores
         self.pairs = self.e.builder.ashr(
             emit_round_to_chunks(self.e, task.head_dim), self.e.index(1)
         )
         """Number of pairs in a row of Q, in whole chunks."""
 
-    def add_keys(self, keys: KeyBlock, values: Callable[[], ValueBlock]) -> None:
+    def add_keys(self, keys: KeyBlock, values: ValueBlock) -> None:
         """Attend to a block of keys with every block of queries that sees some of it."""
-        value_block = values()
 
         def attend(at: ScoreBlock) -> None:
             self.compute_scores(keys, at)
             self.finish_scores(at)
-            self.compute_weights(at, value_block.has_non_finite)
-            self.add_values(at, value_block)
+            self.compute_weights(at, values.has_non_finite)
+            self.add_values(at, values)
 
         self.for_each_query_block(keys, attend)
 
@@ -247,7 +152,8 @@ class ScoreBlocks:
         e.loop(0, self.task.count, 1, [], visit_block)
 
     def compute_scores(self, keys: KeyBlock, at: ScoreBlock) -> None:
-        rows, packed = self.operands.keys_from(keys, at.start), self.task.block(at.block).packed
+        rows = self.e.at(keys.rows, self.e.mul(at.start, keys.row))
+        packed = self.task.block(at.block).packed
         args = [rows, packed, self.scores, keys.row, at.count, self.pairs]
         self.e.builder.call(self.functions["scores"], args)
 
@@ -287,8 +193,8 @@ class ScoreBlocks:
     def add_values_arguments(self, at: ScoreBlock) -> list[Value]:
         """The arguments of `add_values`."""
         block, task = self.task.block(at.block), self.task
-        rescale = self.e.at(block.stats, StatsRow.RESCALE * self.operands.width)
-        values = self.operands.values_from(task.at.values, at.start)
+        rescale = self.e.at(block.stats, StatsRow.RESCALE * self.width)
+        values = self.e.at(task.at.values, self.e.mul(at.start, 2))
         return [values, self.scores, rescale, block.total, task.v_head_dim, at.count]
 
     def add_non_finite(self, at: ScoreBlock, values: ValueBlock) -> None:
@@ -303,7 +209,7 @@ class ScoreBlocks:
 
     def _find_block_max(self, at: ScoreBlock) -> None:
         stats = self.task.block(at.block).stats
-        largest = self.e.at(stats, StatsRow.BLOCK_MAX * self.operands.width)
+        largest = self.e.at(stats, StatsRow.BLOCK_MAX * self.width)
         self.e.builder.call(self.functions["block_max"], [self.scores, largest, at.count])
 
     def _call_for_each_vector(self, at: ScoreBlock, name: str, marked: Value | None = None) -> None:
@@ -311,13 +217,13 @@ class ScoreBlocks:
         e, task, block = self.e, self.task, self.task.block(at.block)
         if marked is None:
             marked = ir.Constant(BIT, 0)
-        for j in range(self.operands.vectors):
+        for j in range(self.frame.shape.vectors):
             offset = j * e.vector_bytes
             e.builder.call(
                 self.functions[name],
                 ScoreVector(
                     task.arguments, e.at(self.scores, offset), e.at(block.stats, offset),
-                    task.transposed, width=e.index(self.operands.width), count=at.count,
+                    task.transposed, width=e.index(self.width), count=at.count,
                     batch=task.batch, head=task.head, first_row=e.add(block.row, j * e.lanes),
                     kv_start=at.first, marked=marked,
                 ),

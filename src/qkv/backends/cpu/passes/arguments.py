@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays.addresses import address_of, batch_offsets, page_aligned
-from qkv.backends.cpu.emit.argument_block import LIMIT, WORD
+from qkv.backends.cpu.emit.argument_block import LIMIT, WORD, ArgumentBlock
 from qkv.partial import RowStatistics
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import Rows, whole_rows
@@ -19,24 +19,19 @@ from qkv.process.forks import importing
 Array = NDArray[Any]
 
 
-class Arguments:
+class Arguments(ArgumentBlock):
     """The words of one call as a kernel reads them; keeps alive whatever its addresses point to."""
 
     def __init__(self, problem: Problem, names: tuple[str, ...]) -> None:
         self._problem = problem
         self._names = names
         self._compute = problem.spec.compute_dtype
-        self._keep_alive: list[Array] = []
-
-    def allow_tasks(self, start: int, stop: int) -> None:
-        """Let the next run take the tasks from `start` to `stop`."""
-        self._words[0] = start
-        self._words[LIMIT] = stop
+        self._arrays: list[Array] = []
 
     def copy(self) -> Array:
         """A copy of the words, for a call of its own."""
-        words = page_aligned(self._words.nbytes).view(np.int64)
-        words[:] = self._words
+        words = page_aligned(self.words.nbytes).view(np.int64)
+        words[:] = self.words
         return words
 
     def word_of_table(self, name: str) -> int:
@@ -57,13 +52,13 @@ class Arguments:
             for size, stride in zip(array.shape, array.strides, strict=True):
                 words += [size, stride]
         words += more
-        self._words = page_aligned(len(words) * WORD).view(np.int64)
-        self._words[:] = words
-        self.address = address_of(self._words)
+        block = page_aligned(len(words) * WORD).view(np.int64)
+        block[:] = words
+        super().__init__(block, self._arrays)
 
     def _address(self, array: Array) -> int:
         """Where an array lies; it stays there as long as the block."""
-        self._keep_alive.append(array)
+        self._arrays.append(array)
         return address_of(array)
 
     def _common_fields(self, tasks: Array, per_worker: int, workers: int) -> dict[str, int]:

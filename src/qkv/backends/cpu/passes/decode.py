@@ -23,11 +23,7 @@ from qkv.backends.cpu.emit.argument_block import LIMIT, ArgumentBlock, word_inde
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.passes.arguments import Arguments, batch_stride, rotated_operands
-from qkv.backends.cpu.passes.scratch import (
-    BriefJob,
-    return_scratch,
-    take_scratch,
-)
+from qkv.backends.cpu.passes.scratch import BriefJob, return_scratch, take_scratch
 from qkv.backends.cpu.passes.workers import Workload, alone_operations
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.partial import Partial, RowStatistics

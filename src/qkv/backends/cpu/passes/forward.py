@@ -107,7 +107,7 @@ def _kernel_of(shape: TileShape) -> ForwardKernel:
     if shape.product == "pairs":
         return BF16_DOT
     with importing():
-        from qkv.backends.cpu.bf16_tiles.kernel import BF16_TILES
+        from qkv.backends.cpu.bf16_tiles.layout import BF16_TILES
     return BF16_TILES
 
 

@@ -51,7 +51,7 @@ class ForwardArguments(Arguments):
 
     def is_finite(self) -> bool:
         """Whether the output that the kernel has written is known to be finite."""
-        return not self._words[_NOT_FINITE]
+        return not self.words[_NOT_FINITE]
 
     def _scale_fields(self, scale: float) -> dict[str, int]:
         return {

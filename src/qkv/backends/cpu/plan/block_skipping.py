@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from qkv.backends.cpu.plan.schedule import TableContents, arrays_of, table_contents
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.language.bounds import bound
-from qkv.problem.language.expressions import Node, Op, constant, operation, variables
+from qkv.problem.language.expressions import Node, Op, constant, operation
 from qkv.problem.language.intervals import Interval
 from qkv.problem.spec import Problem
 from qkv.problem.tiles import TileKind
@@ -189,17 +189,17 @@ def _product_and_bias(score: Node) -> tuple[Node, Node] | None:
     bias: Node = constant(0.0)
     while isinstance(score, Op) and score.name in ("add", "sub"):
         left, right = score.args
-        if "score" not in variables(right):
+        if "score" not in right.variables:
             bias = operation(score.name, bias, right)
             score = left
-        elif score.name == "add" and "score" not in variables(left):
+        elif score.name == "add" and "score" not in left.variables:
             bias = operation("add", bias, left)
             score = right
         else:
             break
-    if variables(score) - {"score", "head"} or not variables(bias) & _POSITIONS:
+    if score.variables - {"score", "head"} or not bias.variables & _POSITIONS:
         return None
-    return None if "batch" in variables(bias) else (score, bias)
+    return None if "batch" in bias.variables else (score, bias)
 
 
 @lru_cache(maxsize=64)

@@ -18,7 +18,7 @@ from qkv.backends.cpu.forward.layout import (
     TASK,
     skips_keys_within_blocks,
 )
-from qkv.problem.language.expressions import Load, Node, Op, conjunction, tables, variables, walk
+from qkv.problem.language.expressions import Load, Node, Op, conjunction, walk
 from qkv.problem.spec import Problem, Spec
 from qkv.problem.tiles import TileGrid, TileKind
 
@@ -71,7 +71,7 @@ def packs_gqa(spec: Spec, lanes: int) -> bool:
     Not if the mask differs from head to head: then each head has a schedule of its own.
     """
     leave_lanes = spec.group_size > 1 and 2 * spec.q_len <= lanes
-    return leave_lanes and "head" not in variables(spec.mask)
+    return leave_lanes and "head" not in spec.mask.variables
 
 
 def fine_tile(problem: Problem, block_q: int) -> int:
@@ -80,7 +80,7 @@ def fine_tile(problem: Problem, block_q: int) -> int:
     With small tiles, less is computed along the edge of a mask.
     """
     spec, arrays = problem.spec, problem.operands.tables
-    if not _small_tables(spec, arrays).issuperset(tables(spec.mask)):
+    if not _small_tables(spec, arrays).issuperset(spec.mask.tables):
         return TILE_KV
     cells = -(-spec.q_len // block_q) * spec.kv_len
     return next((keys for keys in _FINE_TILES if cells <= keys * _MOST_FINE_TILES), TILE_KV)
@@ -91,7 +91,7 @@ def _small_tables(spec: Spec, arrays: Mapping[str, Array]) -> set[str]:
     reads: dict[str, int] = {}
     for load in (node for node in walk(spec.mask) if isinstance(node, Load)):
         sizes = zip(load.indices, arrays[load.table].shape, strict=True)
-        own = prod(size for index, size in sizes if "batch" not in variables(index))
+        own = prod(size for index, size in sizes if "batch" not in index.variables)
         reads[load.table] = max(own, reads.get(load.table, 0))
     return {name for name, size in reads.items() if size <= spec.q_len + spec.kv_len}
 
@@ -159,7 +159,7 @@ def cheap_conditions(problem: Problem, most: float) -> tuple[Node, bool]:
         )
     }
     parts = _conditions(spec.mask)
-    cheap = [part for part in parts if not tables(part) & costly]
+    cheap = [part for part in parts if not part.tables & costly]
     return conjunction(cheap), len(cheap) < len(parts)
 
 
@@ -193,7 +193,7 @@ def _packed_schedule(problem: Problem, mask: Node, has_costly: bool, block_q: in
 def table_contents(mask: Node, arrays: Mapping[str, Array]) -> TableContents | None:
     """The tables that a mask reads, if they are small enough to compare: the layers of a model
     often have the same."""
-    read = [(name, arrays[name]) for name in sorted(tables(mask))]
+    read = [(name, arrays[name]) for name in sorted(mask.tables)]
     if any(array.nbytes > _MOST_CONTENT_BYTES for _, array in read):
         return None
     return tuple((name, array.dtype, array.shape, array.tobytes()) for name, array in read)

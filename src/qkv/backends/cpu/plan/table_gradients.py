@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from qkv.problem.backward import reads
 from qkv.problem.language.evaluate import evaluate
-from qkv.problem.language.expressions import Load, variables
+from qkv.problem.language.expressions import Load
 from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
@@ -74,7 +74,7 @@ def _number_of_copies(shared: Sequence[bool], counts: Sequence[int]) -> int:
 
 def _reads_different_entries(problem: Problem, load: Load, axis: str, length: int) -> bool:
     """Whether different values of the variable `axis` always read different entries."""
-    own = [index for index in load.indices if variables(index) == {axis}]
+    own = [index for index in load.indices if index.variables == {axis}]
     if not own:
         return False
     values = np.arange(length)

@@ -19,7 +19,6 @@ from qkv.backends.cpu.prepared.kernel import Kernel
 from qkv.backends.cpu.prepared.placeholders import tables_of
 from qkv.partial import RowStatistics
 from qkv.problem.backward import BackwardInputs
-from qkv.problem.language.expressions import tables
 from qkv.problem.spec import Problem
 from qkv.process.forks import importing
 
@@ -122,4 +121,4 @@ def _is_scheduled_alike(problem: Problem, arrays: tuple[Array, ...]) -> bool:
     if not arrays:
         return True
     mask, _ = schedule.cheap_conditions(problem, schedule.CHEAP_OPERATIONS)
-    return all(names and not tables(mask) & set(names) for names in tables_of(problem, arrays))
+    return all(names and not mask.tables & set(names) for names in tables_of(problem, arrays))

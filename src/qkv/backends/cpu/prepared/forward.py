@@ -12,12 +12,7 @@ from qkv.backends.cpu.emit.argument_block import LIMIT, ArgumentBlock, word_inde
 from qkv.backends.cpu.forward.layout import FIELDS
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.passes.forward_arguments import ForwardArguments
-from qkv.backends.cpu.passes.scratch import (
-    NO_RESULTS,
-    BriefJob,
-    return_scratch,
-    take_scratch,
-)
+from qkv.backends.cpu.passes.scratch import NO_RESULTS, BriefJob, return_scratch, take_scratch
 from qkv.backends.cpu.prepared.kernel import Kernel, expected_of
 from qkv.backends.cpu.prepared.placeholders import without_values
 from qkv.backends.cpu.python_calls.filled_block import operand_of

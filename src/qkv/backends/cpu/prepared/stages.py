@@ -11,13 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends.cpu.prepared.placeholders import placeholder
-from qkv.backends.cpu.rows.rotation import (
-    AngleTable,
-    CosSin,
-    Rotation,
-    RowLayout,
-    angle_tables,
-)
+from qkv.backends.cpu.rows.rotation import AngleTable, CosSin, Rotation, RowLayout, angle_tables
 from qkv.backends.cpu.rows.sinks import Sinks
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import plain

@@ -71,8 +71,7 @@ def _load_chunk_function(e: Emitter, halves: Any) -> Value:
     in one function, and whole chunks are loaded before them.
     """
     name = "load_chunk"
-    known = e.module.globals.get(name)
-    if known is not None:
+    if (known := e.module.globals.get(name)) is not None:
         return known
     word = ir.IntType(halves.count)
     with e.function(name, [POINTER, word], e.vector) as (function, (place, marks)):
@@ -179,8 +178,7 @@ def split_pairs(e: Emitter, pairs: Value) -> tuple[Value, Value]:
 
 def _emulated_multiply_add_pairs(e: Emitter) -> Value:
     name = "multiply_add_pairs"
-    known = e.module.globals.get(name)
-    if known is not None:
+    if (known := e.module.globals.get(name)) is not None:
         return known
     with e.function(name, [e.vector] * 3, e.vector) as (function, (x, y, total)):
         if e.pairs_by == "bfdot":
@@ -220,8 +218,7 @@ def _add_to_odd(e: Emitter, x: Value, y: Value) -> Value:
 
 def _emulated_round_to_bfloat16(e: Emitter) -> Value:
     name = "round_to_bfloat16"
-    known = e.module.globals.get(name)
-    if known is not None:
+    if (known := e.module.globals.get(name)) is not None:
         return known
     with e.function(name, [e.bits] * 2, HALVES) as (function, parts):
         floats = [e.as_floats(x) for x in parts]

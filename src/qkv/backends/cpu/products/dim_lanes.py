@@ -12,19 +12,12 @@ Matrices of scores have `score_row` bytes from row to row of Q, one element for 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage
-from qkv.backends.cpu.emit.emitter import (
-    BIT,
-    CACHE_LINE,
-    DOUBLE,
-    INT64,
-    POINTER,
-    Emitter,
-    Value,
-)
+from qkv.backends.cpu.emit.emitter import BIT, CACHE_LINE, DOUBLE, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.bfloat16 import load_chunk, multiply_add_pairs, present_elements
 from qkv.backends.cpu.products.float16 import multiply_add_halves
@@ -80,6 +73,15 @@ def load_narrow_at(
     return e.builder.shuffle_vector(*parts, e.shuffle_mask(range(e.lanes)))
 
 
+class _Tile(NamedTuple):
+    """Rows of Q, whose places are computed where they are read, and rows of K."""
+
+    rows: int
+    query_row: Callable[[int], Value]
+    key_rows: list[Value]
+    head_dim: Value
+
+
 class RowProducts:
     """Writes the functions of one kernel; `dtypes` are those of query, key and value in memory."""
 
@@ -93,6 +95,7 @@ class RowProducts:
         """Whether Q and K are multiplied without being widened, two elements in a lane."""
         self.query_dtype = query_dtype if self.narrow else storage.real_dtype(e)
         """The type in which the functions find Q."""
+        self.query_bytes = storage.ITEM_BYTES[self.query_dtype]
         self.at_once = shape.products_at_once
         """Number of sums, each of them a vector, that a tile keeps in registers."""
         self.tiles = [rows for rows in (4, 2, 1) if rows <= self.at_once]
@@ -166,10 +169,9 @@ class RowProducts:
         arguments = [*[POINTER] * 3, *[INT64] * 5, BIT]
         with e.function(f"scores_{rows}", arguments) as (function, args):
             key, query, out, key_row, head_dim, count, ahead, asked, only = args
-            b, real = e.builder, self.query_dtype
 
             def query_row(i: int) -> Value:
-                return e.at(query, e.mul(i, head_dim, storage.ITEM_BYTES[real]))
+                return e.at(query, e.mul(i, head_dim, self.query_bytes))
 
             # No group asks which of its keys exist. The last one begins earlier, and computes some
             # scores again; if there are fewer keys than a group has, the last key is repeated.
@@ -180,85 +182,89 @@ class RowProducts:
                 first = e.least(k, last)
                 start = e.at(key, e.mul(first, key_row))
                 key_rows = [e.at(start, offset) for offset in offsets]
-                prefetched = b.select(e.below(0, asked), e.add(k, keys), k)
+                prefetched = e.builder.select(e.below(0, asked), e.add(k, keys), k)
                 e.loop(
                     k, prefetched, 1, [],
                     lambda j, _: self.prefetch(e.at(key, e.mul(j, key_row)), ahead, asked),
                 )  # fmt: skip
+                tile = _Tile(rows, query_row, key_rows, head_dim)
 
-                def add_products(d: Value, live: Value | None, totals: list[Value]) -> list[Value]:
-                    q = [self._load(query_row(i), d, real, live) for i in range(rows)]
-                    totals = list(totals)
-                    for j, row in enumerate(key_rows):
-                        x = self._load(row, d, self.key_dtype, live, in_halves=rows == 1)
-                        for i in range(rows):
-                            at = i * keys + j
-                            totals[at] = self._multiply_add(x, q[i], totals[at])
-                    return totals
+                def multiply(products: Callable[[_Tile], list[Value]]) -> Callable[[], None]:
+                    return lambda: self._store_products(products(tile), keys, out, first)
 
-                def store_products(totals: list[Value]) -> None:
-                    """Adds up the lanes of each total; those of a row of Q follow one another."""
-                    size = min(keys, e.lanes)
-                    for start in range(0, self.at_once, e.lanes):
-                        products = e.sum_each(totals[start : start + e.lanes])
-                        if products.type.element != e.real:
-                            products = b.fptrunc(products, e.vector)
-                        for lane in range(0, e.lanes, size):
-                            part = e.lanes_from(products, lane, size)
-                            i, j = divmod(start + lane, keys)
-                            to = i * self.score_row + j * e.real_bytes
-                            at = e.at(out, to, e.mul(first, e.real_bytes))
-                            e.store(part, at, e.real_bytes)
-
-                def multiply_rows() -> None:
-                    totals = [e.const(0.0)] * self.at_once
-                    totals = loop_over_vectors(
-                        e, head_dim, totals, add_products, narrow=self.narrow
-                    )
-                    store_products(totals)
-
-                def multiply_short_rows() -> None:
-                    """Rows of one vector: float64, because no addition is fused with a product."""
-                    live = e.first_lanes(head_dim)
-                    wide = ir.VectorType(DOUBLE, e.lanes)
-                    q = [
-                        b.fpext(load_vector_at(e, query_row(i), e.index(0), real, live), wide)
-                        for i in range(rows)
-                    ]
-                    x = [
-                        b.fpext(load_vector_at(e, row, e.index(0), self.key_dtype, live), wide)
-                        for row in key_rows
-                    ]
-                    store_products([b.fmul(each, q[i]) for i in range(rows) for each in x])
-
-                def multiply_only_key() -> None:
-                    """An only key's score is its lse: this sum would be all the error of lse."""
-                    wide = ir.VectorType(DOUBLE, e.lanes)
-
-                    def add_products(d: Value, live: Value | None, old: list[Value]) -> list[Value]:
-                        x = b.fpext(load_vector_at(e, key_rows[0], d, self.key_dtype, live), wide)
-                        q = [
-                            b.fpext(load_vector_at(e, query_row(i), d, real, live), wide)
-                            for i in range(rows)
-                        ]
-                        return [e.fma(x, *pair) for pair in zip(q, old, strict=True)]
-
-                    zero = ir.Constant(wide, None)
-                    totals = loop_over_vectors(e, head_dim, [zero] * rows, add_products)
-                    store_products([total for total in totals for _ in range(keys)])
-
+                any_rows = multiply(self._products)
                 if e.real == DOUBLE:
-                    multiply_rows()
-                else:
-                    is_short = e.below(head_dim, e.lanes + 1)
-                    e.choose(
-                        is_short,
-                        multiply_short_rows,
-                        lambda: e.choose(only, multiply_only_key, multiply_rows),
-                    )
+                    any_rows()
+                    return
+                e.choose(
+                    e.below(head_dim, e.lanes + 1),
+                    multiply(self._products_of_short_rows),
+                    lambda: e.choose(only, multiply(self._products_of_only_key), any_rows),
+                )
 
             e.loop(0, count, keys, [], multiply_keys)
         return function
+
+    def _products(self, tile: _Tile) -> list[Value]:
+        """The lanes of the product of each row of Q with each key."""
+        e, keys = self.e, len(tile.key_rows)
+
+        def add_products(d: Value, live: Value | None, totals: list[Value]) -> list[Value]:
+            q = [self._load(tile.query_row(i), d, self.query_dtype, live) for i in range(tile.rows)]
+            totals = list(totals)
+            for j, row in enumerate(tile.key_rows):
+                x = self._load(row, d, self.key_dtype, live, in_halves=tile.rows == 1)
+                for i in range(tile.rows):
+                    at = i * keys + j
+                    totals[at] = self._multiply_add(x, q[i], totals[at])
+            return totals
+
+        totals = [e.const(0.0)] * self.at_once
+        return loop_over_vectors(e, tile.head_dim, totals, add_products, narrow=self.narrow)
+
+    def _products_of_short_rows(self, tile: _Tile) -> list[Value]:
+        """Rows of one vector: float64, because no addition is fused with a product."""
+        e = self.e
+        live, d = e.first_lanes(tile.head_dim), e.index(0)
+        q = self._wide_query_rows(tile, d, live)
+        x = [self._load_wide(row, d, self.key_dtype, live) for row in tile.key_rows]
+        return [e.builder.fmul(key, query) for query in q for key in x]
+
+    def _products_of_only_key(self, tile: _Tile) -> list[Value]:
+        """An only key's score is its lse: this sum would be all the error of lse."""
+        e = self.e
+
+        def add_products(d: Value, live: Value | None, totals: list[Value]) -> list[Value]:
+            x = self._load_wide(tile.key_rows[0], d, self.key_dtype, live)
+            q = self._wide_query_rows(tile, d, live)
+            return [e.fma(x, *pair) for pair in zip(q, totals, strict=True)]
+
+        zero = ir.Constant(ir.VectorType(DOUBLE, e.lanes), None)
+        totals = loop_over_vectors(e, tile.head_dim, [zero] * tile.rows, add_products)
+        return [total for total in totals for _ in tile.key_rows]
+
+    def _wide_query_rows(self, tile: _Tile, d: Value, live: Value | None) -> list[Value]:
+        return [
+            self._load_wide(tile.query_row(i), d, self.query_dtype, live) for i in range(tile.rows)
+        ]
+
+    def _load_wide(self, row: Value, d: Value, dtype: str, live: Value | None) -> Value:
+        narrow = load_vector_at(self.e, row, d, dtype, live)
+        return self.e.builder.fpext(narrow, ir.VectorType(DOUBLE, self.e.lanes))
+
+    def _store_products(self, totals: list[Value], keys: int, out: Value, first: Value) -> None:
+        """Add up the lanes of each total; those of a row of Q follow one another."""
+        e, size = self.e, min(keys, self.e.lanes)
+        for start in range(0, self.at_once, e.lanes):
+            products = e.sum_each(totals[start : start + e.lanes])
+            if products.type.element != e.real:
+                products = e.builder.fptrunc(products, e.vector)
+            for lane in range(0, e.lanes, size):
+                part = e.lanes_from(products, lane, size)
+                i, j = divmod(start + lane, keys)
+                to = i * self.score_row + j * e.real_bytes
+                at = e.at(out, to, e.mul(first, e.real_bytes))
+                e.store(part, at, e.real_bytes)
 
     # B = P V, O = rescale * O + B
 

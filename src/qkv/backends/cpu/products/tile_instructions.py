@@ -26,16 +26,7 @@ from typing import Protocol
 
 from llvmlite import ir
 
-from qkv.backends.cpu.emit.emitter import (
-    BYTE,
-    FLOAT,
-    INT32,
-    INT64,
-    POINTER,
-    VOID,
-    Emitter,
-    Value,
-)
+from qkv.backends.cpu.emit.emitter import BYTE, FLOAT, INT32, INT64, POINTER, VOID, Emitter, Value
 from qkv.backends.cpu.products.bfloat16 import flushed, multiply_add, split_pairs
 from qkv.backends.cpu.products.layout import TILE_BYTES, TILE_ROWS, TILE_SIZE, TILES
 
@@ -62,11 +53,7 @@ def configure(e: Emitter) -> None:
         return
     setting = struct.pack("<BB14x8H16x8B8x", 1, 0, *[TILE_BYTES] * TILES, *[TILE_ROWS] * TILES)
     kind = ir.ArrayType(BYTE, len(setting))
-    constant = e.module.globals.get("tile_sizes")
-    if constant is None:
-        constant = ir.GlobalVariable(e.module, kind, "tile_sizes")
-        constant.linkage, constant.global_constant = "internal", True
-        constant.initializer = ir.Constant(kind, bytearray(setting))
+    constant = e.constant_in_memory("tile_sizes", ir.Constant(kind, bytearray(setting)))
     e.machine_intrinsic("llvm.x86.ldtilecfg", VOID, constant)
 
 
@@ -152,8 +139,7 @@ class EmulatedTiles:
     def _copy(self) -> Value:
         """A function `(from, row, to, to_row)` that copies 16 rows of 64 bytes."""
         e, name = self._e, "copy_tile"
-        known = e.module.globals.get(name)
-        if known is not None:
+        if (known := e.module.globals.get(name)) is not None:
             return known
         with e.function(name, [POINTER, INT64, POINTER, INT64]) as (function, args):
             source, row, target, to_row = args
@@ -169,8 +155,7 @@ class EmulatedTiles:
     def _multiply_add(self) -> Value:
         """A function `(total, left, right)` of the addresses of three tiles."""
         e, name = self._e, "multiply_add_tiles"
-        known = e.module.globals.get(name)
-        if known is not None:
+        if (known := e.module.globals.get(name)) is not None:
             return known
         with e.function(name, [POINTER] * 3) as (function, args):
             total, left, right = args
@@ -208,8 +193,7 @@ class EmulatedTiles:
     def _multiply_add_bytes(self) -> Value:
         """A function `(total, left, right)` of the addresses of three tiles."""
         e, name = self._e, "multiply_add_byte_tiles"
-        known = e.module.globals.get(name)
-        if known is not None:
+        if (known := e.module.globals.get(name)) is not None:
             return known
         with e.function(name, [POINTER] * 3) as (function, args):
             total, left, right = args

@@ -25,8 +25,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from llvmlite import ir
-
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import INT64, Value
@@ -123,10 +121,10 @@ class TopReduction(Reduction):
             def insert_key(n: Value, _: list[Value]) -> None:
                 score = e.load_vector(e.at(at.scores, e.mul(n, at.width)))
                 better = b.fcmp_ordered(">", score, e.load_vector(last))
-                with b.if_then(self._any_lane(better), likely=False):
+                with b.if_then(e.any_lane(better), likely=False):
                     self._insert(at.stats, at.width, k, score, e.add(at.kv_start, n), better)
 
-            with b.if_then(self._any_lane(b.fcmp_ordered(">", largest, e.load_vector(last)))):
+            with b.if_then(e.any_lane(b.fcmp_ordered(">", largest, e.load_vector(last)))):
                 e.loop(0, at.count, 1, [], insert_key)
         return function
 
@@ -159,13 +157,9 @@ class TopReduction(Reduction):
 
         e.loop(0, k, 1, [better, *load_entry(k)], move_entry)
 
-    def _any_lane(self, condition: Value) -> Value:
-        b, lanes = self.e.builder, ir.IntType(self.e.lanes)
-        return b.icmp_unsigned("!=", b.bitcast(condition, lanes), ir.Constant(lanes, 0))
-
     def write_rows(self, arguments: Value, state: Value, width: Value, rows: list[Value]) -> None:
         e, b = self.e, self.e.builder
-        k, best, indices = (self.frame.field(arguments, name) for name in ("k", "best", "indices"))
+        k, best, indices = self.frame.words(arguments, "k", "best", "indices")
         starts = [e.mul(row, k) for row in rows]
 
         def write_entry(n: Value, _: list[Value]) -> None:
@@ -185,8 +179,7 @@ class TopReduction(Reduction):
 def shift_address(frame: ForwardFrame, block: QueryBlock, vector: int) -> Value:
     """The address of a and b (see above) for one vector of rows."""
     e = frame.e
-    names = ("num_heads", "padded_rows")
-    num_heads, padded = (frame.field(block.arguments, name) for name in names)
+    num_heads, padded = frame.words(block.arguments, "num_heads", "padded_rows")
     start = e.mul(e.add(e.mul(block.batch, num_heads), block.head), padded)
     row = e.add(start, block.first_row, vector * e.lanes)
     return e.at(frame.pointer_field(block.arguments, "shift"), e.mul(row, 2 * e.real_bytes))
@@ -256,7 +249,7 @@ class ReceivedReduction(Reduction):
         totals = areas_of(self, arguments, scratch).totals
         e.clear(totals, 0, e.mul(count, 2 * e.vector_bytes))
         yield
-        num_heads, kv_len = (self.frame.field(arguments, n) for n in ("num_heads", "kv_len"))
+        num_heads, kv_len = self.frame.words(arguments, "num_heads", "kv_len")
         start = e.add(e.mul(e.add(e.mul(batch, num_heads), head), kv_len), first_key)
         received = self.frame.pointer_field(arguments, "received")
 

@@ -96,9 +96,7 @@ class Reduction:
         e = self.e
         with e.function("write", [POINTER] * 2 + [INT64] * 4) as (function, args):
             arguments, state, width, batch, head, first_row = args
-            num_heads, q_len, rows = (
-                self.frame.field(arguments, n) for n in ("num_heads", "q_len", "rows")
-            )
+            num_heads, q_len, rows = self.frame.words(arguments, "num_heads", "q_len", "rows")
             start, last = e.mul(e.add(e.mul(batch, num_heads), head), q_len), e.sub(rows, 1)
             lanes = [e.add(start, e.least(e.add(first_row, i), last)) for i in range(e.lanes)]
             self.write_rows(arguments, state, width, lanes)

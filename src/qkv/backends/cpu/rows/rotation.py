@@ -30,8 +30,6 @@ Array = NDArray[Any]
 
 __all__ = ["AngleTable", "Rotation", "angle_tables", "rotated_rows"]
 
-_WORTH_A_THREAD = 2**16
-"""Number of entries that makes it worthwhile to wake a thread."""
 _LARGEST_TABLE = 2**23
 """The most bytes of cosines and sines that are kept from call to call."""
 
@@ -149,7 +147,7 @@ class Rotation:
             values[f"heads_{n}"] = layout.heads
         places = [word for n in range(len(layouts)) for word in _WORDS[n]]
         words = argument_words(ROTATION_FIELDS, values)
-        self._pass = RowPass(_kernel(key, here), words, places, count, _WORTH_A_THREAD)
+        self._pass = RowPass(_kernel(key, here), words, places, count)
 
     def __call__(
         self,

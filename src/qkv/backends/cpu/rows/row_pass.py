@@ -21,6 +21,8 @@ __all__ = ["RowPass", "argument_words"]
 
 _BRIEF = 2**16
 """Number of entries of rows for which Python may stay locked."""
+_WORTH_A_THREAD = 2**16
+"""Number of entries that makes it worthwhile to wake a thread."""
 
 
 def argument_words(fields: Sequence[str], values: Mapping[str, int]) -> Array:
@@ -31,20 +33,11 @@ def argument_words(fields: Sequence[str], values: Mapping[str, int]) -> Array:
 class RowPass:
     """A kernel of `emit_head_job`, its argument words, and how its heads are shared out.
 
-    Each run brings numbers for the words `places`. A thread more pays for every `worth_a_thread`
-    entries of rows.
+    Each run brings numbers for the words `places`.
     """
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        words: Array,
-        places: Sequence[int],
-        count: int,
-        worth_a_thread: int,
-    ) -> None:
-        self._kernel, self._words, self._places = kernel, words, places
-        self._count, self._worth_a_thread = count, worth_a_thread
+    def __init__(self, kernel: Kernel, words: Array, places: Sequence[int], count: int) -> None:
+        self._kernel, self._words, self._places, self._count = kernel, words, places, count
         self._runs_brief, self._has_run = has_gil(), False
         self._brief: FilledBlock | None = None
 
@@ -53,7 +46,7 @@ class RowPass:
 
         A run of few `entries` keeps to the caller's thread, and holds the GIL.
         """
-        most_workers = max(1, min(self._count, entries // self._worth_a_thread))
+        most_workers = max(1, min(self._count, entries // _WORTH_A_THREAD))
         is_brief = self._runs_brief and most_workers == 1 and entries <= _BRIEF
         if is_brief and self._brief is not None:
             self._brief.write(*numbers)

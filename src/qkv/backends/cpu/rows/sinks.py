@@ -27,9 +27,6 @@ Array = NDArray[Any]
 
 __all__ = ["Sinks"]
 
-_WORTH_A_THREAD = 2**16
-"""Number of output entries that makes it worthwhile to wake a thread."""
-
 
 @lru_cache(maxsize=16)
 def _kernel(key: SinksKey, here: Host) -> Kernel:
@@ -72,7 +69,7 @@ class Sinks:
             },
         )  # fmt: skip
         self._entries = count * length * dim
-        self._pass = RowPass(_kernel(key, host()), words, _WORDS, count, _WORTH_A_THREAD)
+        self._pass = RowPass(_kernel(key, host()), words, _WORDS, count)
 
     def __call__(
         self, keys_out: int, keys_lse: int, rest: int, out: int, lse: int, keep_alive: Any

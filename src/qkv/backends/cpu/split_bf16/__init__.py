@@ -1,7 +1,7 @@
 """Kernels that multiply float32 and float16 as sums of bfloat16 numbers on matrix tiles (AMX).
 
 choice          when these kernels run; the rest of the backend imports this module alone
-kernels         the kernels, as the passes use them
+layout          what calls must know of the kernels: their code, and the memory they need
 terms           splits rows into bfloat16 terms, in the layout that tile products read
 scores          S = K Q^T of split operands, for forward and replay
 forward         the forward kernel, with tasks and sweeps of `bf16_tiles`

@@ -29,11 +29,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from qkv.backends.cpu.backward.frame import BackwardFrame
-from qkv.backends.cpu.backward.kernel import (
-    add_partials_function,
-    emit_tasks,
-    key_range_function,
-)
+from qkv.backends.cpu.backward.kernel import add_partials_function, emit_tasks, key_range_function
 from qkv.backends.cpu.backward.layout import BLOCK_KV, BackwardKey
 from qkv.backends.cpu.backward.query_block import QueryBlockPass
 from qkv.backends.cpu.emit.argument_block import WORD
@@ -43,14 +39,8 @@ from qkv.backends.cpu.products import tile_instructions
 from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
 from qkv.backends.cpu.products.layout import CHUNK
 from qkv.backends.cpu.split_bf16 import non_finite
-from qkv.backends.cpu.split_bf16.backward_block import (
-    AREAS,
-    QUERY_ROWS,
-    BlockPair,
-    SplitBlock,
-    Stage,
-)
-from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES
+from qkv.backends.cpu.split_bf16.backward_block import BlockPair, SplitBlock, Stage
+from qkv.backends.cpu.split_bf16.layout import AREAS, FLOAT_BYTES, QUERY_ROWS
 from qkv.problem.language.expressions import TRUE
 from qkv.problem.tiles import TileKind
 

@@ -16,43 +16,23 @@ from llvmlite import ir
 
 from qkv.backends.cpu.backward.block import chain_rule_function, weights_function
 from qkv.backends.cpu.backward.frame import BackwardFrame
+from qkv.backends.cpu.backward.functions import vector_functions
 from qkv.backends.cpu.backward.gradient_sums import add_vectors
 from qkv.backends.cpu.backward.layout import BLOCK_KV
-from qkv.backends.cpu.backward.query_block import vector_functions
 from qkv.backends.cpu.backward.query_rows import pack_function, unpack_function
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import BIT, INT16, INT64, POINTER, Value
 from qkv.backends.cpu.emit.packing import copy_rows_function
 from qkv.backends.cpu.emit.storage import load, real_dtype
-from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
 from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
-from qkv.backends.cpu.products.layout import (
-    CHUNK,
-    TILE_BYTES,
-    TILE_ROWS,
-    TILE_SIZE,
-    round_to_chunks,
-)
+from qkv.backends.cpu.products.layout import CHUNK, TILE_BYTES, TILE_ROWS, TILE_SIZE
 from qkv.backends.cpu.products.query_lanes import vectors_at
 from qkv.backends.cpu.split_bf16 import non_finite
-from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES, TermSplitter
+from qkv.backends.cpu.split_bf16.layout import FLOAT_BYTES, QUERY_ROWS
+from qkv.backends.cpu.split_bf16.terms import TermSplitter
 from qkv.problem.language.expressions import TRUE
-
-BLOCK_AREAS = (
-    "query_packed", "query_transposed", "grad_packed", "grad_transposed", "query_sums", "rows",
-)  # fmt: skip
-"""The areas that each block of queries has."""
-QUERY_ROWS = ("lse", "lse_rest", "delta", "grad_lse", "query_non_finite", "grad_non_finite")
-"""The rows of the area "rows", each one number or mark for each query."""
-SHARED_AREAS = (
-    "non_finite_keys", "non_finite_values", "weights", "score_grads", "products", "factors",
-    "weight_rows", "grad_rows", "grad_pairs", "key_rows", "key_columns", "value_rows", "copy",
-    "key_sums", "value_sums",
-)  # fmt: skip
-AREAS = (*SHARED_AREAS, *BLOCK_AREAS)
-"""The areas of a worker's scratch memory, in this order."""
 
 _PANEL = 2
 """Number of vectors in one row of a tile."""
@@ -93,44 +73,6 @@ class Stage(Flag):
     def function(self) -> str:
         """The name of its function."""
         return f"stage_{self.value}"
-
-
-def split_areas(
-    shape: TileShape, head_dim: int, v_head_dim: int, q_blocks_per_task: int
-) -> dict[str, int]:
-    """Bytes that each area takes, for `q_blocks_per_task` blocks of queries."""
-    width, terms = FLOAT_BYTES * shape.block_q, shape.terms
-    dim, v_dim = round_to_chunks(head_dim), round_to_chunks(v_head_dim)
-    pairs, scores = BLOCK_KV // 2 * terms * width, BLOCK_KV * width
-    keys, values = (2 * terms * BLOCK_KV * d for d in (dim, v_dim))
-    key_sums, value_sums = (FLOAT_BYTES * BLOCK_KV * d for d in (dim, v_dim))
-    query, grad = (q_blocks_per_task * terms * width // 2 * d for d in (dim, v_dim))
-    non_finite_rows = non_finite.NON_FINITE_BYTES
-    sizes = {
-        "non_finite_keys": non_finite_rows,
-        "non_finite_values": non_finite_rows,
-        # Two buffers each: one is read while the other is written.
-        "weights": 2 * scores,
-        "score_grads": 2 * scores,
-        "products": scores,
-        "factors": scores,
-        "weight_rows": pairs,
-        "grad_rows": pairs,
-        "grad_pairs": pairs,
-        "key_rows": keys,
-        "key_columns": keys,
-        "value_rows": values,
-        "copy": max(key_sums, value_sums),
-        "key_sums": key_sums,
-        "value_sums": value_sums,
-        "query_packed": query,
-        "query_transposed": query,
-        "grad_packed": grad,
-        "grad_transposed": grad,
-        "query_sums": q_blocks_per_task * width * dim,
-        "rows": q_blocks_per_task * width * len(QUERY_ROWS),
-    }
-    return {name: sizes[name] for name in AREAS}
 
 
 class SplitBlock:

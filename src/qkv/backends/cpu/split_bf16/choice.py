@@ -18,7 +18,7 @@ from qkv.process.threads import get_num_threads
 
 if TYPE_CHECKING:
     from qkv.backends.cpu.forward.layout import ForwardKernel
-    from qkv.backends.cpu.split_bf16.kernels import BackwardKernel, ReplayKernel
+    from qkv.backends.cpu.split_bf16.layout import BackwardKernel, ReplayKernel
 
 LEAST_SIZES = {"float32": (160, 96), "float16": (32, 48)}
 """For each dtype the least number of queries and of keys, and the least head_dim + v_head_dim, from
@@ -40,20 +40,20 @@ _LARGEST_SCALE = 2.0**10
 
 def forward_kernel() -> ForwardKernel:
     with importing():
-        from qkv.backends.cpu.split_bf16.kernels import FORWARD
+        from qkv.backends.cpu.split_bf16.layout import FORWARD
     return FORWARD
 
 
 def replay_kernel() -> ReplayKernel:
     with importing():
-        from qkv.backends.cpu.split_bf16.kernels import REPLAY
+        from qkv.backends.cpu.split_bf16.layout import REPLAY
     return REPLAY
 
 
 def backward_kernel() -> BackwardKernel:
     """It also serves bfloat16, which is a sum of one term."""
     with importing():
-        from qkv.backends.cpu.split_bf16.kernels import BACKWARD
+        from qkv.backends.cpu.split_bf16.layout import BACKWARD
     return BACKWARD
 
 

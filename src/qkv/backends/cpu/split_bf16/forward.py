@@ -8,70 +8,26 @@ numbers. So both matrix products of attention are computed as sums of products o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 from qkv.backends.cpu.bf16_tiles.kernel import TileKernel
-from qkv.backends.cpu.bf16_tiles.shift import GROUP
+from qkv.backends.cpu.bf16_tiles.layout import GROUP, Sizes
 from qkv.backends.cpu.bf16_tiles.sweep import Keys, Stretch, Sweep
-from qkv.backends.cpu.bf16_tiles.tasks import Layout, Task, Tasks, UnitRows
-from qkv.backends.cpu.bf16_tiles.unit import MOST_GROUPS, MOST_OPERATIONS
-from qkv.backends.cpu.bf16_tiles.weights import Row
+from qkv.backends.cpu.bf16_tiles.tasks import Task, Tasks, UnitRows
+from qkv.backends.cpu.bf16_tiles.unit import MOST_OPERATIONS
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import Value
 from qkv.backends.cpu.emit.frame import rows_from
-from qkv.backends.cpu.emit.transposed_loads import transposed_bytes
 from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.backends.cpu.forward.layout import ForwardKey
-from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.products.layout import CHUNK, TILE_BYTES, TILE_ROWS
+from qkv.backends.cpu.products.layout import TILE_BYTES
 from qkv.backends.cpu.split_bf16 import non_finite
+from qkv.backends.cpu.split_bf16.layout import UNSPLIT, WIDTH, layout_of
 from qkv.backends.cpu.split_bf16.scores import SplitScores
-from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES
-from qkv.backends.cpu.split_bf16.unit import (
-    SCORE_BYTES,
-    VECTORS,
-    WIDTH,
-    SplitSizes,
-    UnitFunctions,
-)
+from qkv.backends.cpu.split_bf16.unit import UnitBody, unit_function
 from qkv.backends.cpu.threads.floating_mode import flushing
 from qkv.problem.language.expressions import Op, walk
-from qkv.problem.spec import Spec
-
-_SPLIT_BYTES = 512 * 1024
-"""Bytes of K and V in terms that leave room in the second-level cache."""
-_UNSPLIT = len(Row)
-"""The row of statistics that tells which queries cannot be split."""
-
-
-def sizes_of(shape: TileShape) -> SplitSizes:
-    return SplitSizes(shape.chunks, shape.value_tiles, shape.terms)
-
-
-def layout_of(spec: Spec, shape: TileShape) -> Layout:
-    """Scores, weights, V, K, copied rows and tables; Q, O and statistics of 32 queries."""
-    sizes = sizes_of(shape)
-    group_bytes = 2 * sizes.key_bytes + sizes.value_bytes
-    groups = MOST_GROUPS if MOST_GROUPS * group_bytes <= _SPLIT_BYTES else MOST_GROUPS // 2
-    block_kv = groups * GROUP
-    wide = max(sizes.chunks, -(-sizes.value_tiles // 2)) * CHUNK
-    areas = {
-        "unsplit": non_finite.NON_FINITE_BYTES,
-        "scores": groups * SCORE_BYTES,
-        "weights": groups * sizes.weight_bytes,
-        "keys": groups * 2 * sizes.key_bytes,
-        "values": groups * sizes.value_bytes,
-        "copy": block_kv * FLOAT_BYTES * wide,
-        "transposed": VECTORS * transposed_bytes(spec, block_kv, TILE_BYTES),
-    }
-    packed = sizes.chunks * sizes.terms * TILE_ROWS * WIDTH
-    total = sizes.value_tiles * TILE_ROWS * WIDTH
-    return Layout(block_kv, VECTORS, areas, packed, total, (_UNSPLIT + 1) * WIDTH)
-
-
-def split_scratch_bytes(spec: Spec, shape: TileShape) -> int:
-    """Memory of one worker."""
-    return layout_of(spec, shape).scratch_bytes(shape.q_blocks_per_task)
 
 
 def emit_split_forward(key: ForwardKey) -> str:
@@ -87,41 +43,43 @@ class _SplitKernel(TileKernel):
 
     def sweep(self) -> Sweep:
         frame, functions = self.frame, self.functions
-        sizes = sizes_of(frame.shape)
+        sizes = Sizes.of(frame.shape)
         scores = SplitScores(frame, frame.dtypes.values(), sizes.columns)
         split = scores.split
         functions.update(scores.functions)
         functions["split_columns"] = split.split_columns()
         functions["add_non_finite"] = non_finite.add_non_finite(split)
-        unit = UnitFunctions(frame, split, sizes)
+        bodies: dict[str, Callable[[UnitBody], None]] = {}
         operations = sum(isinstance(node, Op) for node in walk(frame.score, frame.mask))
         if operations <= MOST_OPERATIONS and not frame.spec.dropout:
-            functions["attend_in_steps"] = unit.attend_in_steps()
-        functions["multiply_keys"] = unit.multiply_keys()
-        functions["attend_in_turn"] = unit.attend_in_turn()
+            bodies["attend_in_steps"] = UnitBody.attend_in_steps
+        bodies["multiply_keys"] = UnitBody.multiply_all_keys
+        bodies["attend_in_turn"] = UnitBody.attend_in_turn
+        for name, emit in bodies.items():
+            functions[name] = unit_function(name, emit, frame, split, sizes)
         return _SplitSweep(self.tasks, scores, sizes, functions)
 
     def pack(self, task: Task, unit: UnitRows, j: int, row: Value) -> None:
         e = self.e
         where = [task.query.pointer, e.at(unit.packed, j * TILE_BYTES), task.areas["copy"], row]
         unsplit = e.builder.call(self.functions["pack"], [task.arguments, *where])
-        e.store(unsplit, self.tasks.stat(unit, _UNSPLIT, j), WORD)
+        e.store(unsplit, self.tasks.stat(unit, UNSPLIT, j), WORD)
 
 
 class _SplitSweep(Sweep):
     """The sweep of rows in terms."""
 
     def __init__(
-        self, tasks: Tasks, scores: SplitScores, sizes: SplitSizes, functions: dict[str, Value]
+        self, tasks: Tasks, scores: SplitScores, sizes: Sizes, functions: dict[str, Value]
     ) -> None:
-        super().__init__(tasks, functions)
-        self.scores, self.split, self.sizes = scores, scores.split, sizes
+        super().__init__(tasks, sizes, functions)
+        self.scores, self.split = scores, scores.split
 
     def lay_out(
         self, task: Task, start: Value, count: Value, pieces: Value, number: Value
     ) -> Stretch:
         e, frame, areas = self.e, self.frame, task.areas
-        head_dim, v_head_dim = (frame.field(task.arguments, n) for n in ("head_dim", "v_head_dim"))
+        head_dim, v_head_dim = frame.words(task.arguments, "head_dim", "v_head_dim")
         key, value = (rows_from(e, rows, start) for rows in (task.key, task.value))
         copy = areas["copy"]
         self.scores.split_keys(key, count, head_dim, copy, areas["keys"], areas["unsplit"])
@@ -131,18 +89,9 @@ class _SplitSweep(Sweep):
         return Stretch(start, count, v, row, has_non_finite)
 
     def compute(self, task: Task, stretch: Stretch, unit: UnitRows, keys: Keys) -> None:
-        e, b, functions, areas, sizes = (
-            self.e, self.e.builder, self.functions, task.areas, self.sizes,
-        )  # fmt: skip
-        count, group = e.sub(keys.stop, keys.start), b.sdiv(keys.start, e.index(GROUP))
-        given = [
-            task.arguments, unit.packed, unit.total, unit.stats,
-            e.at(areas["keys"], e.mul(group, 2 * sizes.key_bytes)),
-            e.at(areas["values"], e.mul(group, sizes.value_bytes)),
-            areas["scores"], areas["weights"], areas["transposed"],
-            task.batch, task.head, unit.row, e.add(stretch.start, keys.start), count,
-            b.sdiv(e.sub(keys.unmasked, keys.start), e.index(GROUP)), stretch.has_non_finite,
-        ]  # fmt: skip
+        e, b, functions, areas = self.e, self.e.builder, self.functions, task.areas
+        count = e.sub(keys.stop, keys.start)
+        given = self.arguments(task, stretch, unit, keys, count)
 
         def call(name: str) -> None:
             with nullcontext() if e.emulated else flushing(e):
@@ -162,7 +111,7 @@ class _SplitSweep(Sweep):
             # Steps of so many instructions would take long to compile.
             attend_in_turn()
             return
-        lanes = self.tasks.stat(unit, _UNSPLIT)
+        lanes = self.tasks.stat(unit, UNSPLIT)
         in_turn = b.or_(
             stretch.has_non_finite,
             non_finite.any_non_finite(self.split, areas["unsplit"], lanes),
@@ -176,5 +125,5 @@ class _SplitSweep(Sweep):
         scores = e.at(areas["scores"], e.sub(0, e.mul(keys.start, WIDTH)))
         self.scores.recompute(
             task.arguments, rows_from(e, task.key, stretch.start), task.query, unit.row,
-            (keys.start, keys.stop), areas["unsplit"], self.tasks.stat(unit, _UNSPLIT), scores,
+            (keys.start, keys.stop), areas["unsplit"], self.tasks.stat(unit, UNSPLIT), scores,
         )  # fmt: skip

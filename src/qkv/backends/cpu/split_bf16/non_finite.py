@@ -15,10 +15,8 @@ from qkv.backends.cpu.emit.emitter import BIT, INT32, INT64, POINTER, Emitter, V
 from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.products.bfloat16 import split_pairs
 from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
-from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES, TermSplitter
-
-NON_FINITE_BYTES = 8192
-"""Bytes of the list of rows of a left factor that cannot be split, with their number in front."""
+from qkv.backends.cpu.split_bf16.layout import FLOAT_BYTES
+from qkv.backends.cpu.split_bf16.terms import TermSplitter
 
 
 def recompute(of: TermSplitter, name: str, left_dtype: str, right_dtype: str) -> Value:
@@ -160,9 +158,7 @@ def add_non_finite(of: TermSplitter) -> Value:
             def add_elements(d: Value, _: list[Value]) -> None:
                 """A vector of elements is tested at once: most have none that was left out."""
                 left_out = of.cannot_be_split(of.load_elements(start_of_row, d, dim))
-                lanes = ir.IntType(e.lanes)
-                some = b.icmp_unsigned("!=", b.bitcast(left_out, lanes), ir.Constant(lanes, 0))
-                with b.if_then(some, likely=False):
+                with b.if_then(e.any_lane(left_out), likely=False):
                     e.loop(d, e.least(e.add(d, e.lanes), dim), 1, [], add_element)
 
             e.loop(0, dim, e.lanes, [], add_elements)

@@ -16,37 +16,20 @@ from qkv.backends.cpu.emit.emitter import BIT, POINTER, Value
 from qkv.backends.cpu.emit.frame import rows_from
 from qkv.backends.cpu.emit.transposed_loads import transposed_bytes
 from qkv.backends.cpu.forward.layout import RUN, TASK
-from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit, tile_instructions
 from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
-from qkv.backends.cpu.products.layout import round_to_chunks
 from qkv.backends.cpu.replay.kernel import SumsReduction, TopReduction
-from qkv.backends.cpu.replay.layout import Question, ReplayKey, state_rows
+from qkv.backends.cpu.replay.layout import ReplayKey
 from qkv.backends.cpu.replay.reduction import Areas, QueryBlock, Reduction, replay_frame
-from qkv.backends.cpu.split_bf16 import non_finite
+from qkv.backends.cpu.split_bf16.layout import FLOAT_BYTES, NON_FINITE_BYTES, REPLAY_BLOCK_KV
 from qkv.backends.cpu.split_bf16.scores import SplitScores
-from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES
 from qkv.problem.language.expressions import TRUE
-from qkv.problem.spec import Spec
 from qkv.problem.tiles import TileKind
-
-BLOCK_KV = 128
-"""Number of keys whose scores are held at once."""
-
-
-def split_scratch_bytes(question: Question, spec: Spec, shape: TileShape, k: int) -> int:
-    """Memory of one worker: a block of scores, K, copied rows and tables; Q and states."""
-    width, wide = FLOAT_BYTES * shape.block_q, round_to_chunks(spec.head_dim)
-    shared = BLOCK_KV * (width + (2 * shape.terms + FLOAT_BYTES) * wide)
-    own = width * (shape.terms * wide // 2 + 1 + state_rows(question, k))
-    transposed = transposed_bytes(spec, BLOCK_KV, FLOAT_BYTES * shape.lanes)
-    total = non_finite.NON_FINITE_BYTES + shared + transposed + shape.q_blocks_per_task * own
-    return -(-total // 4096) * 4096
 
 
 def emit_split_replay(key: ReplayKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
-    frame = replay_frame(key, BLOCK_KV)
+    frame = replay_frame(key, REPLAY_BLOCK_KV)
     reduction = (TopReduction if key.question == "top" else SumsReduction)(frame)
     scores = SplitScores(frame, (frame.dtypes["query"], frame.dtypes["key"]))
     e, split, masked = frame.e, scores.split, frame.mask != TRUE
@@ -73,17 +56,18 @@ def _task_function(
         b = e.builder
         tile_instructions.configure(e)
         batch, head, first_row, first_run, last_run = frame.record(task, TASK)
-        names = ("group_size", "q_len", "head_dim", "q_blocks_per_task")
-        group_size, q_len, head_dim, q_blocks_per_task = (frame.field(arguments, n) for n in names)
+        group_size, q_len, head_dim, q_blocks_per_task = frame.words(
+            arguments, "group_size", "q_len", "head_dim", "q_blocks_per_task"
+        )
         query = frame.operand(arguments, "query", batch, head)
         key = frame.operand(arguments, "key", batch, b.sdiv(head, group_size))
 
         wide = emit_round_to_chunks(e, head_dim)
-        scores = e.at(scratch, non_finite.NON_FINITE_BYTES)
-        keys = e.at(scores, BLOCK_KV * width)
-        copy = e.at(keys, e.mul(wide, 2 * split.terms * BLOCK_KV))
-        transposed = e.at(copy, e.mul(wide, FLOAT_BYTES * BLOCK_KV))
-        blocks = e.at(transposed, transposed_bytes(frame.spec, BLOCK_KV, e.vector_bytes))
+        scores = e.at(scratch, NON_FINITE_BYTES)
+        keys = e.at(scores, REPLAY_BLOCK_KV * width)
+        copy = e.at(keys, e.mul(wide, 2 * split.terms * REPLAY_BLOCK_KV))
+        transposed = e.at(copy, e.mul(wide, FLOAT_BYTES * REPLAY_BLOCK_KV))
+        blocks = e.at(transposed, transposed_bytes(frame.spec, REPLAY_BLOCK_KV, e.vector_bytes))
         lanes_at = e.mul(wide, split.terms * width // 2)
         state_at = e.add(lanes_at, width)
         block_bytes = e.add(state_at, reduction.state_bytes(arguments, width))
@@ -148,8 +132,8 @@ def _task_function(
         def reduce_run(r: Value, _: list[Value]) -> None:
             start, stop, kinds = frame.record(frame.pointer_field(arguments, "runs"), RUN, r)
             e.loop(
-                start, stop, BLOCK_KV, [],
-                lambda k, _: reduce_key_block(k, e.least(BLOCK_KV, e.sub(stop, k)), kinds),
+                start, stop, REPLAY_BLOCK_KV, [],
+                lambda k, _: reduce_key_block(k, e.least(REPLAY_BLOCK_KV, e.sub(stop, k)), kinds),
             )  # fmt: skip
 
         for_each_block(begin_block)

@@ -44,8 +44,9 @@ class SplitScores:
         arguments = [POINTER, POINTER, POINTER, POINTER, INT64]
         with e.function("pack", arguments, INT64) as (function, args):
             arguments_, query, packed, copy, first_row = args
-            names = ("query_row", "query_element", "head_dim", "rows")
-            row, element, head_dim, rows = (frame.field(arguments_, name) for name in names)
+            row, element, head_dim, rows = frame.words(
+                arguments_, "query_row", "query_element", "head_dim", "rows"
+            )
             last = e.least(e.lanes - 1, e.sub(e.sub(rows, first_row), 1))
             here = rows_from(e, RowView(query, row, element), first_row)
             start, row = self.float_rows("query", here, e.add(last, 1), head_dim, copy)

@@ -36,6 +36,7 @@ from qkv.backends.cpu.products import matrix_unit
 from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks, join_pairs, round_to_bfloat16
 from qkv.backends.cpu.products.layout import CHUNK, TILE_BYTES, TILE_ROWS, TILE_SIZE
 from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
+from qkv.backends.cpu.split_bf16.layout import FLOAT_BYTES
 
 _PRODUCTS: dict[int, matrix_unit.Products] = {
     1: ((0, 0),),
@@ -53,7 +54,6 @@ _LOWEST, _HIGHEST = (int(np.float32(x).view(np.int32)) for x in (2.0**-100, 2.0*
 _MAGNITUDE = 2**31 - 1
 _UPPER = -(2**16)
 """The bits of a float32 that a bfloat16 has too."""
-FLOAT_BYTES = 4
 
 
 class TermSplitter:

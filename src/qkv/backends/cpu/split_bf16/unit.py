@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial, reduce
 
-from qkv.backends.cpu.bf16_tiles.shift import GROUP, PAIRS, Group, ShiftedRows, if_any
+from qkv.backends.cpu.bf16_tiles.layout import GROUP, Sizes
+from qkv.backends.cpu.bf16_tiles.shift import PAIRS, Group, ShiftedRows, if_any
+from qkv.backends.cpu.bf16_tiles.unit import ARGUMENT_TYPES, ARGUMENTS
 from qkv.backends.cpu.bf16_tiles.weights import Queries, Weights
 from qkv.backends.cpu.emit import vector_math
-from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
+from qkv.backends.cpu.emit.emitter import Value
 from qkv.backends.cpu.emit.transpose import transpose_tables
 from qkv.backends.cpu.emit.transposed_loads import transposed_bytes, transposed_loads
 from qkv.backends.cpu.forward.frame import ForwardFrame
@@ -32,22 +33,11 @@ from qkv.backends.cpu.products.bfloat16 import split_pairs
 from qkv.backends.cpu.products.layout import TILE_BYTES, TILE_ROWS, TILE_SIZE
 from qkv.backends.cpu.products.matrix_unit import Products
 from qkv.backends.cpu.products.tile_instructions import TileInstructions, tiles_of
+from qkv.backends.cpu.split_bf16.layout import SCORE_BYTES, VECTORS, WIDTH
 from qkv.backends.cpu.split_bf16.terms import TermSplitter
 
-VECTORS = 2
-WIDTH = VECTORS * TILE_BYTES
-"""Bytes of a number of each query."""
-SCORE_BYTES = GROUP * WIDTH
-"""Scores of one group of keys."""
 _STORED_AFTER = 4
 """Products after which the sums before them are stored."""
-
-ARGUMENTS = (
-    "arguments", "packed", "total", "stats", "keys", "values", "scores", "weights", "transposed",
-    "batch", "head", "first_row", "kv_start", "count", "unmasked",
-)  # fmt: skip
-"""Arguments of the functions of a unit: nine addresses, six integers, and `marked`. `unmasked` is
-the number of groups, from the first on, of which every query sees every key."""
 
 
 class SplitWeights(Weights):
@@ -70,69 +60,27 @@ class SplitWeights(Weights):
         self._split.store_pair(first, second, target)
 
 
-@dataclass(frozen=True, slots=True)
-class SplitSizes:
-    """Tiles along head_dim, of 32 elements, and along v_head_dim, of 16, each in `terms`."""
-
-    chunks: int
-    value_tiles: int
-    terms: int
-
-    @property
-    def key_bytes(self) -> int:
-        """Bytes of K of 16 keys."""
-        return self.chunks * self.terms * TILE_SIZE
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes of V of one group."""
-        return self.columns * self.terms * TILE_SIZE
-
-    @property
-    def columns(self) -> int:
-        """Tiles of V along v_head_dim: whole chunks of 32 elements are transposed."""
-        return 2 * -(-self.value_tiles // 2)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights of one group."""
-        return self.terms * TILE_ROWS * WIDTH
+def unit_function(
+    name: str,
+    emit: Callable[[UnitBody], None],
+    frame: ForwardFrame,
+    split: TermSplitter,
+    sizes: Sizes,
+) -> Value:
+    """A function of `ARGUMENTS`, whose body `emit` writes."""
+    with frame.e.function(name, ARGUMENT_TYPES) as (function, (*args, marked)):
+        emit(UnitBody(frame, split, sizes, dict(zip(ARGUMENTS, args, strict=True)), marked))
+    return function
 
 
-class UnitFunctions:
-    """Emits the functions of a unit, each of `ARGUMENTS`."""
-
-    def __init__(self, frame: ForwardFrame, split: TermSplitter, sizes: SplitSizes) -> None:
-        self.frame, self.split, self.sizes = frame, split, sizes
-
-    def attend_in_steps(self) -> Value:
-        """Two groups of keys or more, without rows that cannot be split."""
-        return self._function("attend_in_steps", lambda body: body.attend_in_steps())
-
-    def multiply_keys(self) -> Value:
-        """The scores of all groups."""
-        return self._function("multiply_keys", lambda body: body.multiply_all_keys())
-
-    def attend_in_turn(self) -> Value:
-        """The weights and the output of one group after the other."""
-        return self._function("attend_in_turn", lambda body: body.attend_in_turn())
-
-    def _function(self, name: str, emit: Callable[[_Body], None]) -> Value:
-        kinds = [*[POINTER] * 9, *[INT64] * 6, BIT]
-        with self.frame.e.function(name, kinds) as (function, (*args, marked)):
-            at = dict(zip(ARGUMENTS, args, strict=True))
-            emit(_Body(self.frame, self.split, self.sizes, at, marked))
-        return function
-
-
-class _Body:
+class UnitBody:
     """The body of a function of a unit, while it is written; `at` are its arguments."""
 
     def __init__(
         self,
         frame: ForwardFrame,
         split: TermSplitter,
-        sizes: SplitSizes,
+        sizes: Sizes,
         at: dict[str, Value],
         marked: Value,
     ) -> None:
@@ -147,6 +95,7 @@ class _Body:
         self._pending: list[tuple[int, Value]] = []
 
     def attend_in_steps(self) -> None:
+        """Two groups of keys or more, without rows that cannot be split."""
         e, groups = self.e, self.groups
         self._begin_rows()
         self._multiply_keys(e.index(0), lambda: None)
@@ -161,6 +110,7 @@ class _Body:
         self._store_pending()
 
     def multiply_all_keys(self) -> None:
+        """The scores of all groups."""
         self.keeps_all = True
 
         def multiply(i: Value, _: list[Value]) -> None:
@@ -170,6 +120,7 @@ class _Body:
         self.e.loop(0, self.groups, 1, [], multiply)
 
     def attend_in_turn(self) -> None:
+        """The weights and the output of one group after the other."""
         self.keeps_all = True
         self._begin_rows()
 
@@ -272,14 +223,14 @@ class _Body:
     def _multiply_keys(self, i: Value, meanwhile: Callable[[], None]) -> None:
         """The scores of group i. `meanwhile` is called after each product."""
         e, sizes = self.e, self.sizes
-        keys = e.at(self.at["keys"], e.mul(i, 2 * sizes.key_bytes))
+        keys = e.at(self.at["keys"], e.mul(i, sizes.key_bytes))
         for half in range(2):
             totals = self._take_turns()
             for tile in totals:
                 self.tiles.zero(tile)
             for c in range(sizes.chunks):
                 inside = c * sizes.terms
-                left = e.at(keys, half * sizes.key_bytes + inside * TILE_SIZE)
+                left = e.at(keys, half * sizes.key_bytes // 2 + inside * TILE_SIZE)
                 right = e.at(self.at["packed"], inside * TILE_ROWS * WIDTH)
                 self._multiply(totals, left, right, self.split.products(), meanwhile)
             self._store_later(totals, e.at(self._scores_of(i), half * TILE_ROWS * WIDTH))
@@ -369,7 +320,8 @@ class _Body:
         return self.e.at(self.at["scores"], self.e.mul(self._slot(i), SCORE_BYTES))
 
     def _weights_of(self, i: Value) -> Value:
-        return self.e.at(self.at["weights"], self.e.mul(self._slot(i), self.sizes.weight_bytes))
+        group_bytes = self.sizes.terms * TILE_ROWS * WIDTH
+        return self.e.at(self.at["weights"], self.e.mul(self._slot(i), group_bytes))
 
     def _largest_of(self, i: Value, j: int) -> Value:
         e = self.e

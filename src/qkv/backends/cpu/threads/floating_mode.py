@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.argument_block import WORD
-from qkv.backends.cpu.emit.emitter import INT32, INT64, POINTER, VOID, Emitter, Value
+from qkv.backends.cpu.emit.emitter import INT32, INT64, VOID, Emitter, Value
 from qkv.backends.cpu.threads.layout import Processor
 
 _FLUSH = 1 << 15
@@ -22,20 +21,18 @@ _FLUSH = 1 << 15
 
 def save_floating_mode(e: Emitter, processor: Processor, word: Value) -> None:
     """Write the setting of this thread to a word of 64 bits."""
-    b = e.builder
     if processor == "x86":
-        b.call(_intrinsic(e, "x86.sse.stmxcsr", VOID, POINTER), [word])
+        e.machine_intrinsic("llvm.x86.sse.stmxcsr", VOID, word)
     elif processor == "arm":
-        b.store(b.call(_intrinsic(e, "aarch64.get.fpcr", INT64), []), word)
+        e.builder.store(e.machine_intrinsic("llvm.aarch64.get.fpcr", INT64), word)
 
 
 def adopt_floating_mode(e: Emitter, processor: Processor, word: Value) -> None:
     """Give this thread the setting that was written to a word."""
-    b = e.builder
     if processor == "x86":
-        b.call(_intrinsic(e, "x86.sse.ldmxcsr", VOID, POINTER), [word])
+        e.machine_intrinsic("llvm.x86.sse.ldmxcsr", VOID, word)
     elif processor == "arm":
-        b.call(_intrinsic(e, "aarch64.set.fpcr", VOID, INT64), [b.load(word, typ=INT64)])
+        e.machine_intrinsic("llvm.aarch64.set.fpcr", VOID, e.builder.load(word, typ=INT64))
 
 
 @contextmanager
@@ -53,7 +50,3 @@ def flushing(e: Emitter) -> Iterator[None]:
     adopt_floating_mode(e, "x86", now)
     yield
     adopt_floating_mode(e, "x86", before)
-
-
-def _intrinsic(e: Emitter, name: str, result: Any, *kinds: Any) -> Value:
-    return e.module.declare_intrinsic(f"llvm.{name}", fnty=ir.FunctionType(result, kinds))

@@ -274,7 +274,7 @@ class _Protocol:
         self.e.builder.call(function, args)
 
     def external(self, name: str, result: Any, *kinds: Any, variadic: bool = False) -> Value:
-        """A function of the system or of LLVM, declared once."""
+        """A function of the system, declared once."""
         kind = ir.FunctionType(result, kinds, var_arg=variadic)
         return self.e.module.declare_intrinsic(name, fnty=kind)
 
@@ -282,12 +282,11 @@ class _Protocol:
 
     def pause(self) -> None:
         """Pause inside a waiting loop, so that other threads of the core get on."""
-        b = self.e.builder
         if self.processor == "x86":
-            b.call(self.external("llvm.x86.sse2.pause", VOID), [])
+            self.e.machine_intrinsic("llvm.x86.sse2.pause", VOID)
         elif self.processor == "arm":
             whole_system = ir.Constant(INT32, 15)
-            b.call(self.external("llvm.aarch64.isb", VOID, INT32), [whole_system])
+            self.e.machine_intrinsic("llvm.aarch64.isb", VOID, whole_system)
 
     # Words
 

@@ -25,7 +25,6 @@ from qkv.problem.language.expressions import (
     Var,
     children,
     computed_first,
-    variables,
     walk,
 )
 
@@ -76,7 +75,7 @@ class Expressions:
             if n in seen:
                 continue
             seen.add(n)
-            if variables(n) & KEY_VARIABLES:
+            if n.variables & KEY_VARIABLES:
                 waiting.extend(reversed(children(n)))
             else:
                 self.value(n)
@@ -358,13 +357,9 @@ class Expressions:
         negative = b.icmp_signed("<", remainder, zero)
         if name == "mod":
             return b.select(negative, b.add(remainder, values[1]), remainder)
-        one = self._integer_like(remainder, 1)
+        one = ir.Constant(remainder.type, [1] * self.e.lanes if is_vector(remainder) else 1)
         quotient = b.sdiv(*values)
         return b.select(negative, b.sub(quotient, one), quotient)
-
-    def _integer_like(self, value: Value, number: int) -> Value:
-        constant = [number] * self.e.lanes if is_vector(value) else number
-        return ir.Constant(value.type, constant)
 
     def _emit_floor(self, x: Value) -> Value:
         """Rounded down to an integer: 0 for NaN, clamped to the range of integer lanes."""
