@@ -52,6 +52,13 @@ def test_every_symbol_of_a_formula_is_explained(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
+def test_a_calculation_scales_where_the_formula_does(name: str, made: dict[str, str]) -> None:
+    """A reader who follows the formula by hand gets the numbers of the page."""
+    if "Scale: s =" in made[f"{name}.md"]:
+        assert re.search(r"sqrt\(d\)|temperature", MECHANISMS[name].formula)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
 def test_every_size_of_a_closed_form_is_explained(name: str) -> None:
     steps = MECHANISMS[name].example().cost(5).steps.values()
     used = {size for count in steps for size in re.findall(r"[a-z]\w*", count.formula)}

@@ -87,7 +87,7 @@ def test_of_a_long_text_panels_begin_with_what_their_fields_hold(tmp_path: Path)
         (["file.npz", "--model", "tiny"], "two things to show"),
         (["--causal"], "--causal goes with a file"),
         (["nothing.safetensors", "--export", "page.html"], "cannot be read"),
-        (["--export", "nowhere/page.html"], "in no folder"),
+        (["--export", "nowhere/page.html"], "there is no folder"),
     ],
 )
 def test_wrong_options(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
-from pathlib import Path
 
 from qkv.cli.commands.inspect import require_top, run_layer
 from qkv.cli.commands.inspect_json import finite
-from qkv.cli.commands.lab import require_place, write_page
+from qkv.cli.commands.lab import require_folder, require_place, write_page
 from qkv.cli.inputs.arrays import checked_index
 from qkv.cli.inputs.model import about, inspect_model
 from qkv.cli.inputs.model_layer import model_layer, saved_layer
@@ -39,8 +38,8 @@ def run(options: argparse.Namespace) -> str:
     _require_layer(options, f"--model {Page().token(options.model, 80)}")
     require_top(options)
     # The run takes minutes, so this is checked first.
-    if options.save and not Path(options.save).absolute().parent.is_dir():
-        raise ArgumentError(f"{options.save} is in no folder.", action="Make the folder first.")
+    if options.save:
+        require_folder(options.save)
     if options.html:
         require_place(options.html)
     if options.layer is not None and not (options.save or options.html):

@@ -124,9 +124,18 @@ def require_place(path: str) -> None:
     """Raise an error if a page cannot be written there, before minutes of work."""
     from qkv.lab.document import asset
 
-    if not Path(path).absolute().parent.is_dir():
-        raise ArgumentError(f"{path} is in no folder.", action="Make the folder first.")
+    require_folder(path)
     asset("lab.js")
+
+
+def require_folder(path: str) -> None:
+    """Raise an error if the folder of a file that is to be written does not exist."""
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise ArgumentError(
+            f"{path!r} cannot be written: there is no folder {str(folder)!r}.",
+            action="Make the folder first.",
+        )
 
 
 def write_page(path: str, session: Session, view: Mapping[str, Any] | None = None) -> None:

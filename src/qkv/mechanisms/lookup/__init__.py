@@ -1,1 +1,1 @@
-"""Mechanisms that differ in how a query is compared with keys; they have no projections."""
+"""Mechanisms that differ in how a query is compared with keys; query, key and value are given."""

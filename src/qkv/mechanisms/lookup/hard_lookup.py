@@ -52,7 +52,7 @@ class Hard(UnprojectedAttention):
 
     name = "hard"
     paper = "Xu et al., Show, Attend and Tell (2015); Gupta et al., Top-k Attention (2021)"
-    formula = "V[argmax(Q K^T)], or the softmax over the k largest scores"
+    formula = "V[argmax(Q K^T)], or softmax over the k largest of Q K^T / sqrt(d)"
 
     def __init__(self, head_dim: Size, k: Size = 1) -> None:
         self.k = k

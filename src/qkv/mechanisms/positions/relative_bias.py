@@ -136,4 +136,4 @@ class RelativeBias(ProjectedAttention):
         """One head with eight buckets; the further away, the smaller the bias."""
         # Buckets 0 to 3 are distances 0, 1, 2 to 3 and more of earlier keys, 4 to 7 of later ones.
         table = np.array([0.5, 0.25, 0.0, -0.25, 0.5, 0.25, 0.0, -0.25])[:, None]
-        return cls.for_example(num_buckets=8, max_distance=8, scale=0.5, weights={_TABLE: table})
+        return cls.for_example(num_buckets=8, max_distance=8, weights={_TABLE: table})
