@@ -14,8 +14,8 @@ keys would be the cost. Where |lse| is so large that its rounding would show (a 
 has a bias of -1e9), maximum and sum are found again.
 
 In these four, products are added in float64 and rounded once, so that each score is one number,
-however it is asked for: near 1e9 in float32, a last bit is 64. Masks and mods are those of the output, since
-all read the same `Scores`. Source: Dao et al., "FlashAttention" (2022), section 3.1
+however it is asked for: near 1e9 in float32, a last bit is 64. Masks and mods are those of the
+output, since all read the same `Scores`. Source: Dao et al., "FlashAttention" (2022), section 3.1
 (recomputation).
 """
 
