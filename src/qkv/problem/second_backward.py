@@ -251,10 +251,10 @@ class _Block:
             yield _Tile(self, kv_rows, kind)
 
     def sum_rows(self, grad_out: Array | None = None) -> tuple[Array, Array]:
-        """Compute `peak`, the largest score, `total`, the sum of exp(s - peak), `sink`, `lse_dot`.
+        """Compute `peak`, the largest score, `total`, the sum of exp(s - peak), and `lse_dot`.
 
-        For a cotangent, return means too: of dP, and of `sdot dP + dPdot`. All are `(rows, 1)`,
-        the sums in float64.
+        `sink` is the sink's term of the sum. For a cotangent, return means too: of dP, and of
+        `sdot dP + dPdot`. All are `(rows, 1)`, the sums in float64.
         """
         sums = np.zeros((4, *self.peak.shape))
         for tile in self.tiles():
