@@ -459,7 +459,8 @@ class QueryBlockPass:
         here, to = e.at(rows.pointer, e.mul(kv_start, rows.row)), self.area[f"{name}_pairs"]
         size = e.mul(2, emit_round_to_chunks(e, dim))
         adjacent = b.icmp_signed("==", rows.element, e.index(2))
-        as_they_lie = b.and_(adjacent, b.icmp_signed("==", b.srem(dim, e.index(2)), e.index(0)))
+        rest = b.srem(dim, e.index(self.frame.elements_of_term))
+        as_they_lie = b.and_(adjacent, b.icmp_signed("==", rest, e.index(0)))
         with b.if_then(b.not_(as_they_lie), likely=False):
             wide, row = self._adjacent_rows(name, rows, kv_start, count)
             self.call("narrow", wide, row, dim, count, to)

@@ -10,18 +10,29 @@ added in the same order, so that no bit depends on which it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.bfloat16 import multiply_add_pairs, multiply_add_quads
-from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors, vectors_at
+from qkv.backends.cpu.products.query_lanes import (
+    MeansOfHalf,
+    SumOrder,
+    add_in_halves,
+    dot_rows,
+    dot_tile,
+    store_vectors,
+    vectors_at,
+)
 
 
 class PackedPairs:
     """A factor packed as pairs, and its products."""
+
+    elements = 2
+    """Elements of a *term*, which one instruction multiplies."""
 
     def __init__(self, e: Emitter, vectors: int, keys: int) -> None:
         self.e, self.vectors, self.keys = e, vectors, keys
@@ -48,16 +59,45 @@ class PackedPairs:
             rows, packed, out, row, count, pairs = args
 
             def store_products(i: Value, products: list[Value], _: list[Value]) -> list[Value]:
-                self.store_row(out, i, products, onto=onto)
+                self._store_rows(out, i, products, onto=onto)
                 return []
 
-            dot_rows(
-                e, rows, row, count, packed, self.vectors, pairs, self.keys, [],
-                store_products, SumOrder(multiply_add_pairs),
-            )  # fmt: skip
+            self.dot_rows(rows, row, count, packed, pairs, store_products)
         return function
 
-    def store_row(self, out: Value, i: Value, products: list[Value], *, onto: bool) -> None:
+    def dot_rows(
+        self,
+        rows: Value,
+        row: Value,
+        count: Value,
+        packed: Value,
+        pairs: Value,
+        finish: Callable[[Value, list[Value], list[Value]], list[Value]],
+        means_of_half: MeansOfHalf | None = None,
+    ) -> None:
+        """`query_lanes.dot_rows` of rows of so many pairs. Rows and factor have whole terms."""
+        dot_rows(
+            self.e, rows, row, count, packed, self.vectors, self.terms(pairs), self.keys, [],
+            finish, SumOrder(multiply_add_pairs, means_of_half), self.tile,
+        )  # fmt: skip
+
+    def terms(self, pairs: Value) -> Value:
+        """How many terms so many pairs are."""
+        return pairs
+
+    def tile(
+        self,
+        e: Emitter,
+        rows: Sequence[Value],
+        packed: Value,
+        vectors: int,
+        terms: Value,
+        sums: SumOrder,
+    ) -> list[Value]:
+        """`query_lanes.dot_tile` of so many terms."""
+        return dot_tile(e, rows, packed, vectors, terms, sums)
+
+    def _store_rows(self, out: Value, i: Value, products: list[Value], *, onto: bool) -> None:
         e = self.e
         place = e.at(out, e.mul(i, self.width))
         if onto:
@@ -69,6 +109,8 @@ class PackedPairs:
 class PackedQuads(PackedPairs):
     """A factor packed as quads: one row has those of the first half of the queries of each vector,
     the next row those of the second half."""
+
+    elements = 4
 
     def packed_rows(self, pairs: list[Value]) -> list[Value]:
         e, half = self.e, self.e.lanes // 2
@@ -106,44 +148,49 @@ class PackedQuads(PackedPairs):
 
         e.loop(0, count, 2, [], pack_two_rows)
 
-    def product_function(self, name: str, *, onto: bool) -> Value:
-        """As that of pairs. An odd number of rows is one more: rows lie in whole chunks."""
-        e = self.e
-        with e.function(name, [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
-            rows, packed, out, row, count, pairs = args
-            stop = e.round_down(e.add(pairs, 1), 2)
+    def terms(self, pairs: Value) -> Value:
+        return self.e.builder.sdiv(self.e.add(pairs, 1), self.e.index(2))
 
-            def multiply_rows(size: int) -> Callable[[Value, list[Value]], None]:
-                def multiply_from(i: Value, _: list[Value]) -> None:
-                    left = [e.at(rows, e.mul(e.add(i, n), row)) for n in range(size)]
-                    zeros = [e.const(0.0)] * (size * self.vectors)
-                    totals = e.loop(
-                        0, stop, 2, zeros, lambda p, old: self._add_quads(left, packed, p, old)
-                    )
-                    step = 2 * self.vectors
-                    for n in range(0, size, 2):
-                        of_two = totals[n * self.vectors :][:step]
-                        for m, products in enumerate(self._rows_of(of_two)):
-                            self.store_row(out, e.add(i, n + m), products, onto=onto)
+    def tile(
+        self,
+        e: Emitter,
+        rows: Sequence[Value],
+        packed: Value,
+        vectors: int,
+        terms: Value,
+        sums: SumOrder,
+    ) -> list[Value]:
+        """Rows are multiplied two by two, an odd one with itself beside it."""
+        left = [*rows, *rows[-1:]][: len(rows) + len(rows) % 2]
+        of_half = sums.means_of_half
+        totals = add_in_halves(
+            e, terms, [e.const(0.0)] * (len(left) * vectors),
+            lambda q, old: self._add_quads(left, packed, q, old),
+            of_half and (lambda half: self._beside_totals(of_half(half))),
+        )  # fmt: skip
+        step = 2 * vectors
+        pairs = [totals[n : n + step] for n in range(0, len(totals), step)]
+        found = [vector for pair in pairs for row in self._rows_of(pair) for vector in row]
+        return found[: len(rows) * vectors]
 
-                return multiply_from
-
-            end = e.round_down(count, self.keys)
-            e.loop(0, end, self.keys, [], multiply_rows(self.keys))
-            e.loop(end, count, 2, [], multiply_rows(2))
-        return function
+    def _beside_totals(self, queries: list[Value]) -> list[Value]:
+        """A number of each query, a vector for each vector of queries, as two rows of totals."""
+        e, half = self.e, self.e.lanes // 2
+        lanes = [2 * (lane // 4) + lane % 2 for lane in range(e.lanes)]
+        masks = [e.shuffle_mask([start + lane for lane in lanes]) for start in (0, half)]
+        return [e.builder.shuffle_vector(x, x, mask) for mask in masks for x in queries]
 
     def _add_quads(
-        self, left: list[Value], packed: Value, p: Value, totals: list[Value]
+        self, left: list[Value], packed: Value, q: Value, totals: list[Value]
     ) -> list[Value]:
-        """Add the products of quads of two rows each with those in rows p and p + 1 of `packed`."""
+        """Add the products of quad q of two rows each with those in rows 2q, 2q + 1 of `packed`."""
         e, b = self.e, self.e.builder
         quad, repeated = ir.VectorType(FLOAT, 2), e.shuffle_mask([0, 1, 2, 3] * (e.lanes // 4))
-        quads = [e.load(e.at(row, e.mul(p, 4)), quad, 2) for row in left]
+        quads = [e.load(e.at(row, e.mul(q, 8)), quad, 2) for row in left]
         two_rows = [
             b.shuffle_vector(*both, repeated) for both in zip(quads[::2], quads[1::2], strict=True)
         ]
-        columns = [y for n in range(2) for y in vectors_at(e, packed, self.vectors, e.add(p, n))]
+        columns = vectors_at(e, packed, 2 * self.vectors, q)
         factors = [(x, y) for x in two_rows for y in columns]
         return [
             multiply_add_quads(e, x, y, total)
@@ -161,4 +208,4 @@ class PackedQuads(PackedPairs):
 
 def packed_pairs(e: Emitter, shape: TileShape, vectors: int) -> PackedPairs:
     """The way of packing that fits the instructions of a machine."""
-    return (PackedQuads if shape.quads else PackedPairs)(e, vectors, shape.keys)
+    return (PackedQuads if shape.quads else PackedPairs)(e, vectors, shape.keys_of(vectors))

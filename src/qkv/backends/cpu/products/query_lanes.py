@@ -66,6 +66,9 @@ class SumOrder(NamedTuple):
 
 _IN_ORDER = SumOrder()
 
+Tile = Callable[[Emitter, Sequence[Value], Value, int, Value, SumOrder], list[Value]]
+"""The products of some rows with a packed matrix, as `dot_tile` gives them."""
+
 
 def dot_tile(
     e: Emitter,
@@ -99,14 +102,25 @@ def dot_tile(
         whole = e.round_down(count, chain)
         totals = e.loop(0, whole, chain, totals, lambda d, old: add_chain(d, e.add(d, chain), old))
         return round_totals(add_chain(whole, count, totals))
+    return round_totals(add_in_halves(e, count, totals, add_element, means_of_half))
+
+
+def add_in_halves(
+    e: Emitter,
+    count: Value,
+    totals: list[Value],
+    add_term: Callable[[Value, list[Value]], list[Value]],
+    means_of_half: MeansOfHalf | None,
+) -> list[Value]:
+    """Add `count` terms to the totals; after either half of them, subtract its means, if any."""
     if means_of_half is None:
-        return round_totals(e.loop(0, count, 1, totals, add_element))
+        return e.loop(0, count, 1, totals, add_term)
     for half, (start, stop) in enumerate(half_ranges(e, count)):
-        totals, means = e.loop(start, stop, 1, totals, add_element), means_of_half(half)
-        if wide:
-            means = [b.fpext(mean, total_type) for mean in means]
-        totals = [b.fsub(t, means[n % vectors]) for n, t in enumerate(totals)]
-    return round_totals(totals)
+        totals, means = e.loop(start, stop, 1, totals, add_term), means_of_half(half)
+        if means[0].type != totals[0].type:
+            means = [e.builder.fpext(mean, totals[0].type) for mean in means]
+        totals = [e.builder.fsub(t, means[n % len(means)]) for n, t in enumerate(totals)]
+    return totals
 
 
 def _multiply_add_wide(e: Emitter, x: Value, y: Value, total: Value) -> Value:
@@ -132,8 +146,9 @@ def dot_rows(
     carried: list[Value],
     finish: Callable[[Value, list[Value], list[Value]], list[Value]],
     sums: SumOrder = _IN_ORDER,
+    tile: Tile = dot_tile,
 ) -> list[Value]:
-    """`dot_tile` for all `count` rows, `keys` of them at a time.
+    """A tile for all `count` rows, `keys` of them at a time.
 
     `finish(k, products, carried)` is given the rows from k on, `vectors` products for each.
     """
@@ -141,7 +156,7 @@ def dot_rows(
     def multiply_rows(size: int) -> Callable[[Value, list[Value]], list[Value]]:
         def multiply_from(k: Value, carried: list[Value]) -> list[Value]:
             rows = [e.at(first_row, e.mul(e.add(k, i), row_stride)) for i in range(size)]
-            products = dot_tile(e, rows, packed, vectors, dim, sums)
+            products = tile(e, rows, packed, vectors, dim, sums)
             return finish(k, products, carried)
 
         return multiply_from
