@@ -237,28 +237,6 @@ def with_quads_and_without(monkeypatch):
         yield quads
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rows", "keys", "dim", "v_dim"), [(50, 301, 34, 65), (33, 6, 130, 8)])
-def test_two_rows_at_once_change_no_bit_of_gradients(
-    rows, keys, dim, v_dim, monkeypatch, no_prepared_calls
-) -> None:
-    """By BFMMLA and BFDOT, the rows of K and V read as they lie or copied.
-
-    Rows of V have an even number of quads, or are so short or long that either half of their pairs
-    ends with a quad: means are subtracted after each half.
-    """
-    monkeypatch.setenv("QKV_ISA", as_it_runs("neon-bf16"))
-    arrays = normal(2, rows, dim), normal(1, keys, dim, seed=1), normal(1, keys, v_dim, seed=2)
-    found = set()
-    for _ in with_quads_and_without(monkeypatch):
-        for variants in ((), (qkv.Causal(),)):
-            out, pullback = qkv.vjp(*arrays, *variants, q_offset="end", backend="cpu")
-            found_here = pullback(normal(*out.shape, seed=3))
-            arrays_of = found_here.query, found_here.key, found_here.value
-            found.add((len(variants), *(each.tobytes() for each in arrays_of)))
-    assert len(found) == 2
-
-
 # What is forbidden, and what is not finite
 
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from qkv.backends.cpu.backward.layout import AREAS, PAIR_AREAS, BackwardKey, fields_with
+from qkv.backends.cpu.backward.layout import AREAS, BackwardKey, fields_with, further_areas
 from qkv.backends.cpu.emit.emitter import FLOAT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.expressions.vector_code import Expressions
 from qkv.backends.cpu.emit.frame import Frame
 from qkv.backends.cpu.emit.storage import real_dtype
 from qkv.backends.cpu.forward.layout import skips_keys_within_blocks
-from qkv.backends.cpu.products.packed_pairs import PackedPairs, packed_pairs
-from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows
+from qkv.backends.cpu.products.packed_pairs import PackedPairs, PackedQuads, packed_pairs
+from qkv.backends.cpu.products.query_lanes import IN_ORDER, SumOrder, dot_rows
 from qkv.problem.language.derivative import ONE, derivative
 from qkv.problem.language.expressions import SCORE, TRUE, Load, walk
 
@@ -68,7 +68,9 @@ class BackwardFrame(Frame):
     ) -> None:
         self.in_pairs = key.shape.product == "pairs"
         """Whether the first two products are of pairs of bfloat16."""
-        self.area_names = (*area_names, *(PAIR_AREAS if self.in_pairs else ()))
+        self.in_pairs_throughout = self.in_pairs and key.shape.quads
+        """Whether the other three products are of pairs as well, with P and dX rounded."""
+        self.area_names = (*area_names, *further_areas(key.shape))
         fields = fields_with(self.area_names)
         super().__init__("qkv_backward", key.spec, key.shape, key.int_bits, fields)
         self.elements_of_term = self.packed_pairs().elements if self.in_pairs else 1
@@ -110,6 +112,10 @@ class BackwardFrame(Frame):
         """How Q and dO are packed and multiplied, if they are `in_pairs`."""
         return packed_pairs(self.e, self.shape, vectors)
 
+    def packed_quads(self) -> PackedQuads:
+        """The same if they are `in_pairs_throughout`."""
+        return PackedQuads(self.e, self.shape.vectors, self.shape.keys)
+
     def number_of_terms(self, dim: Value) -> Value:
         """How many terms a row of the first two products has; an element is one, or 2 or 4 are."""
         size = self.elements_of_term
@@ -126,7 +132,7 @@ class BackwardFrame(Frame):
         vectors: int,
         dim: Value,
         finish: Callable[[Value, list[Value], list[Value]], list[Value]],
-        sums: SumOrder,
+        sums: SumOrder = IN_ORDER,
     ) -> None:
         """`query_lanes.dot_rows` of rows with `dim` elements, multiplied in terms."""
         e, b = self.e, self.e.builder
@@ -153,6 +159,24 @@ class BackwardFrame(Frame):
         row = b.add(self.lane_integers(first_row), lane)
         where = {"batch": batch, "head": head, "q_index": row}
         return Expressions(e, self.tables(arguments), where, self.int_bits)
+
+    def finite_part(self, x: Value) -> Value:
+        """x, or 0 where it is infinite or NaN."""
+        return self.e.builder.select(self._is_finite(x), x, self.e.const(0.0))
+
+    def not_among_products(self, x: Value) -> Value:
+        """What products left out of x, to be added where pairs are allowed.
+
+        That is all of it, or in bfloat16 what is not finite: the rest keeps its bits, whatever is
+        forbidden.
+        """
+        if not self.in_pairs_throughout:
+            return x
+        return self.e.builder.select(self._is_finite(x), self.e.const(0.0), x)
+
+    def _is_finite(self, x: Value) -> Value:
+        b, zero = self.e.builder, self.e.const(0.0)
+        return b.fcmp_ordered("ord", b.fmul(x, zero), zero)
 
     def is_forbidden(self, weight: Value) -> Value:
         """Which lanes' pairs are forbidden: they have weight -0.0, and no other pair has."""

@@ -22,6 +22,13 @@ AREAS = (
 PAIR_AREAS = ("query_pairs", "grad_pairs", "key_pairs", "value_pairs")
 """Further areas of scratch that follow `AREAS` when the kernel multiplies pairs of bfloat16."""
 
+NARROW_AREAS = (
+    "query_rows_narrow", "grad_rows_narrow", "weights_narrow", "score_grads_narrow",
+    "score_grad_pairs",
+)  # fmt: skip
+"""Areas that follow when all products of the kernel are of bfloat16: rows of P, dX, Q and dO,
+and dX packed for dQ."""
+
 FIELDS = (
     *COMMON_FIELDS,
     *operand_fields("query", "key", "value", "out", "grad_out"),
@@ -41,6 +48,13 @@ gradient, the byte at which the task's copy of that gradient begins."""
 def padded_dim(dim: int, lanes: int) -> int:
     """`dim` rounded up to whole vectors, as rows of sums have it."""
     return -(-dim // lanes) * lanes
+
+
+def further_areas(shape: TileShape) -> tuple[str, ...]:
+    """The areas that follow `AREAS` with products of such a shape."""
+    if shape.product != "pairs":
+        return ()
+    return (*PAIR_AREAS, *(NARROW_AREAS if shape.quads else ()))
 
 
 def fields_with(areas: tuple[str, ...]) -> tuple[str, ...]:
@@ -74,9 +88,13 @@ def scratch_areas(shape: TileShape, head_dim: int, v_head_dim: int, item: int) -
         "grad_pairs": value,
         "key_pairs": BLOCK_KV * round_to_chunks(head_dim) // 2,
         "value_pairs": BLOCK_KV * round_to_chunks(v_head_dim) // 2,
+        "query_rows_narrow": query // 2,
+        "grad_rows_narrow": value // 2,
+        "weights_narrow": block // 2,
+        "score_grads_narrow": block // 2,
+        "score_grad_pairs": block // 2,
     }
-    names = (*AREAS, *PAIR_AREAS) if shape.product == "pairs" else AREAS
-    return {name: sizes[name] * item for name in names}
+    return {name: sizes[name] * item for name in (*AREAS, *further_areas(shape))}
 
 
 @dataclass(frozen=True, slots=True)

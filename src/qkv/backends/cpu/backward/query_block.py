@@ -22,6 +22,7 @@ from qkv.backends.cpu.backward.frame import DELTA_REST, EXPECTED_SUM, VECTOR_ARE
 from qkv.backends.cpu.backward.gradient_sums import (
     key_sums_function,
     query_sums_function,
+    round_pairs_function,
     selected_key_sums_function,
     selected_query_sums_function,
     transpose_function,
@@ -46,9 +47,7 @@ from qkv.backends.cpu.forward.boundary_blocks import Range, are_narrow, for_each
 from qkv.backends.cpu.forward.layout import RUN
 from qkv.backends.cpu.forward.layout import TASK as BLOCK
 from qkv.backends.cpu.forward.rows import rows_of_block
-from qkv.backends.cpu.products.bfloat16 import (
-    emit_round_to_chunks,
-)
+from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
 from qkv.problem.language.expressions import TRUE
 
 PAIRS_OF = {"query": "query_pairs", "grad_out": "grad_pairs"}
@@ -102,10 +101,15 @@ def block_functions(
     functions |= vector_functions(frame, weights_function, chain_rule_function)
     if frame.in_pairs:
         functions |= {"pair": pair_rows_function(frame), "narrow": narrow_function(frame)}
+    if frame.in_pairs_throughout and frame.may_forbid:
+        functions["pair_finite"] = pair_rows_function(frame, finite=True)
+        functions["narrow_finite"] = narrow_function(frame, finite=True)
     if frame.corrects_sums:
         functions["correct_sums"] = correct_sums_function(frame)
     if frame.spec.dropout:
         functions["drop_weights"] = drop_weights_function(frame)
+    if frame.in_pairs_throughout:
+        functions["round_pairs"] = round_pairs_function(frame)
     functions["transpose"] = transpose_function(frame)
     functions["key_sums"] = key_sums_function(frame)
     if frame.may_forbid:
@@ -209,12 +213,27 @@ class QueryBlockPass:
             if frame.in_pairs:
                 pairs = self.area[PAIRS_OF[name]]
                 self.call("pair", self.area[name], self.dims[name], self.width, pairs)
+            if frame.in_pairs_throughout:
+                self._pair_queries(transposed, columns)
             if frame.may_forbid:
                 lanes = e.index(self.vectors * e.lanes)
                 shape = self.width, self.dims[name], lanes
                 finite = self.call("all_finite", self.area[name], *shape)
                 self.finite = e.builder.and_(self.finite, finite)
         e.clear(self.area["query_sums"], 0, e.mul(self.dims["query"], self.width))
+
+    def _pair_queries(self, name: str, columns: Value) -> None:
+        """Transposed Q or dO as pairs of queries, of which those that do not exist are 0."""
+        e = self.e
+
+        def clear_rest(v: Value, _: list[Value]) -> None:
+            column = e.mul(v, e.lanes)
+            stop = e.mul(e.add(column, e.lanes), self.width)
+            e.clear(self.area[name], e.mul(e.add(column, self.rows), self.width), stop)
+
+        e.loop(0, columns, 1, [], clear_rest)
+        to, pair = self.area[f"{name}_narrow"], "pair_finite" if self.frame.may_forbid else "pair"
+        self.call(pair, self.area[name], e.mul(columns, e.lanes), self.width, to)
 
     def _pack_rows(self, offset: Value, first: Value, dtype: str, rows: RowView, dim: Value,
                    to: str) -> None:  # fmt: skip
@@ -298,10 +317,12 @@ class QueryBlockPass:
         """Compute P, dS and dX of one block of keys, and add them to dQ, dV and dK."""
         frame = self.frame
         partial = self.e.builder.icmp_signed("!=", kind, self.e.index(0))
-        key = self._adjacent_rows("key", self.keys, kv_start, count)
+        rows_for_sums = self._paired_rows if frame.in_pairs_throughout else self._adjacent_rows
+        key = rows_for_sums("key", self.keys, kv_start, count)
         packed, first = {"key": "query", "value": "grad_out"}, key
         if frame.in_pairs:
             packed = {name: PAIRS_OF[of] for name, of in packed.items()}
+        if frame.in_pairs and not frame.in_pairs_throughout:
             first = self._paired_rows("key", self.keys, kv_start, count)
         held = self.areas(
             packed["key"], "lse", "lse_rest", "weights" if frame.plain else "products"
@@ -357,23 +378,28 @@ class QueryBlockPass:
         """Add to dQ, dV and dK, without forbidden pairs where 0 * inf would be NaN."""
         e, frame = self.e, self.frame
 
-        def add_query(name: str) -> None:
-            held = self.areas("score_grads", "weights", "query_sums")
-            self.call(name, key[0], *held, key[1], self.dims["key"], count)
+        def add_query(name: str, rows: tuple[Value, Value], grads: str = "score_grads") -> None:
+            held = self.areas(grads, "weights", "query_sums")
+            self.call(name, rows[0], *held, rows[1], self.dims["key"], count)
+
+        def add_to_query() -> None:
+            packed = "score_grad_pairs" if frame.in_pairs_throughout else "score_grads"
+            add_query("query_sums", key, packed)
 
         def add_all_keys() -> None:
             everyone = e.index(0), e.index(self.vectors)
             self._add_keys(kv_start, *everyone, e.index(0), count)
+            if frame.in_pairs_throughout and frame.may_forbid:
+                with e.builder.if_then(e.builder.not_(self.finite), likely=False):
+                    self._add_selected_keys(kv_start, count)
 
         def add_all() -> None:
-            add_query("query_sums")
+            add_to_query()
             add_all_keys()
 
         def add_allowed() -> None:
             finite = self.call("all_finite", *key, count, self.dims["key"])
-            e.choose(
-                finite, lambda: add_query("query_sums"), lambda: add_query("selected_query_sums")
-            )
+            e.choose(finite, add_to_query, lambda: add_query("selected_query_sums", key))
             e.choose(
                 self.finite,
                 lambda: e.choose(
@@ -382,19 +408,42 @@ class QueryBlockPass:
                 lambda: self._add_selected_keys(kv_start, count),
             )
 
+        def add_allowed_pairs() -> None:
+            """In bfloat16: what is not finite counts as 0 in products, and is added by itself."""
+            wide = self._adjacent_rows("key", self.keys, kv_start, count)
+            finite = self.call("all_finite", *wide, count, self.dims["key"])
+
+            def add_finite_part() -> None:
+                dim, to = self.dims["key"], self.area["key_pairs"]
+                self.call("narrow_finite", *wide, dim, count, to)
+                row = e.mul(2, emit_round_to_chunks(e, dim))
+                add_query("query_sums", (to, row), "score_grad_pairs")
+                add_query("selected_query_sums", wide)
+
+            e.choose(finite, add_to_query, add_finite_part)
+            add_all_keys()
+
+        if frame.in_pairs_throughout:
+            narrow = self.areas("weights_narrow", "score_grads_narrow", "score_grad_pairs")
+            held = self.areas("weights", "score_grads")
+            self.call("round_pairs", *held, count, *narrow)
+        allowed = add_allowed_pairs if frame.in_pairs_throughout else add_allowed
         if not frame.may_forbid:
             add_all()
         elif frame.plain:
-            e.choose(partial, add_allowed, add_all)
+            e.choose(partial, allowed, add_all)
         else:
-            add_allowed()
+            allowed()
 
-    def _key_sums(self, kv_start: Value) -> Iterator[_KeySums]:
-        """The sums of dV, then those of dK, of the keys from `kv_start` on."""
+    def _key_sums(self, kv_start: Value, kind: str = "") -> Iterator[_KeySums]:
+        """The sums of dV, then those of dK, of the keys from `kv_start` on.
+
+        `kind` is "_narrow" if their factors are bfloat16.
+        """
         e, frame = self.e, self.frame
         for of, left, rows, packed in (
-            ("value", "weights", "grad_rows", "grad_out"),
-            ("key", "score_grads", "query_rows", "query"),
+            ("value", f"weights{kind}", f"grad_rows{kind}", "grad_out"),
+            ("key", f"score_grads{kind}", f"query_rows{kind}", "query"),
         ):
             row = self.field(f"{of}_sum_row")
             pointer = frame.pointer_field(self.arguments, f"{of}_sums")
@@ -406,10 +455,13 @@ class QueryBlockPass:
         e = self.e
         row = e.mul(first, e.lanes)
         count = e.sub(e.least(e.mul(stop, e.lanes), self.rows), row)
-        offset = e.add(e.mul(k, self.width), e.mul(first, e.vector_bytes))
-        for of in self._key_sums(kv_start):
+        kind, width = "", self.width
+        if self.frame.in_pairs_throughout:
+            kind, width = "_narrow", e.index(2 * e.lanes)
+        offset = e.add(e.mul(k, width), e.mul(first, e.vector_bytes))
+        for of in self._key_sums(kv_start, kind):
             held = e.at(of.left, offset), of.rows, e.at(of.sums, e.mul(k, of.row))
-            self.call("key_sums", *held, of.row, of.columns, keys, row, count, self.width)
+            self.call("key_sums", *held, of.row, of.columns, keys, row, count, width)
 
     def _add_seen_keys(self, kv_start: Value, count: Value) -> None:
         """Add each step of keys to dV and dK, for the vectors that may see it."""

@@ -49,13 +49,17 @@ def delta_function(frame: BackwardFrame) -> Value:
     return function
 
 
-def pair_rows_function(frame: BackwardFrame) -> Value:
+def pair_rows_function(frame: BackwardFrame, *, finite: bool = False) -> Value:
     """Packs rows of bfloat16 in pairs: each lane then holds the elements of two neighbouring rows.
 
-    The last term is filled up with zeros, which follow the rows.
+    The last term is filled up with zeros, which follow the rows. If `finite`, elements that are not
+    become 0.
     """
     e, factor = frame.e, frame.packed_pairs()
-    with e.function("pair", [POINTER, INT64, INT64, POINTER]) as (function, args):
+    with e.function("pair_finite" if finite else "pair", [POINTER, INT64, INT64, POINTER]) as (
+        function,
+        args,
+    ):
         packed, dim, width, pairs = args
         size = factor.elements // 2
 
@@ -66,6 +70,8 @@ def pair_rows_function(frame: BackwardFrame) -> Value:
                 rows = [
                     e.load_vector(e.at(first, e.mul(width, n), offset)) for n in range(2 * size)
                 ]
+                if finite:
+                    rows = [frame.finite_part(row) for row in rows]
                 joined = [join_pairs(e, *rows[n : n + 2]) for n in range(0, 2 * size, 2)]
                 for n, row in enumerate(factor.packed_rows(joined)):
                     e.store_vector(row, e.at(to, e.mul(width, n), offset))
@@ -77,10 +83,15 @@ def pair_rows_function(frame: BackwardFrame) -> Value:
     return function
 
 
-def narrow_function(frame: BackwardFrame) -> Value:
-    """Makes bfloat16 of rows that were widened, in whole chunks; 0 behind the last element."""
+def narrow_function(frame: BackwardFrame, *, finite: bool = False) -> Value:
+    """Makes bfloat16 of rows that were widened, in whole chunks; 0 behind the last element.
+
+    If `finite`, elements that are not become 0.
+    """
     e = frame.e
-    with e.function("narrow", [POINTER, INT64, INT64, INT64, POINTER]) as (function, args):
+    with e.function(
+        "narrow_finite" if finite else "narrow", [POINTER, INT64, INT64, INT64, POINTER]
+    ) as (function, args):
         source, row, dim, count, target = args
         b, size = e.builder, e.mul(2, emit_round_to_chunks(e, dim))
 
@@ -93,6 +104,7 @@ def narrow_function(frame: BackwardFrame) -> Value:
                     at = e.at(start, e.mul(e.add(d, n), e.real_bytes))
                     there = e.first_lanes(e.sub(dim, e.add(d, n)))
                     x = e.load_vector(at, aligned=False)
+                    x = frame.finite_part(x) if finite else x
                     halves.append(b.select(there, x, e.const(0.0)))
                 e.store_vector(
                     b.bitcast(round_to_bfloat16(e, *map(e.as_bits, halves)), e.vector),

@@ -147,8 +147,12 @@ def _bfmmla(e: Emitter, x: Value, y: Value, total: Value) -> Value:
 
 def join_pairs(e: Emitter, first: Value, second: Value) -> Value:
     """Two vectors of float32 as pairs, rounded to nearest; NaN and the sign of zeros stay."""
-    b, both = e.builder, round_to_bfloat16(e, e.as_bits(first), e.as_bits(second))
-    order = [half * e.lanes + lane for lane in range(e.lanes) for half in range(2)]
+    return interleave(e, round_to_bfloat16(e, e.as_bits(first), e.as_bits(second)))
+
+
+def interleave(e: Emitter, both: Value) -> Value:
+    """Two vectors of bfloat16, one behind the other, as pairs."""
+    b, order = e.builder, [half * e.lanes + lane for lane in range(e.lanes) for half in range(2)]
     return b.bitcast(b.shuffle_vector(both, both, e.shuffle_mask(order)), e.vector)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT16, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.bfloat16 import multiply_add_pairs, multiply_add_quads
 from qkv.backends.cpu.products.query_lanes import (
@@ -165,13 +165,60 @@ class PackedQuads(PackedPairs):
         of_half = sums.means_of_half
         totals = add_in_halves(
             e, terms, [e.const(0.0)] * (len(left) * vectors),
-            lambda q, old: self._add_quads(left, packed, q, old),
+            lambda q, old: self._add_quads(self._two_by_two(left, q), packed, q, old),
             of_half and (lambda half: self._beside_totals(of_half(half))),
         )  # fmt: skip
-        step = 2 * vectors
-        pairs = [totals[n : n + step] for n in range(0, len(totals), step)]
-        found = [vector for pair in pairs for row in self._rows_of(pair) for vector in row]
-        return found[: len(rows) * vectors]
+        return self._in_rows(totals)[: len(rows) * vectors]
+
+    def combine_rows(
+        self,
+        first_row: Value,
+        row_stride: Value,
+        count: Value,
+        packed: Value,
+        dim: Value,
+        finish: Callable[[Value, list[Value]], None],
+    ) -> None:
+        """`query_lanes.combine_rows`, four columns at a time: sum_k row[k][d] * packed[k].
+
+        `finish(d, sums)` is given four columns, also where fewer are left: rows have whole terms.
+        """
+        e, b = self.e, self.e.builder
+        halves, floats, last = ir.VectorType(INT16, 4), ir.VectorType(FLOAT, 4), e.sub(count, 1)
+        in_turns = [0, 4, 1, 5, 2, 6, 3, 7]
+
+        def add_keys(rows: list[Value], q: Value, totals: list[Value]) -> list[Value]:
+            """Quad q of the keys: elements of a column of four rows side by side."""
+            pairs = [
+                b.bitcast(b.shuffle_vector(*two, e.shuffle_mask(in_turns)), floats)
+                for two in (rows[:2], rows[2:])
+            ]
+            quads = [b.shuffle_vector(*pairs, e.shuffle_mask(in_turns[n : n + 4])) for n in (0, 4)]
+            return self._add_quads(quads, packed, q, totals)
+
+        def sum_columns(d: Value, _: list[Value]) -> None:
+            start = e.at(first_row, e.mul(d, 2))
+
+            def load_row(k: Value) -> Value:
+                return e.load(e.at(start, e.mul(k, row_stride)), halves, 2)
+
+            def load_last_row(k: Value) -> Value:
+                row, nothing = load_row(e.least(k, last)), ir.Constant(halves, None)
+                return b.select(e.below(k, count), row, nothing)
+
+            def adding(
+                load: Callable[[Value], Value],
+            ) -> Callable[[Value, list[Value]], list[Value]]:
+                return lambda q, old: add_keys(
+                    [load(e.add(e.mul(q, 4), n)) for n in range(4)], q, old
+                )
+
+            whole, zeros = b.sdiv(count, e.index(4)), [e.const(0.0)] * (4 * self.vectors)
+            totals = e.loop(0, whole, 1, zeros, adding(load_row))
+            end = b.sdiv(e.add(count, 3), e.index(4))
+            finish(d, self._in_rows(e.loop(whole, end, 1, totals, adding(load_last_row))))
+
+        e.loop(0, dim, 4, [], sum_columns)
 
     def _beside_totals(self, queries: list[Value]) -> list[Value]:
         """A number of each query, a vector for each vector of queries, as two rows of totals."""
@@ -180,30 +227,43 @@ class PackedQuads(PackedPairs):
         masks = [e.shuffle_mask([start + lane for lane in lanes]) for start in (0, half)]
         return [e.builder.shuffle_vector(x, x, mask) for mask in masks for x in queries]
 
-    def _add_quads(
-        self, left: list[Value], packed: Value, q: Value, totals: list[Value]
-    ) -> list[Value]:
-        """Add the products of quad q of two rows each with those in rows 2q, 2q + 1 of `packed`."""
-        e, b = self.e, self.e.builder
-        quad, repeated = ir.VectorType(FLOAT, 2), e.shuffle_mask([0, 1, 2, 3] * (e.lanes // 4))
-        quads = [e.load(e.at(row, e.mul(q, 8)), quad, 2) for row in left]
-        two_rows = [
-            b.shuffle_vector(*both, repeated) for both in zip(quads[::2], quads[1::2], strict=True)
+    def _two_by_two(self, rows: list[Value], q: Value) -> list[Value]:
+        """Quad q of each row, of two rows in one vector of four lanes."""
+        e, quad = self.e, ir.VectorType(FLOAT, 2)
+        quads = [e.load(e.at(row, e.mul(q, 8)), quad, 2) for row in rows]
+        both = e.shuffle_mask(range(4))
+        return [
+            e.builder.shuffle_vector(*two, both)
+            for two in zip(quads[::2], quads[1::2], strict=True)
         ]
+
+    def _add_quads(
+        self, two_rows: list[Value], packed: Value, q: Value, totals: list[Value]
+    ) -> list[Value]:
+        """Add the products of quads of two rows each with those in rows 2q, 2q + 1 of `packed`."""
+        e, repeated = self.e, self.e.shuffle_mask([0, 1, 2, 3] * (self.e.lanes // 4))
+        left = [e.builder.shuffle_vector(x, x, repeated) for x in two_rows]
         columns = vectors_at(e, packed, 2 * self.vectors, q)
-        factors = [(x, y) for x in two_rows for y in columns]
+        factors = [(x, y) for x in left for y in columns]
         return [
             multiply_add_quads(e, x, y, total)
             for (x, y), total in zip(factors, totals, strict=True)
         ]
 
-    def _rows_of(self, totals: list[Value]) -> list[list[Value]]:
-        """Two rows with queries in lanes, of totals of 2 x 2 products in every four lanes."""
-        e = self.e
-        halves = list(zip(totals[: self.vectors], totals[self.vectors :], strict=True))
-        lanes = [range(m, 2 * e.lanes, 4) for m in (0, 2)]
-        masks = [e.shuffle_mask([i + n for i in of_row for n in range(2)]) for of_row in lanes]
-        return [[e.builder.shuffle_vector(*both, mask) for both in halves] for mask in masks]
+    def _in_rows(self, totals: list[Value]) -> list[Value]:
+        """Rows with queries in lanes, of totals of 2 x 2 products in every four lanes."""
+        e, found = self.e, []
+        masks = [
+            e.shuffle_mask([i + n for i in range(m, 2 * e.lanes, 4) for n in range(2)])
+            for m in (0, 2)
+        ]
+        for first in range(0, len(totals), 2 * self.vectors):
+            halves = totals[first:][: self.vectors], totals[first + self.vectors :][: self.vectors]
+            for mask in masks:
+                found += [
+                    e.builder.shuffle_vector(*both, mask) for both in zip(*halves, strict=True)
+                ]
+        return found
 
 
 def packed_pairs(e: Emitter, shape: TileShape, vectors: int) -> PackedPairs:

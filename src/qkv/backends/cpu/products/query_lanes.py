@@ -64,7 +64,7 @@ class SumOrder(NamedTuple):
     """Bytes of a packed row, if only some of its vectors are multiplied."""
 
 
-_IN_ORDER = SumOrder()
+IN_ORDER = SumOrder()
 
 Tile = Callable[[Emitter, Sequence[Value], Value, int, Value, SumOrder], list[Value]]
 """The products of some rows with a packed matrix, as `dot_tile` gives them."""
@@ -145,7 +145,7 @@ def dot_rows(
     keys: int,
     carried: list[Value],
     finish: Callable[[Value, list[Value], list[Value]], list[Value]],
-    sums: SumOrder = _IN_ORDER,
+    sums: SumOrder = IN_ORDER,
     tile: Tile = dot_tile,
 ) -> list[Value]:
     """A tile for all `count` rows, `keys` of them at a time.
