@@ -7,7 +7,7 @@ time, which is copied to all lanes. A row of a matrix *packed* for queries has `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -34,18 +34,37 @@ def store_vectors(e: Emitter, pointer: Value, values: Sequence[Value]) -> None:
 
 def _accumulate(
     e: Emitter,
-    elements: Sequence[Value],
+    factors: Iterable[Value],
     row: list[Value],
     totals: list[Value],
     multiply_add: MultiplyAdd = Emitter.fma,
 ) -> list[Value]:
     following = []
-    for i, pointer in enumerate(elements):
-        x = e.splat(e.load(pointer, e.real, e.real_bytes))
+    for i, x in enumerate(factors):
         following += [
             multiply_add(e, x, vector, totals[i * len(row) + j]) for j, vector in enumerate(row)
         ]
     return following
+
+
+def _in_all_lanes(e: Emitter, elements: Sequence[Value]) -> Iterator[Value]:
+    """The elements at some addresses, each one in every lane."""
+    for pointer in elements:
+        yield e.splat(e.load(pointer, e.real, e.real_bytes))
+
+
+def _neighbours_in_all_lanes(e: Emitter, first: Value, size: int) -> Iterable[Value]:
+    """The same of neighbouring elements.
+
+    Arm multiplies by any lane of a vector of 16 bytes. Of elements that are loaded one by one, LLVM
+    copies some to all lanes, which takes one of the units that multiply.
+    """
+    if e.vector_bytes != 16 or size % e.lanes:
+        return _in_all_lanes(e, [e.at(first, i * e.real_bytes) for i in range(size)])
+    starts = range(0, size, e.lanes)
+    vectors = [e.load_vector(e.at(first, i * e.real_bytes), aligned=False) for i in starts]
+    masks = [e.shuffle_mask([lane] * e.lanes) for lane in range(e.lanes)]
+    return [e.builder.shuffle_vector(vector, vector, mask) for vector in vectors for mask in masks]
 
 
 class SumOrder(NamedTuple):
@@ -88,7 +107,7 @@ def dot_tile(
         column = e.mul(d, e.real_bytes)
         elements = [e.at(row, column) for row in rows]
         row = vectors_at(e, packed, vectors, d, sums.width)
-        return _accumulate(e, elements, row, totals, multiply_add)
+        return _accumulate(e, _in_all_lanes(e, elements), row, totals, multiply_add)
 
     def round_totals(totals: list[Value]) -> list[Value]:
         return [b.fptrunc(total, e.vector) for total in totals] if wide else totals
@@ -192,8 +211,8 @@ def combine_rows(
 
         def add_row(k: Value, totals: list[Value]) -> list[Value]:
             row = e.at(start, e.mul(k, row_stride))
-            elements = [e.at(row, i * e.real_bytes) for i in range(size)]
-            return _accumulate(e, elements, vectors_at(e, packed, vectors, k, width), totals)
+            factors = _neighbours_in_all_lanes(e, row, size)
+            return _accumulate(e, factors, vectors_at(e, packed, vectors, k, width), totals)
 
         return e.loop(0, count, 1, [e.const(0.0)] * (size * vectors), add_row)
 
