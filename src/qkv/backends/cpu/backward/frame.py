@@ -15,7 +15,7 @@ from qkv.backends.cpu.emit.expressions.vector_code import Expressions
 from qkv.backends.cpu.emit.frame import Frame
 from qkv.backends.cpu.emit.storage import real_dtype
 from qkv.backends.cpu.forward.layout import skips_keys_within_blocks
-from qkv.backends.cpu.products.packed_pairs import PackedPairs, PackedQuads, packed_pairs
+from qkv.backends.cpu.products.packed_pairs import PackedPairs, packed_pairs
 from qkv.backends.cpu.products.query_lanes import IN_ORDER, SumOrder, dot_rows
 from qkv.problem.language.derivative import ONE, derivative
 from qkv.problem.language.expressions import SCORE, TRUE, Load, walk
@@ -67,9 +67,7 @@ class BackwardFrame(Frame):
         self, key: BackwardKey, area_names: tuple[str, ...] = AREAS, *, sums_rows: bool = False
     ) -> None:
         self.in_pairs = key.shape.product == "pairs"
-        """Whether the first two products are of pairs of bfloat16."""
-        self.in_pairs_throughout = self.in_pairs and key.shape.quads
-        """Whether the other three products are of pairs as well, with P and dX rounded."""
+        """Whether products are of pairs of bfloat16, with P and dX rounded."""
         self.area_names = (*area_names, *further_areas(key.shape))
         fields = fields_with(self.area_names)
         super().__init__("qkv_backward", key.spec, key.shape, key.int_bits, fields)
@@ -111,10 +109,6 @@ class BackwardFrame(Frame):
     def packed_pairs(self, vectors: int = 1) -> PackedPairs:
         """How Q and dO are packed and multiplied, if they are `in_pairs`."""
         return packed_pairs(self.e, self.shape, vectors)
-
-    def packed_quads(self) -> PackedQuads:
-        """The same if they are `in_pairs_throughout`."""
-        return PackedQuads(self.e, self.shape.vectors, self.shape.keys)
 
     def number_of_terms(self, dim: Value) -> Value:
         """How many terms a row of the first two products has; an element is one, or 2 or 4 are."""
@@ -170,7 +164,7 @@ class BackwardFrame(Frame):
         That is all of it, or in bfloat16 what is not finite: the rest keeps its bits, whatever is
         forbidden.
         """
-        if not self.in_pairs_throughout:
+        if not self.in_pairs:
             return x
         return self.e.builder.select(self._is_finite(x), self.e.const(0.0), x)
 

@@ -8,7 +8,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu.backward.frame import BackwardFrame
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.products.bfloat16 import interleave, round_to_bfloat16
+from qkv.backends.cpu.products.bfloat16 import join_pairs, round_both
 from qkv.backends.cpu.products.query_lanes import combine_rows, dot_rows, store_vectors, vectors_at
 
 # dQ += dX^T K, transposed
@@ -24,8 +24,9 @@ def query_sums_function(frame: BackwardFrame, vectors: int) -> Value:
         def add_column(d: Value, column: list[Value]) -> None:
             add_vectors(e, e.at(sums, e.mul(d, vectors * e.vector_bytes)), column)
 
-        if frame.in_pairs_throughout:
-            frame.packed_quads().combine_rows(key, key_row, count, grads, head_dim, add_column)
+        if frame.in_pairs:
+            factor = frame.packed_pairs(vectors)
+            factor.combine_rows(key, key_row, count, grads, head_dim, add_column)
             return function
         columns = frame.shape.keys_of(vectors)
         combine_rows(e, key, key_row, count, grads, vectors, head_dim, columns, add_column)
@@ -75,31 +76,31 @@ def add_vectors(e: Emitter, place: Value, vectors: list[Value]) -> None:
 # P and dX as bfloat16
 
 
-def round_pairs_function(frame: BackwardFrame) -> Value:
+def round_pairs_function(frame: BackwardFrame, vectors: int) -> Value:
     """Rounds P and dX to bfloat16: rows of queries of both, and dX packed for dQ, keys in pairs.
 
     A function `(weights, score_grads, count, weight_rows, grad_rows, packed)`. In packed dX, keys
     from `count` on are 0.
     """
-    e, factor = frame.e, frame.packed_pairs()
+    e, factor = frame.e, frame.packed_pairs(vectors)
     arguments = [*[POINTER] * 2, INT64, *[POINTER] * 3]
-    with e.function("round_pairs", arguments) as (function, args):
+    with e.function(f"round_pairs_{vectors}", arguments) as (function, args):
         weights, score_grads, count, weight_rows, grad_rows, packed = args
-        row, size = e.vector_bytes, factor.elements
-
-        def round_two_keys(area: Value, k: Value, to: Value) -> Value:
-            vectors = (e.load_vector(e.at(area, e.mul(k, row), n)) for n in (0, row))
-            both = round_to_bfloat16(e, *map(e.as_bits, vectors))
-            e.store(both, e.at(to, e.mul(k, row // 2)), row)
-            return both
+        row, size = factor.width, factor.elements
 
         def round_term(k: Value, _: list[Value]) -> None:
-            pairs = []
-            for n in range(0, size, 2):
-                round_two_keys(weights, e.add(k, n), weight_rows)
-                pairs.append(interleave(e, round_two_keys(score_grads, e.add(k, n), grad_rows)))
-            place = e.at(packed, e.mul(k, row // 2))
-            store_vectors(e, place, factor.packed_rows(pairs))
+            place = e.mul(k, row)
+            rows = [vectors_at(e, e.at(score_grads, place), vectors, n) for n in range(size)]
+            of_weights = vectors_at(e, e.at(weights, place), size * vectors)
+            of_grads = [vector for row_of_key in rows for vector in row_of_key]
+            for found, to in ((of_weights, weight_rows), (of_grads, grad_rows)):
+                both = [round_both(e, *found[n : n + 2]) for n in range(0, len(found), 2)]
+                store_vectors(e, e.at(to, e.mul(k, row // 2)), both)
+            for j, column in enumerate(zip(*rows, strict=True)):
+                pairs = [join_pairs(e, *column[n : n + 2]) for n in range(0, size, 2)]
+                for n, vector in enumerate(factor.packed_rows(pairs)):
+                    to = e.at(packed, e.mul(k, row // 2), n * row + j * e.vector_bytes)
+                    e.store_vector(vector, to)
 
         end = e.round_down(e.add(count, size - 1), size)
         e.clear(score_grads, e.mul(count, row), e.mul(end, row))
@@ -171,9 +172,10 @@ def key_sums_function(frame: BackwardFrame) -> Value:
                         add_vectors(e, e.at(first, row), totals[i : i + vectors])
                     return []
 
-                before = e.mul(first_row, vectors * e.vector_bytes)
+                item = 2 if frame.in_pairs else e.real_bytes
+                before = e.mul(first_row, vectors * e.lanes * item)
                 matrix = e.at(rows, e.mul(v, e.lanes, width), before)
-                if frame.in_pairs_throughout:
+                if frame.in_pairs:
                     frame.dot_rows(left, width, count, matrix, vectors, row_count, add_key)
                     return
                 dot_rows(e, left, width, count, matrix, vectors, row_count, keys, [], add_key)

@@ -19,15 +19,12 @@ AREAS = (
 )  # fmt: skip
 """The areas of a worker's scratch memory, in this order."""
 
-PAIR_AREAS = ("query_pairs", "grad_pairs", "key_pairs", "value_pairs")
-"""Further areas of scratch that follow `AREAS` when the kernel multiplies pairs of bfloat16."""
-
-NARROW_AREAS = (
-    "query_rows_narrow", "grad_rows_narrow", "weights_narrow", "score_grads_narrow",
-    "score_grad_pairs",
+PAIR_AREAS = (
+    "query_pairs", "grad_pairs", "key_pairs", "value_pairs", "query_rows_narrow",
+    "grad_rows_narrow", "weights_narrow", "score_grads_narrow", "score_grad_pairs",
+    "keys_interleaved",
 )  # fmt: skip
-"""Areas that follow when all products of the kernel are of bfloat16: rows of P, dX, Q and dO,
-and dX packed for dQ."""
+"""Further areas of scratch that follow `AREAS` when the kernel multiplies pairs of bfloat16."""
 
 FIELDS = (
     *COMMON_FIELDS,
@@ -52,9 +49,7 @@ def padded_dim(dim: int, lanes: int) -> int:
 
 def further_areas(shape: TileShape) -> tuple[str, ...]:
     """The areas that follow `AREAS` with products of such a shape."""
-    if shape.product != "pairs":
-        return ()
-    return (*PAIR_AREAS, *(NARROW_AREAS if shape.quads else ()))
+    return PAIR_AREAS if shape.product == "pairs" else ()
 
 
 def fields_with(areas: tuple[str, ...]) -> tuple[str, ...]:
@@ -93,6 +88,7 @@ def scratch_areas(shape: TileShape, head_dim: int, v_head_dim: int, item: int) -
         "weights_narrow": block // 2,
         "score_grads_narrow": block // 2,
         "score_grad_pairs": block // 2,
+        "keys_interleaved": BLOCK_KV * round_to_chunks(head_dim) // 2,
     }
     return {name: sizes[name] * item for name in (*AREAS, *further_areas(shape))}
 

@@ -101,15 +101,15 @@ def block_functions(
     functions |= vector_functions(frame, weights_function, chain_rule_function)
     if frame.in_pairs:
         functions |= {"pair": pair_rows_function(frame), "narrow": narrow_function(frame)}
-    if frame.in_pairs_throughout and frame.may_forbid:
+        if (interleave := frame.packed_pairs().interleave_function("interleave")) is not None:
+            functions["interleave"] = interleave
+    if frame.in_pairs and frame.may_forbid:
         functions["pair_finite"] = pair_rows_function(frame, finite=True)
         functions["narrow_finite"] = narrow_function(frame, finite=True)
     if frame.corrects_sums:
         functions["correct_sums"] = correct_sums_function(frame)
     if frame.spec.dropout:
         functions["drop_weights"] = drop_weights_function(frame)
-    if frame.in_pairs_throughout:
-        functions["round_pairs"] = round_pairs_function(frame)
     functions["transpose"] = transpose_function(frame)
     functions["key_sums"] = key_sums_function(frame)
     if frame.may_forbid:
@@ -127,6 +127,8 @@ def query_block_function(frame: BackwardFrame, functions: dict[str, Value], vect
         "score_gradients": score_gradients_function(frame, vectors),
         "query_sums": query_sums_function(frame, vectors),
     }
+    if frame.in_pairs:
+        of_block["round_pairs"] = round_pairs_function(frame, vectors)
     if frame.may_forbid:
         of_block["selected_query_sums"] = selected_query_sums_function(frame, vectors)
     functions = {**functions, **of_block}
@@ -213,7 +215,6 @@ class QueryBlockPass:
             if frame.in_pairs:
                 pairs = self.area[PAIRS_OF[name]]
                 self.call("pair", self.area[name], self.dims[name], self.width, pairs)
-            if frame.in_pairs_throughout:
                 self._pair_queries(transposed, columns)
             if frame.may_forbid:
                 lanes = e.index(self.vectors * e.lanes)
@@ -224,16 +225,29 @@ class QueryBlockPass:
 
     def _pair_queries(self, name: str, columns: Value) -> None:
         """Transposed Q or dO as pairs of queries, of which those that do not exist are 0."""
-        e = self.e
+        e, queries = self.e, self.vectors * self.e.lanes
+        pair = "pair_finite" if self.frame.may_forbid else "pair"
 
-        def clear_rest(v: Value, _: list[Value]) -> None:
-            column = e.mul(v, e.lanes)
-            stop = e.mul(e.add(column, e.lanes), self.width)
-            e.clear(self.area[name], e.mul(e.add(column, self.rows), self.width), stop)
+        def pair_matrices(first: Value, count: Value, beside: int) -> None:
+            """Pair `count` matrices, `beside` vectors wide, from column `first` on."""
+            start, width = e.mul(first, e.lanes, self.width), beside * e.vector_bytes
+            place = e.at(self.area[name], start)
 
-        e.loop(0, columns, 1, [], clear_rest)
-        to, pair = self.area[f"{name}_narrow"], "pair_finite" if self.frame.may_forbid else "pair"
-        self.call(pair, self.area[name], e.mul(columns, e.lanes), self.width, to)
+            def clear_rest(n: Value, _: list[Value]) -> None:
+                row = e.mul(n, queries)
+                e.clear(
+                    place, e.mul(e.add(row, self.rows), width), e.mul(e.add(row, queries), width)
+                )
+
+            e.loop(0, count, 1, [], clear_rest)
+            to = e.at(self.area[f"{name}_narrow"], e.builder.sdiv(start, e.index(2)))
+            self.call(pair, place, e.mul(count, queries), e.index(width), to)
+
+        many = self.frame.shape.vectors
+        whole = e.round_down(columns, many)
+        pair_matrices(e.index(0), e.builder.sdiv(columns, e.index(many)), many)
+        if many > 1:
+            pair_matrices(whole, e.sub(columns, whole), 1)
 
     def _pack_rows(self, offset: Value, first: Value, dtype: str, rows: RowView, dim: Value,
                    to: str) -> None:  # fmt: skip
@@ -317,20 +331,16 @@ class QueryBlockPass:
         """Compute P, dS and dX of one block of keys, and add them to dQ, dV and dK."""
         frame = self.frame
         partial = self.e.builder.icmp_signed("!=", kind, self.e.index(0))
-        rows_for_sums = self._paired_rows if frame.in_pairs_throughout else self._adjacent_rows
-        key = rows_for_sums("key", self.keys, kv_start, count)
-        packed, first = {"key": "query", "value": "grad_out"}, key
+        rows_of, packed = self._adjacent_rows, {"key": "query", "value": "grad_out"}
         if frame.in_pairs:
-            packed = {name: PAIRS_OF[of] for name, of in packed.items()}
-        if frame.in_pairs and not frame.in_pairs_throughout:
-            first = self._paired_rows("key", self.keys, kv_start, count)
+            rows_of, packed = self._paired_rows, {name: PAIRS_OF[of] for name, of in packed.items()}
+        key = rows_of("key", self.keys, kv_start, count)
         held = self.areas(
             packed["key"], "lse", "lse_rest", "weights" if frame.plain else "products"
         )
-        self.call("products", self.arguments, first[0], *held, first[1], self.dims["key"], count)
+        self.call("products", self.arguments, key[0], *held, key[1], self.dims["key"], count)
         self._compute_weights(kv_start, count, partial)
-        rows_of_values = self._paired_rows if frame.in_pairs else self._adjacent_rows
-        value = rows_of_values("value", self.values, kv_start, count)
+        value = rows_of("value", self.values, kv_start, count)
         if frame.spec.dropout:
             self._call_by_vector("dropout", kv_start, count)
         held = self.areas(packed["value"], "delta", "weights", "factors", "score_grads")
@@ -382,52 +392,56 @@ class QueryBlockPass:
             held = self.areas(grads, "weights", "query_sums")
             self.call(name, rows[0], *held, rows[1], self.dims["key"], count)
 
-        def add_to_query() -> None:
-            packed = "score_grad_pairs" if frame.in_pairs_throughout else "score_grads"
-            add_query("query_sums", key, packed)
+        def add_to_query(rows: tuple[Value, Value] = key) -> None:
+            if "interleave" in self.functions:
+                to = self.area["keys_interleaved"]
+                self.call("interleave", *rows, count, self.dims["key"], to)
+                rows = to, rows[1]
+            packed = "score_grad_pairs" if frame.in_pairs else "score_grads"
+            add_query("query_sums", rows, packed)
 
         def add_all_keys() -> None:
             everyone = e.index(0), e.index(self.vectors)
             self._add_keys(kv_start, *everyone, e.index(0), count)
-            if frame.in_pairs_throughout and frame.may_forbid:
+
+        def add_what_is_left_out() -> None:
+            """In bfloat16: what is not finite counts as 0 in products, and is added by itself."""
+            if frame.in_pairs and frame.may_forbid:
                 with e.builder.if_then(e.builder.not_(self.finite), likely=False):
                     self._add_selected_keys(kv_start, count)
+
+        def add_seen_keys() -> None:
+            e.choose(partial, lambda: self._add_seen_keys(kv_start, count), add_all_keys)
 
         def add_all() -> None:
             add_to_query()
             add_all_keys()
+            add_what_is_left_out()
 
         def add_allowed() -> None:
             finite = self.call("all_finite", *key, count, self.dims["key"])
             e.choose(finite, add_to_query, lambda: add_query("selected_query_sums", key))
-            e.choose(
-                self.finite,
-                lambda: e.choose(
-                    partial, lambda: self._add_seen_keys(kv_start, count), add_all_keys
-                ),
-                lambda: self._add_selected_keys(kv_start, count),
-            )
+            e.choose(self.finite, add_seen_keys, lambda: self._add_selected_keys(kv_start, count))
 
         def add_allowed_pairs() -> None:
-            """In bfloat16: what is not finite counts as 0 in products, and is added by itself."""
             wide = self._adjacent_rows("key", self.keys, kv_start, count)
             finite = self.call("all_finite", *wide, count, self.dims["key"])
 
             def add_finite_part() -> None:
                 dim, to = self.dims["key"], self.area["key_pairs"]
                 self.call("narrow_finite", *wide, dim, count, to)
-                row = e.mul(2, emit_round_to_chunks(e, dim))
-                add_query("query_sums", (to, row), "score_grad_pairs")
+                add_to_query((to, e.mul(2, emit_round_to_chunks(e, dim))))
                 add_query("selected_query_sums", wide)
 
             e.choose(finite, add_to_query, add_finite_part)
-            add_all_keys()
+            add_seen_keys()
+            add_what_is_left_out()
 
-        if frame.in_pairs_throughout:
+        if frame.in_pairs:
             narrow = self.areas("weights_narrow", "score_grads_narrow", "score_grad_pairs")
             held = self.areas("weights", "score_grads")
             self.call("round_pairs", *held, count, *narrow)
-        allowed = add_allowed_pairs if frame.in_pairs_throughout else add_allowed
+        allowed = add_allowed_pairs if frame.in_pairs else add_allowed
         if not frame.may_forbid:
             add_all()
         elif frame.plain:
@@ -455,10 +469,9 @@ class QueryBlockPass:
         e = self.e
         row = e.mul(first, e.lanes)
         count = e.sub(e.least(e.mul(stop, e.lanes), self.rows), row)
-        kind, width = "", self.width
-        if self.frame.in_pairs_throughout:
-            kind, width = "_narrow", e.index(2 * e.lanes)
-        offset = e.add(e.mul(k, width), e.mul(first, e.vector_bytes))
+        kind, item = ("_narrow", 2) if self.frame.in_pairs else ("", e.real_bytes)
+        width = e.index(self.vectors * e.lanes * item)
+        offset = e.add(e.mul(k, width), e.mul(first, e.lanes * item))
         for of in self._key_sums(kv_start, kind):
             held = e.at(of.left, offset), of.rows, e.at(of.sums, e.mul(k, of.row))
             self.call("key_sums", *held, of.row, of.columns, keys, row, count, width)

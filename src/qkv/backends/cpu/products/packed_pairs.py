@@ -16,11 +16,20 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT16, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.products.bfloat16 import multiply_add_pairs, multiply_add_quads
+from qkv.backends.cpu.products.bfloat16 import (
+    emit_round_to_chunks,
+    load_chunk,
+    multiply_add_pairs,
+    multiply_add_quads,
+    present_elements,
+    zip_chunks,
+)
+from qkv.backends.cpu.products.layout import CHUNK
 from qkv.backends.cpu.products.query_lanes import (
     MeansOfHalf,
     SumOrder,
     add_in_halves,
+    combine_rows,
     dot_rows,
     dot_tile,
     store_vectors,
@@ -79,6 +88,49 @@ class PackedPairs:
         dot_rows(
             self.e, rows, row, count, packed, self.vectors, self.terms(pairs), self.keys, [],
             finish, SumOrder(multiply_add_pairs, means_of_half), self.tile,
+        )  # fmt: skip
+
+    def interleave_function(self, name: str) -> Value | None:
+        """A function `(rows, row, count, dim, to)` that makes of rows what `combine_rows` reads.
+
+        Elements of two neighbouring rows become pairs; rows of pairs are padded to whole chunks.
+        None if rows are read as they lie.
+        """
+        e = self.e
+        with e.function(name, [POINTER, *[INT64] * 3, POINTER]) as (function, args):
+            rows, row, count, dim, target = args
+            half = e.mul(2, emit_round_to_chunks(e, dim))
+
+            def interleave_rows(k: Value, _: list[Value]) -> None:
+                first, second = (e.at(rows, e.mul(e.add(k, n), row)) for n in range(2))
+                exists, to = e.below(e.add(k, 1), count), e.at(target, e.mul(k, half))
+
+                def interleave_chunk(d: Value, _: list[Value]) -> None:
+                    present = present_elements(e, e.sub(dim, d))
+                    beside = e.builder.select(exists, e.at(second, e.mul(d, 2)), e.zeros_address())
+                    both = [load_chunk(e, at, present) for at in (e.at(first, e.mul(d, 2)), beside)]
+                    store_vectors(e, e.at(to, e.mul(d, 4)), zip_chunks(e, *both))
+
+                e.loop(0, dim, CHUNK, [], interleave_chunk)
+
+            e.loop(0, count, 2, [], interleave_rows)
+        return function
+
+    def combine_rows(
+        self,
+        first_row: Value,
+        row_stride: Value,
+        count: Value,
+        packed: Value,
+        dim: Value,
+        finish: Callable[[Value, list[Value]], None],
+    ) -> None:
+        """`query_lanes.combine_rows`: sum_k row[k][d] * packed[k], rows interleaved."""
+        width = self.e.mul(4, emit_round_to_chunks(self.e, dim))
+        pairs = self.e.builder.sdiv(self.e.add(count, 1), self.e.index(2))
+        combine_rows(
+            self.e, first_row, width, pairs, packed, self.vectors, dim, self.keys, finish,
+            multiply_add=multiply_add_pairs,
         )  # fmt: skip
 
     def terms(self, pairs: Value) -> Value:
@@ -170,6 +222,9 @@ class PackedQuads(PackedPairs):
         )  # fmt: skip
         return self._in_rows(totals)[: len(rows) * vectors]
 
+    def interleave_function(self, name: str) -> None:
+        """Four elements of four rows are interleaved as they are multiplied."""
+
     def combine_rows(
         self,
         first_row: Value,
@@ -179,10 +234,7 @@ class PackedQuads(PackedPairs):
         dim: Value,
         finish: Callable[[Value, list[Value]], None],
     ) -> None:
-        """`query_lanes.combine_rows`, four columns at a time: sum_k row[k][d] * packed[k].
-
-        `finish(d, sums)` is given four columns, also where fewer are left: rows have whole terms.
-        """
+        """Rows as they lie. `finish(d, sums)` is given four columns, also where fewer are left."""
         e, b = self.e, self.e.builder
         halves, floats, last = ir.VectorType(INT16, 4), ir.VectorType(FLOAT, 4), e.sub(count, 1)
         in_turns = [0, 4, 1, 5, 2, 6, 3, 7]

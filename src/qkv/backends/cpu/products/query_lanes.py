@@ -200,6 +200,7 @@ def combine_rows(
     columns: int,
     finish: Callable[[Value, list[Value]], None],
     width: Value | int = 0,
+    multiply_add: MultiplyAdd = Emitter.fma,
 ) -> None:
     """sum_k row[k][d] * packed[k][j] for all columns d, `columns` of them at a time.
 
@@ -212,7 +213,8 @@ def combine_rows(
         def add_row(k: Value, totals: list[Value]) -> list[Value]:
             row = e.at(start, e.mul(k, row_stride))
             factors = _neighbours_in_all_lanes(e, row, size)
-            return _accumulate(e, factors, vectors_at(e, packed, vectors, k, width), totals)
+            vectors_of_row = vectors_at(e, packed, vectors, k, width)
+            return _accumulate(e, factors, vectors_of_row, totals, multiply_add)
 
         return e.loop(0, count, 1, [e.const(0.0)] * (size * vectors), add_row)
 
