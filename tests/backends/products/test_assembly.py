@@ -13,6 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from qkv.backends.cpu.backward.kernel import emit_backward
+from qkv.backends.cpu.backward.layout import BackwardKey
 from qkv.backends.cpu.bf16_tiles.kernel import emit_bf16_tiles
 from qkv.backends.cpu.compiler.compile import parsed_for
 from qkv.backends.cpu.decode.kernel import emit_decode
@@ -22,6 +24,7 @@ from qkv.backends.cpu.forward.kernel import emit_forward
 from qkv.backends.cpu.forward.layout import ForwardKey
 from qkv.backends.cpu.machine.host import Host
 from qkv.backends.cpu.machine.tiling import TileShape
+from qkv.backends.cpu.passes.backward import backward_shape
 from qkv.backends.cpu.plan.kernel_spec import kernel_spec
 from qkv.backends.cpu.split_bf16.choice import split_shape
 from qkv.backends.cpu.split_bf16.forward import emit_split_forward
@@ -181,6 +184,40 @@ def test_products_of_bfloat16_stay_in_registers_on_arm(triple, cpu, instruction,
         assert len(loop) <= most
         assert not [line for line in loop if _STACK.search(line)]
     assert "bfcvtn" in text
+
+
+def gradients(triple: str, cpu: str, isa: str, dtype: str) -> str:
+    """The backward kernel without variants."""
+    array = np.zeros((1, 64, 64), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    problem = check(array, array, array, ())
+    shape = replace(backward_shape(problem, Host(cpu, "", isa)), q_blocks_per_task=1)
+    key = BackwardKey(kernel_spec(problem.spec), shape, 32, False, "float32", dtype)
+    return compiled(emit_backward(key), triple, cpu)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("triple", "cpu"), [(ARM, "neoverse-v1"), (APPLE, "apple-m2")])
+def test_gradients_of_bfloat16_on_arm(triple, cpu) -> None:
+    """All five products are by BFMMLA: S, dP in two halves, dQ, and dK and dV by one function."""
+    loops = product_loops(gradients(triple, cpu, "neon-bf16", "bfloat16"), r"bfmmla(\.|\s)", 16)
+    # The last keys of dQ have a loop of their own, which checks that each of them exists.
+    *loops, last = sorted(loops, key=len)
+    assert len(loops) == 5
+    for loop in (*loops, last):
+        assert loop is last or len(loop) <= 33
+        assert not [line for line in loop if _STACK.search(line)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("triple", "cpu"), [(ARM, "neoverse-v1"), (APPLE, "apple-m1")])
+def test_gradients_of_float32_on_arm(triple, cpu) -> None:
+    """16 FMLA by a lane of a vector; no element is copied to all lanes (LD1R, DUP) before."""
+    loops = product_loops(gradients(triple, cpu, "neon", "float32"), FLOAT32["neon"], 16)
+    in_registers = [loop for loop in loops if len(loop) <= 26]
+    assert len(in_registers) == 6, "S, dP in two halves, dQ in whole tiles and the last, dK and dV"
+    for loop in in_registers:
+        assert not [line for line in loop if _STACK.search(line)]
+        assert number_of(loop, "ld1r") + number_of(loop, "dup") == 0
 
 
 @pytest.mark.parametrize(("chunks", "value_tiles"), [(2, 4), (4, 8)])

@@ -221,15 +221,20 @@ def test_two_rows_at_once_change_no_bit(
     monkeypatch.setenv("QKV_ISA", as_it_runs("neon-bf16"))
     arrays = normal(2, rows, dim), normal(1, keys, dim, seed=1), normal(1, keys, v_dim, seed=2)
     arrays[2][0, keys // 2] = np.nan
-    shape, found = host().bfloat16_shape, set()
-    assert shape.quads
-    for quads in (True, False):
-        known = replace(cpu_host._BFLOAT16_SHAPES["neon-bf16"], quads=quads)
-        monkeypatch.setitem(cpu_host._BFLOAT16_SHAPES, "neon-bf16", known)
-        forget_prepared_calls()
+    found = set()
+    for _ in with_quads_and_without(monkeypatch):
         results = [run(*arrays, q_offset=0), run(*arrays, qkv.Causal(), q_offset="end")]
         found.add(b"".join(each.tobytes() for pair in results for each in pair))
     assert len(found) == 1
+
+
+def with_quads_and_without(monkeypatch):
+    shape = cpu_host._BFLOAT16_SHAPES["neon-bf16"]
+    assert shape.quads
+    for quads in (True, False):
+        monkeypatch.setitem(cpu_host._BFLOAT16_SHAPES, "neon-bf16", replace(shape, quads=quads))
+        forget_prepared_calls()
+        yield quads
 
 
 # What is forbidden, and what is not finite

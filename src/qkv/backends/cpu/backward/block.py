@@ -19,7 +19,7 @@ from qkv.backends.cpu.emit.emitter import DOUBLE, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.expressions.tables import TableView
 from qkv.backends.cpu.emit.expressions.vector_code import Expressions
 from qkv.backends.cpu.forward.boundary_blocks import write_range
-from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors, vectors_at
+from qkv.backends.cpu.products.query_lanes import SumOrder, store_vectors, vectors_at
 from qkv.problem.language.derivative import derivative
 from qkv.problem.language.expressions import Load
 
@@ -55,11 +55,9 @@ def products_function(frame: BackwardFrame, vectors: int) -> Value:
             store_vectors(e, e.at(out, e.mul(k, vectors * e.vector_bytes)), products)
             return []
 
-        dim, multiply_add = frame.product_terms(head_dim)
-        dot_rows(
-            e, key, key_row, count, packed, vectors, dim, frame.shape.keys_of(vectors), [],
-            store_key,
-            SumOrder(multiply_add, chain=frame.chain_of_products, wide=frame.shape.wide),
+        frame.dot_rows(
+            key, key_row, count, packed, vectors, head_dim, store_key,
+            SumOrder(chain=frame.chain_of_products, wide=frame.shape.wide),
         )  # fmt: skip
     return function
 
@@ -183,10 +181,9 @@ def score_gradients_function(frame: BackwardFrame, vectors: int) -> Value:
             return []
 
         less = None if frame.spec.dropout else delta_rows
-        dim, multiply_add = frame.product_terms(v_head_dim)
-        dot_rows(
-            e, value, value_row, count, packed, vectors, dim, frame.shape.keys_of(vectors), [],
-            store_gradients, SumOrder(multiply_add, less, wide=frame.wide),
+        frame.dot_rows(
+            value, value_row, count, packed, vectors, v_head_dim, store_gradients,
+            SumOrder(means_of_half=less, wide=frame.wide),
         )  # fmt: skip
     return function
 

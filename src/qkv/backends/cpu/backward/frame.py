@@ -5,18 +5,18 @@ Functions for one vector of queries have the arguments `VectorArguments`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from qkv.backends.cpu.backward.layout import AREAS, PAIR_AREAS, BackwardKey, fields_with
-from qkv.backends.cpu.emit.emitter import FLOAT, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.backward.layout import AREAS, BackwardKey, fields_with, further_areas
+from qkv.backends.cpu.emit.emitter import FLOAT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.expressions.vector_code import Expressions
 from qkv.backends.cpu.emit.frame import Frame
 from qkv.backends.cpu.emit.storage import real_dtype
 from qkv.backends.cpu.forward.layout import skips_keys_within_blocks
-from qkv.backends.cpu.products.bfloat16 import multiply_add_pairs
-from qkv.backends.cpu.products.query_lanes import MultiplyAdd
+from qkv.backends.cpu.products.packed_pairs import PackedPairs, packed_pairs
+from qkv.backends.cpu.products.query_lanes import IN_ORDER, SumOrder, dot_rows
 from qkv.problem.language.derivative import ONE, derivative
 from qkv.problem.language.expressions import SCORE, TRUE, Load, walk
 
@@ -67,10 +67,11 @@ class BackwardFrame(Frame):
         self, key: BackwardKey, area_names: tuple[str, ...] = AREAS, *, sums_rows: bool = False
     ) -> None:
         self.in_pairs = key.shape.product == "pairs"
-        """Whether the first two products are of pairs of bfloat16."""
-        self.area_names = (*area_names, *(PAIR_AREAS if self.in_pairs else ()))
+        """Whether products are of pairs of bfloat16, with P and dX rounded."""
+        self.area_names = (*area_names, *further_areas(key.shape))
         fields = fields_with(self.area_names)
         super().__init__("qkv_backward", key.spec, key.shape, key.int_bits, fields)
+        self.elements_of_term = self.packed_pairs().elements if self.in_pairs else 1
         operand_dtype = real_dtype(self.e) if key.rotated else key.spec.dtype
         self.dtypes = {
             "query": operand_dtype, "key": operand_dtype, "value": key.spec.dtype,
@@ -105,11 +106,38 @@ class BackwardFrame(Frame):
         with self.e.function(name, types) as (function, args):
             yield function, VectorArguments(*args)
 
-    def product_terms(self, dim: Value) -> tuple[Value, MultiplyAdd]:
-        """How many terms the first two products have (pairs count once), and how they are added."""
+    def packed_pairs(self, vectors: int = 1) -> PackedPairs:
+        """How Q and dO are packed and multiplied, if they are `in_pairs`."""
+        return packed_pairs(self.e, self.shape, vectors)
+
+    def number_of_terms(self, dim: Value) -> Value:
+        """How many terms a row of the first two products has; an element is one, or 2 or 4 are."""
+        size = self.elements_of_term
+        if size == 1:
+            return dim
+        return self.e.builder.sdiv(self.e.add(dim, size - 1), self.e.index(size))
+
+    def dot_rows(
+        self,
+        rows: Value,
+        row: Value,
+        count: Value,
+        packed: Value,
+        vectors: int,
+        dim: Value,
+        finish: Callable[[Value, list[Value], list[Value]], list[Value]],
+        sums: SumOrder = IN_ORDER,
+    ) -> None:
+        """`query_lanes.dot_rows` of rows with `dim` elements, multiplied in terms."""
+        e, b = self.e, self.e.builder
         if self.in_pairs:
-            return self.e.builder.sdiv(self.e.add(dim, 1), self.e.index(2)), multiply_add_pairs
-        return dim, Emitter.fma
+            pairs = b.sdiv(e.add(dim, 1), e.index(2))
+            self.packed_pairs(vectors).dot_rows(
+                rows, row, count, packed, pairs, finish, sums.means_of_half
+            )
+            return
+        keys = self.shape.keys_of(vectors)
+        dot_rows(e, rows, row, count, packed, vectors, dim, keys, [], finish, sums)
 
     def places(self, at: VectorArguments) -> Expressions:
         return self.expressions_of_rows(at.arguments, at.batch, at.head, at.first_row, at.rows)
@@ -125,6 +153,24 @@ class BackwardFrame(Frame):
         row = b.add(self.lane_integers(first_row), lane)
         where = {"batch": batch, "head": head, "q_index": row}
         return Expressions(e, self.tables(arguments), where, self.int_bits)
+
+    def finite_part(self, x: Value) -> Value:
+        """x, or 0 where it is infinite or NaN."""
+        return self.e.builder.select(self._is_finite(x), x, self.e.const(0.0))
+
+    def not_among_products(self, x: Value) -> Value:
+        """What products left out of x, to be added where pairs are allowed.
+
+        That is all of it, or in bfloat16 what is not finite: the rest keeps its bits, whatever is
+        forbidden.
+        """
+        if not self.in_pairs:
+            return x
+        return self.e.builder.select(self._is_finite(x), self.e.const(0.0), x)
+
+    def _is_finite(self, x: Value) -> Value:
+        b, zero = self.e.builder, self.e.const(0.0)
+        return b.fcmp_ordered("ord", b.fmul(x, zero), zero)
 
     def is_forbidden(self, weight: Value) -> Value:
         """Which lanes' pairs are forbidden: they have weight -0.0, and no other pair has."""

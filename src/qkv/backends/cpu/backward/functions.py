@@ -19,6 +19,7 @@ from qkv.backends.cpu.backward.frame import BackwardFrame
 from qkv.backends.cpu.backward.gradient_sums import (
     key_sums_function,
     query_sums_function,
+    round_pairs_function,
     selected_key_sums_function,
     selected_query_sums_function,
     transpose_function,
@@ -74,6 +75,11 @@ def block_functions(
     functions |= vector_functions(frame, weights_function, chain_rule_function)
     if frame.in_pairs:
         functions |= {"pair": pair_rows_function(frame), "narrow": narrow_function(frame)}
+        if (interleave := frame.packed_pairs().interleave_function("interleave")) is not None:
+            functions["interleave"] = interleave
+    if frame.in_pairs and frame.may_forbid:
+        functions["pair_finite"] = pair_rows_function(frame, finite=True)
+        functions["narrow_finite"] = narrow_function(frame, finite=True)
     if frame.corrects_sums:
         functions["correct_sums"] = correct_sums_function(frame)
     if frame.spec.dropout:
@@ -95,6 +101,8 @@ def query_block_function(frame: BackwardFrame, functions: dict[str, Value], vect
         "score_gradients": score_gradients_function(frame, vectors),
         "query_sums": query_sums_function(frame, vectors),
     }
+    if frame.in_pairs:
+        of_block["round_pairs"] = round_pairs_function(frame, vectors)
     if frame.may_forbid:
         of_block["selected_query_sums"] = selected_query_sums_function(frame, vectors)
     functions = {**functions, **of_block}

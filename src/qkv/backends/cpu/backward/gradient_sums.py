@@ -8,13 +8,14 @@ from llvmlite import ir
 
 from qkv.backends.cpu.backward.frame import BackwardFrame
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.products.query_lanes import combine_rows, dot_rows, vectors_at
+from qkv.backends.cpu.products.bfloat16 import join_pairs, round_both
+from qkv.backends.cpu.products.query_lanes import combine_rows, dot_rows, store_vectors, vectors_at
 
 # dQ += dX^T K, transposed
 
 
 def query_sums_function(frame: BackwardFrame, vectors: int) -> Value:
-    """Add one block of keys to dQ."""
+    """Add one block of keys to dQ; `grads` is dX, or dX packed with keys as elements."""
     e = frame.e
     arguments = [*[POINTER] * 4, *[INT64] * 3]
     with e.function(f"query_sums_{vectors}", arguments) as (function, args):
@@ -23,6 +24,10 @@ def query_sums_function(frame: BackwardFrame, vectors: int) -> Value:
         def add_column(d: Value, column: list[Value]) -> None:
             add_vectors(e, e.at(sums, e.mul(d, vectors * e.vector_bytes)), column)
 
+        if frame.in_pairs:
+            factor = frame.packed_pairs(vectors)
+            factor.combine_rows(key, key_row, count, grads, head_dim, add_column)
+            return function
         columns = frame.shape.keys_of(vectors)
         combine_rows(e, key, key_row, count, grads, vectors, head_dim, columns, add_column)
     return function
@@ -41,6 +46,7 @@ def selected_query_sums_function(frame: BackwardFrame, vectors: int) -> Value:
 
             def add_key(k: Value, totals: list[Value]) -> list[Value]:
                 x = e.splat(e.load(e.at(start, e.mul(k, key_row)), e.real, e.real_bytes))
+                x = frame.not_among_products(x)
                 pairs = zip(
                     vectors_at(e, grads, vectors, k),
                     vectors_at(e, weights, vectors, k),
@@ -65,6 +71,41 @@ def add_vectors(e: Emitter, place: Value, vectors: list[Value]) -> None:
         at = e.at(place, n * e.vector_bytes)
         old = e.load_vector(at, aligned=False)
         e.store_vector(e.builder.fadd(old, vector), at, aligned=False)
+
+
+# P and dX as bfloat16
+
+
+def round_pairs_function(frame: BackwardFrame, vectors: int) -> Value:
+    """Rounds P and dX to bfloat16: rows of queries of both, and dX packed for dQ, keys in pairs.
+
+    A function `(weights, score_grads, count, weight_rows, grad_rows, packed)`. In packed dX, keys
+    from `count` on are 0.
+    """
+    e, factor = frame.e, frame.packed_pairs(vectors)
+    arguments = [*[POINTER] * 2, INT64, *[POINTER] * 3]
+    with e.function(f"round_pairs_{vectors}", arguments) as (function, args):
+        weights, score_grads, count, weight_rows, grad_rows, packed = args
+        row, size = factor.width, factor.elements
+
+        def round_term(k: Value, _: list[Value]) -> None:
+            place = e.mul(k, row)
+            rows = [vectors_at(e, e.at(score_grads, place), vectors, n) for n in range(size)]
+            of_weights = vectors_at(e, e.at(weights, place), size * vectors)
+            of_grads = [vector for row_of_key in rows for vector in row_of_key]
+            for found, to in ((of_weights, weight_rows), (of_grads, grad_rows)):
+                both = [round_both(e, *found[n : n + 2]) for n in range(0, len(found), 2)]
+                store_vectors(e, e.at(to, e.mul(k, row // 2)), both)
+            for j, column in enumerate(zip(*rows, strict=True)):
+                pairs = [join_pairs(e, *column[n : n + 2]) for n in range(0, size, 2)]
+                for n, vector in enumerate(factor.packed_rows(pairs)):
+                    to = e.at(packed, e.mul(k, row // 2), n * row + j * e.vector_bytes)
+                    e.store_vector(vector, to)
+
+        end = e.round_down(e.add(count, size - 1), size)
+        e.clear(score_grads, e.mul(count, row), e.mul(end, row))
+        e.loop(0, end, size, [], round_term)
+    return function
 
 
 # dV += (f P) dO and dK += dX Q
@@ -113,7 +154,8 @@ def transpose_function(frame: BackwardFrame) -> Value:
 def key_sums_function(frame: BackwardFrame) -> Value:
     """sums[k, :] += sum_q left[k, q] * rows[q, :], for rows q from `first_row` on.
 
-    `left` begins with the column of that row, `rows` with the first row of the block.
+    `left` begins with the column of that row, `rows` with the first row of the block. Rows of the
+    left factor have `width` bytes. Both are float32, or pairs of queries.
     """
     e = frame.e
     arguments = [*[POINTER] * 3, *[INT64] * 6]
@@ -130,8 +172,12 @@ def key_sums_function(frame: BackwardFrame) -> Value:
                         add_vectors(e, e.at(first, row), totals[i : i + vectors])
                     return []
 
-                before = e.mul(first_row, vectors * e.vector_bytes)
+                item = 2 if frame.in_pairs else e.real_bytes
+                before = e.mul(first_row, vectors * e.lanes * item)
                 matrix = e.at(rows, e.mul(v, e.lanes, width), before)
+                if frame.in_pairs:
+                    frame.dot_rows(left, width, count, matrix, vectors, row_count, add_key)
+                    return
                 dot_rows(e, left, width, count, matrix, vectors, row_count, keys, [], add_key)
 
             return add_tiles
@@ -139,7 +185,8 @@ def key_sums_function(frame: BackwardFrame) -> Value:
         vectors, keys = frame.shape.vectors, frame.shape.keys
         whole = e.round_down(columns, vectors)
         e.loop(0, whole, vectors, [], adding_tiles(vectors, keys))
-        e.loop(whole, columns, 1, [], adding_tiles(1, keys * vectors))
+        if vectors > 1:
+            e.loop(whole, columns, 1, [], adding_tiles(1, keys * vectors))
     return function
 
 
@@ -163,6 +210,7 @@ def selected_key_sums_function(frame: BackwardFrame) -> Value:
                     bits = e.load(e.at(weights, at), e.real_bits, e.real_bytes)
                     x = e.splat(e.load(e.at(left, at), e.real, e.real_bytes))
                     vector = e.load_vector(e.at(rows, start, e.mul(q, row)))
+                    vector = frame.not_among_products(vector)
                     allowed = b.icmp_unsigned("!=", bits, forbidden)
                     return [b.select(allowed, e.fma(x, vector, totals[0]), totals[0])]
 

@@ -17,8 +17,10 @@ last range of a kv head adds the parts, in the order of the ranges. A table that
 gets `dS * d score / d entry` added where the entry was read.
 
 Q and dO are packed for the first two products and transposed again for the last two, so
-that nothing is transposed between products. A forbidden pair has P = -0.0, no other pair has: its
-dX is 0 by selection, and where K, Q or dO is not finite a slower path leaves it out of the sums.
+that nothing is transposed between products. On machines that multiply pairs of bfloat16, all
+factors are made pairs of it (`gradient_sums.round_pairs_function`). A forbidden pair has P = -0.0,
+no other pair has: its dX is 0 by selection, and where K, Q or dO is not finite a slower path leaves
+it out of the sums.
 
 Sources: Dao et al., "FlashAttention" (2022), algorithm 4; Dao, "FlashAttention-2" (2023), for
 the parts over keys.

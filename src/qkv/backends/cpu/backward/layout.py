@@ -19,7 +19,11 @@ AREAS = (
 )  # fmt: skip
 """The areas of a worker's scratch memory, in this order."""
 
-PAIR_AREAS = ("query_pairs", "grad_pairs", "key_pairs", "value_pairs")
+PAIR_AREAS = (
+    "query_pairs", "grad_pairs", "key_pairs", "value_pairs", "query_rows_narrow",
+    "grad_rows_narrow", "weights_narrow", "score_grads_narrow", "score_grad_pairs",
+    "keys_interleaved",
+)  # fmt: skip
 """Further areas of scratch that follow `AREAS` when the kernel multiplies pairs of bfloat16."""
 
 FIELDS = (
@@ -41,6 +45,11 @@ gradient, the byte at which the task's copy of that gradient begins."""
 def padded_dim(dim: int, lanes: int) -> int:
     """`dim` rounded up to whole vectors, as rows of sums have it."""
     return -(-dim // lanes) * lanes
+
+
+def further_areas(shape: TileShape) -> tuple[str, ...]:
+    """The areas that follow `AREAS` with products of such a shape."""
+    return PAIR_AREAS if shape.product == "pairs" else ()
 
 
 def fields_with(areas: tuple[str, ...]) -> tuple[str, ...]:
@@ -74,9 +83,14 @@ def scratch_areas(shape: TileShape, head_dim: int, v_head_dim: int, item: int) -
         "grad_pairs": value,
         "key_pairs": BLOCK_KV * round_to_chunks(head_dim) // 2,
         "value_pairs": BLOCK_KV * round_to_chunks(v_head_dim) // 2,
+        "query_rows_narrow": query // 2,
+        "grad_rows_narrow": value // 2,
+        "weights_narrow": block // 2,
+        "score_grads_narrow": block // 2,
+        "score_grad_pairs": block // 2,
+        "keys_interleaved": BLOCK_KV * round_to_chunks(head_dim) // 2,
     }
-    names = (*AREAS, *PAIR_AREAS) if shape.product == "pairs" else AREAS
-    return {name: sizes[name] * item for name in names}
+    return {name: sizes[name] * item for name in (*AREAS, *further_areas(shape))}
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,12 +113,39 @@ class QueryBlockPass:
             if frame.in_pairs:
                 pairs = self.area[PAIRS_OF[name]]
                 self.call("pair", self.area[name], self.dims[name], self.width, pairs)
+                self._pair_queries(transposed, columns)
             if frame.may_forbid:
                 lanes = e.index(self.vectors * e.lanes)
                 shape = self.width, self.dims[name], lanes
                 finite = self.call("all_finite", self.area[name], *shape)
                 self.finite = e.builder.and_(self.finite, finite)
         e.clear(self.area["query_sums"], 0, e.mul(self.dims["query"], self.width))
+
+    def _pair_queries(self, name: str, columns: Value) -> None:
+        """Transposed Q or dO as pairs of queries, of which those that do not exist are 0."""
+        e, queries = self.e, self.vectors * self.e.lanes
+        pair = "pair_finite" if self.frame.may_forbid else "pair"
+
+        def pair_matrices(first: Value, count: Value, beside: int) -> None:
+            """Pair `count` matrices, `beside` vectors wide, from column `first` on."""
+            start, width = e.mul(first, e.lanes, self.width), beside * e.vector_bytes
+            place = e.at(self.area[name], start)
+
+            def clear_rest(n: Value, _: list[Value]) -> None:
+                row = e.mul(n, queries)
+                e.clear(
+                    place, e.mul(e.add(row, self.rows), width), e.mul(e.add(row, queries), width)
+                )
+
+            e.loop(0, count, 1, [], clear_rest)
+            to = e.at(self.area[f"{name}_narrow"], e.builder.sdiv(start, e.index(2)))
+            self.call(pair, place, e.mul(count, queries), e.index(width), to)
+
+        many = self.frame.shape.vectors
+        whole = e.round_down(columns, many)
+        pair_matrices(e.index(0), e.builder.sdiv(columns, e.index(many)), many)
+        if many > 1:
+            pair_matrices(whole, e.sub(columns, whole), 1)
 
     def _pack_rows(self, offset: Value, first: Value, dtype: str, rows: RowView, dim: Value,
                    to: str) -> None:  # fmt: skip
@@ -202,18 +229,16 @@ class QueryBlockPass:
         """Compute P, dS and dX of one block of keys, and add them to dQ, dV and dK."""
         frame = self.frame
         partial = self.e.builder.icmp_signed("!=", kind, self.e.index(0))
-        key = self._adjacent_rows("key", self.keys, kv_start, count)
-        packed, first = {"key": "query", "value": "grad_out"}, key
+        rows_of, packed = self._adjacent_rows, {"key": "query", "value": "grad_out"}
         if frame.in_pairs:
-            packed = {name: PAIRS_OF[of] for name, of in packed.items()}
-            first = self._paired_rows("key", self.keys, kv_start, count)
+            rows_of, packed = self._paired_rows, {name: PAIRS_OF[of] for name, of in packed.items()}
+        key = rows_of("key", self.keys, kv_start, count)
         held = self.areas(
             packed["key"], "lse", "lse_rest", "weights" if frame.plain else "products"
         )
-        self.call("products", self.arguments, first[0], *held, first[1], self.dims["key"], count)
+        self.call("products", self.arguments, key[0], *held, key[1], self.dims["key"], count)
         self._compute_weights(kv_start, count, partial)
-        rows_of_values = self._paired_rows if frame.in_pairs else self._adjacent_rows
-        value = rows_of_values("value", self.values, kv_start, count)
+        value = rows_of("value", self.values, kv_start, count)
         if frame.spec.dropout:
             self._call_by_vector("dropout", kv_start, count)
         held = self.areas(packed["value"], "delta", "weights", "factors", "score_grads")
@@ -261,44 +286,76 @@ class QueryBlockPass:
         """Add to dQ, dV and dK, without forbidden pairs where 0 * inf would be NaN."""
         e, frame = self.e, self.frame
 
-        def add_query(name: str) -> None:
-            held = self.areas("score_grads", "weights", "query_sums")
-            self.call(name, key[0], *held, key[1], self.dims["key"], count)
+        def add_query(name: str, rows: tuple[Value, Value], grads: str = "score_grads") -> None:
+            held = self.areas(grads, "weights", "query_sums")
+            self.call(name, rows[0], *held, rows[1], self.dims["key"], count)
+
+        def add_to_query(rows: tuple[Value, Value] = key) -> None:
+            if "interleave" in self.functions:
+                to = self.area["keys_interleaved"]
+                self.call("interleave", *rows, count, self.dims["key"], to)
+                rows = to, rows[1]
+            packed = "score_grad_pairs" if frame.in_pairs else "score_grads"
+            add_query("query_sums", rows, packed)
 
         def add_all_keys() -> None:
             everyone = e.index(0), e.index(self.vectors)
             self._add_keys(kv_start, *everyone, e.index(0), count)
 
+        def add_what_is_left_out() -> None:
+            """In bfloat16: what is not finite counts as 0 in products, and is added by itself."""
+            if frame.in_pairs and frame.may_forbid:
+                with e.builder.if_then(e.builder.not_(self.finite), likely=False):
+                    self._add_selected_keys(kv_start, count)
+
+        def add_seen_keys() -> None:
+            e.choose(partial, lambda: self._add_seen_keys(kv_start, count), add_all_keys)
+
         def add_all() -> None:
-            add_query("query_sums")
+            add_to_query()
             add_all_keys()
+            add_what_is_left_out()
 
         def add_allowed() -> None:
             finite = self.call("all_finite", *key, count, self.dims["key"])
-            e.choose(
-                finite, lambda: add_query("query_sums"), lambda: add_query("selected_query_sums")
-            )
-            e.choose(
-                self.finite,
-                lambda: e.choose(
-                    partial, lambda: self._add_seen_keys(kv_start, count), add_all_keys
-                ),
-                lambda: self._add_selected_keys(kv_start, count),
-            )
+            e.choose(finite, add_to_query, lambda: add_query("selected_query_sums", key))
+            e.choose(self.finite, add_seen_keys, lambda: self._add_selected_keys(kv_start, count))
 
+        def add_allowed_pairs() -> None:
+            wide = self._adjacent_rows("key", self.keys, kv_start, count)
+            finite = self.call("all_finite", *wide, count, self.dims["key"])
+
+            def add_finite_part() -> None:
+                dim, to = self.dims["key"], self.area["key_pairs"]
+                self.call("narrow_finite", *wide, dim, count, to)
+                add_to_query((to, e.mul(2, emit_round_to_chunks(e, dim))))
+                add_query("selected_query_sums", wide)
+
+            e.choose(finite, add_to_query, add_finite_part)
+            add_seen_keys()
+            add_what_is_left_out()
+
+        if frame.in_pairs:
+            narrow = self.areas("weights_narrow", "score_grads_narrow", "score_grad_pairs")
+            held = self.areas("weights", "score_grads")
+            self.call("round_pairs", *held, count, *narrow)
+        allowed = add_allowed_pairs if frame.in_pairs else add_allowed
         if not frame.may_forbid:
             add_all()
         elif frame.plain:
-            e.choose(partial, add_allowed, add_all)
+            e.choose(partial, allowed, add_all)
         else:
-            add_allowed()
+            allowed()
 
-    def _key_sums(self, kv_start: Value) -> Iterator[_KeySums]:
-        """The sums of dV, then those of dK, of the keys from `kv_start` on."""
+    def _key_sums(self, kv_start: Value, kind: str = "") -> Iterator[_KeySums]:
+        """The sums of dV, then those of dK, of the keys from `kv_start` on.
+
+        `kind` is "_narrow" if their factors are bfloat16.
+        """
         e, frame = self.e, self.frame
         for of, left, rows, packed in (
-            ("value", "weights", "grad_rows", "grad_out"),
-            ("key", "score_grads", "query_rows", "query"),
+            ("value", f"weights{kind}", f"grad_rows{kind}", "grad_out"),
+            ("key", f"score_grads{kind}", f"query_rows{kind}", "query"),
         ):
             row = self.field(f"{of}_sum_row")
             pointer = frame.pointer_field(self.arguments, f"{of}_sums")
@@ -310,10 +367,12 @@ class QueryBlockPass:
         e = self.e
         row = e.mul(first, e.lanes)
         count = e.sub(e.least(e.mul(stop, e.lanes), self.rows), row)
-        offset = e.add(e.mul(k, self.width), e.mul(first, e.vector_bytes))
-        for of in self._key_sums(kv_start):
+        kind, item = ("_narrow", 2) if self.frame.in_pairs else ("", e.real_bytes)
+        width = e.index(self.vectors * e.lanes * item)
+        offset = e.add(e.mul(k, width), e.mul(first, e.lanes * item))
+        for of in self._key_sums(kv_start, kind):
             held = e.at(of.left, offset), of.rows, e.at(of.sums, e.mul(k, of.row))
-            self.call("key_sums", *held, of.row, of.columns, keys, row, count, self.width)
+            self.call("key_sums", *held, of.row, of.columns, keys, row, count, width)
 
     def _add_seen_keys(self, kv_start: Value, count: Value) -> None:
         """Add each step of keys to dV and dK, for the vectors that may see it."""
@@ -363,7 +422,8 @@ class QueryBlockPass:
         here, to = e.at(rows.pointer, e.mul(kv_start, rows.row)), self.area[f"{name}_pairs"]
         size = e.mul(2, emit_round_to_chunks(e, dim))
         adjacent = b.icmp_signed("==", rows.element, e.index(2))
-        as_they_lie = b.and_(adjacent, b.icmp_signed("==", b.srem(dim, e.index(2)), e.index(0)))
+        rest = b.srem(dim, e.index(self.frame.elements_of_term))
+        as_they_lie = b.and_(adjacent, b.icmp_signed("==", rest, e.index(0)))
         with b.if_then(b.not_(as_they_lie), likely=False):
             wide, row = self._adjacent_rows(name, rows, kv_start, count)
             self.call("narrow", wide, row, dim, count, to)

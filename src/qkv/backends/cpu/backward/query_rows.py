@@ -35,8 +35,7 @@ def delta_function(frame: BackwardFrame) -> Value:
     with e.function("delta", [*[POINTER] * 3, INT64, INT64]) as (function, args):
         grad_out, out, delta, dim, width = args
 
-        number, _ = frame.product_terms(dim)
-        size = 2 if frame.in_pairs else 1
+        number, size = frame.number_of_terms(dim), frame.elements_of_term
 
         def add_element(d: Value, total: list[Value]) -> list[Value]:
             a, b = (e.load_vector(e.at(rows, e.mul(d, width))) for rows in (grad_out, out))
@@ -50,32 +49,49 @@ def delta_function(frame: BackwardFrame) -> Value:
     return function
 
 
-def pair_rows_function(frame: BackwardFrame) -> Value:
+def pair_rows_function(frame: BackwardFrame, *, finite: bool = False) -> Value:
     """Packs rows of bfloat16 in pairs: each lane then holds the elements of two neighbouring rows.
 
-    If the number of rows is odd, the last one is paired with zeros.
+    The last term is filled up with zeros, which follow the rows. If `finite`, elements that are not
+    become 0.
     """
-    e = frame.e
-    with e.function("pair", [POINTER, INT64, INT64, POINTER]) as (function, args):
+    e, factor = frame.e, frame.packed_pairs()
+    with e.function("pair_finite" if finite else "pair", [POINTER, INT64, INT64, POINTER]) as (
+        function,
+        args,
+    ):
         packed, dim, width, pairs = args
+        size = factor.elements // 2
 
         def pair_rows(p: Value, _: list[Value]) -> None:
-            first, to = e.at(packed, e.mul(p, 2, width)), e.at(pairs, e.mul(p, width))
+            first, to = (e.at(area, e.mul(p, n, width)) for area, n in ((packed, 2), (pairs, 1)))
 
             def pair_vectors(offset: Value, _: list[Value]) -> None:
-                both = [e.load_vector(e.at(first, n, offset)) for n in (e.index(0), width)]
-                e.store_vector(join_pairs(e, *both), e.at(to, offset))
+                rows = [
+                    e.load_vector(e.at(first, e.mul(width, n), offset)) for n in range(2 * size)
+                ]
+                if finite:
+                    rows = [frame.finite_part(row) for row in rows]
+                joined = [join_pairs(e, *rows[n : n + 2]) for n in range(0, 2 * size, 2)]
+                for n, row in enumerate(factor.packed_rows(joined)):
+                    e.store_vector(row, e.at(to, e.mul(width, n), offset))
 
             e.loop(0, width, e.vector_bytes, [], pair_vectors)
 
-        e.loop(0, frame.product_terms(dim)[0], 1, [], pair_rows)
+        number = e.mul(frame.number_of_terms(dim), size)
+        e.loop(0, number, size, [], pair_rows)
     return function
 
 
-def narrow_function(frame: BackwardFrame) -> Value:
-    """Makes bfloat16 of rows that were widened, in whole chunks; 0 behind the last element."""
+def narrow_function(frame: BackwardFrame, *, finite: bool = False) -> Value:
+    """Makes bfloat16 of rows that were widened, in whole chunks; 0 behind the last element.
+
+    If `finite`, elements that are not become 0.
+    """
     e = frame.e
-    with e.function("narrow", [POINTER, INT64, INT64, INT64, POINTER]) as (function, args):
+    with e.function(
+        "narrow_finite" if finite else "narrow", [POINTER, INT64, INT64, INT64, POINTER]
+    ) as (function, args):
         source, row, dim, count, target = args
         b, size = e.builder, e.mul(2, emit_round_to_chunks(e, dim))
 
@@ -88,6 +104,7 @@ def narrow_function(frame: BackwardFrame) -> Value:
                     at = e.at(start, e.mul(e.add(d, n), e.real_bytes))
                     there = e.first_lanes(e.sub(dim, e.add(d, n)))
                     x = e.load_vector(at, aligned=False)
+                    x = frame.finite_part(x) if finite else x
                     halves.append(b.select(there, x, e.const(0.0)))
                 e.store_vector(
                     b.bitcast(round_to_bfloat16(e, *map(e.as_bits, halves)), e.vector),

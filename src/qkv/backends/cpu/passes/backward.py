@@ -138,8 +138,9 @@ def backward_shape(problem: Problem, here: Host) -> TileShape:
         wide = here.shape_of(spec.compute_dtype)
         vectors = wide.block_q // shape.lanes
         return replace(
-            wide, lanes=shape.lanes, vectors=vectors, product="pairs", pairs_by=shape.pairs_by
-        )
+            wide, lanes=shape.lanes, vectors=vectors, product="pairs", pairs_by=shape.pairs_by,
+            quads=shape.quads,
+        )  # fmt: skip
     shape = replace(shape, chunks=0, value_tiles=0)
     return replace(shape, vectors=_VECTORS, q_blocks_per_task=_Q_BLOCKS_PER_TASK)
 

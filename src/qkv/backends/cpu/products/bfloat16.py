@@ -151,6 +151,12 @@ def join_pairs(e: Emitter, first: Value, second: Value) -> Value:
     return b.bitcast(b.shuffle_vector(both, both, e.shuffle_mask(order)), e.vector)
 
 
+def round_both(e: Emitter, first: Value, second: Value) -> Value:
+    """Two vectors of float32 rounded to bfloat16, one behind the other, as one vector of bits."""
+    both = round_to_bfloat16(e, e.as_bits(first), e.as_bits(second))
+    return e.builder.bitcast(both, e.vector)
+
+
 def round_to_bfloat16(e: Emitter, first: Value, second: Value) -> Value:
     """Two vectors of float32 as one of bfloat16, rounded to nearest, the first one in front."""
     if e.emulated:
@@ -164,6 +170,16 @@ def round_to_bfloat16(e: Emitter, first: Value, second: Value) -> Value:
         return b.shuffle_vector(*parts, e.shuffle_mask(range(CHUNK)))
     floats = e.as_floats(second), e.as_floats(first)
     return e.machine_intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", HALVES, *floats)
+
+
+def zip_chunks(e: Emitter, first: Value, second: Value) -> list[Value]:
+    """Elements of two chunks in pairs, those of the first half in one vector."""
+    b, halves = e.builder, [e.builder.bitcast(x, HALVES) for x in (first, second)]
+    orders = [[n + i * CHUNK for n in range(start, start + e.lanes) for i in range(2)]
+              for start in (0, e.lanes)]  # fmt: skip
+    return [
+        b.bitcast(b.shuffle_vector(*halves, e.shuffle_mask(order)), e.vector) for order in orders
+    ]
 
 
 def split_pairs(e: Emitter, pairs: Value) -> tuple[Value, Value]:

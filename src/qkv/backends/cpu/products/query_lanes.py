@@ -7,7 +7,7 @@ time, which is copied to all lanes. A row of a matrix *packed* for queries has `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -34,18 +34,37 @@ def store_vectors(e: Emitter, pointer: Value, values: Sequence[Value]) -> None:
 
 def _accumulate(
     e: Emitter,
-    elements: Sequence[Value],
+    factors: Iterable[Value],
     row: list[Value],
     totals: list[Value],
     multiply_add: MultiplyAdd = Emitter.fma,
 ) -> list[Value]:
     following = []
-    for i, pointer in enumerate(elements):
-        x = e.splat(e.load(pointer, e.real, e.real_bytes))
+    for i, x in enumerate(factors):
         following += [
             multiply_add(e, x, vector, totals[i * len(row) + j]) for j, vector in enumerate(row)
         ]
     return following
+
+
+def _in_all_lanes(e: Emitter, elements: Sequence[Value]) -> Iterator[Value]:
+    """The elements at some addresses, each one in every lane."""
+    for pointer in elements:
+        yield e.splat(e.load(pointer, e.real, e.real_bytes))
+
+
+def _neighbours_in_all_lanes(e: Emitter, first: Value, size: int) -> Iterable[Value]:
+    """The same of neighbouring elements.
+
+    Arm multiplies by any lane of a vector of 16 bytes. Of elements that are loaded one by one, LLVM
+    copies some to all lanes, which takes one of the units that multiply.
+    """
+    if e.vector_bytes != 16 or size % e.lanes:
+        return _in_all_lanes(e, [e.at(first, i * e.real_bytes) for i in range(size)])
+    starts = range(0, size, e.lanes)
+    vectors = [e.load_vector(e.at(first, i * e.real_bytes), aligned=False) for i in starts]
+    masks = [e.shuffle_mask([lane] * e.lanes) for lane in range(e.lanes)]
+    return [e.builder.shuffle_vector(vector, vector, mask) for vector in vectors for mask in masks]
 
 
 class SumOrder(NamedTuple):
@@ -64,7 +83,10 @@ class SumOrder(NamedTuple):
     """Bytes of a packed row, if only some of its vectors are multiplied."""
 
 
-_IN_ORDER = SumOrder()
+IN_ORDER = SumOrder()
+
+Tile = Callable[[Emitter, Sequence[Value], Value, int, Value, SumOrder], list[Value]]
+"""The products of some rows with a packed matrix, as `dot_tile` gives them."""
 
 
 def dot_tile(
@@ -85,7 +107,7 @@ def dot_tile(
         column = e.mul(d, e.real_bytes)
         elements = [e.at(row, column) for row in rows]
         row = vectors_at(e, packed, vectors, d, sums.width)
-        return _accumulate(e, elements, row, totals, multiply_add)
+        return _accumulate(e, _in_all_lanes(e, elements), row, totals, multiply_add)
 
     def round_totals(totals: list[Value]) -> list[Value]:
         return [b.fptrunc(total, e.vector) for total in totals] if wide else totals
@@ -99,14 +121,25 @@ def dot_tile(
         whole = e.round_down(count, chain)
         totals = e.loop(0, whole, chain, totals, lambda d, old: add_chain(d, e.add(d, chain), old))
         return round_totals(add_chain(whole, count, totals))
+    return round_totals(add_in_halves(e, count, totals, add_element, means_of_half))
+
+
+def add_in_halves(
+    e: Emitter,
+    count: Value,
+    totals: list[Value],
+    add_term: Callable[[Value, list[Value]], list[Value]],
+    means_of_half: MeansOfHalf | None,
+) -> list[Value]:
+    """Add `count` terms to the totals; after either half of them, subtract its means, if any."""
     if means_of_half is None:
-        return round_totals(e.loop(0, count, 1, totals, add_element))
+        return e.loop(0, count, 1, totals, add_term)
     for half, (start, stop) in enumerate(half_ranges(e, count)):
-        totals, means = e.loop(start, stop, 1, totals, add_element), means_of_half(half)
-        if wide:
-            means = [b.fpext(mean, total_type) for mean in means]
-        totals = [b.fsub(t, means[n % vectors]) for n, t in enumerate(totals)]
-    return round_totals(totals)
+        totals, means = e.loop(start, stop, 1, totals, add_term), means_of_half(half)
+        if means[0].type != totals[0].type:
+            means = [e.builder.fpext(mean, totals[0].type) for mean in means]
+        totals = [e.builder.fsub(t, means[n % len(means)]) for n, t in enumerate(totals)]
+    return totals
 
 
 def _multiply_add_wide(e: Emitter, x: Value, y: Value, total: Value) -> Value:
@@ -131,9 +164,10 @@ def dot_rows(
     keys: int,
     carried: list[Value],
     finish: Callable[[Value, list[Value], list[Value]], list[Value]],
-    sums: SumOrder = _IN_ORDER,
+    sums: SumOrder = IN_ORDER,
+    tile: Tile = dot_tile,
 ) -> list[Value]:
-    """`dot_tile` for all `count` rows, `keys` of them at a time.
+    """A tile for all `count` rows, `keys` of them at a time.
 
     `finish(k, products, carried)` is given the rows from k on, `vectors` products for each.
     """
@@ -141,7 +175,7 @@ def dot_rows(
     def multiply_rows(size: int) -> Callable[[Value, list[Value]], list[Value]]:
         def multiply_from(k: Value, carried: list[Value]) -> list[Value]:
             rows = [e.at(first_row, e.mul(e.add(k, i), row_stride)) for i in range(size)]
-            products = dot_tile(e, rows, packed, vectors, dim, sums)
+            products = tile(e, rows, packed, vectors, dim, sums)
             return finish(k, products, carried)
 
         return multiply_from
@@ -166,6 +200,7 @@ def combine_rows(
     columns: int,
     finish: Callable[[Value, list[Value]], None],
     width: Value | int = 0,
+    multiply_add: MultiplyAdd = Emitter.fma,
 ) -> None:
     """sum_k row[k][d] * packed[k][j] for all columns d, `columns` of them at a time.
 
@@ -177,8 +212,9 @@ def combine_rows(
 
         def add_row(k: Value, totals: list[Value]) -> list[Value]:
             row = e.at(start, e.mul(k, row_stride))
-            elements = [e.at(row, i * e.real_bytes) for i in range(size)]
-            return _accumulate(e, elements, vectors_at(e, packed, vectors, k, width), totals)
+            factors = _neighbours_in_all_lanes(e, row, size)
+            vectors_of_row = vectors_at(e, packed, vectors, k, width)
+            return _accumulate(e, factors, vectors_of_row, totals, multiply_add)
 
         return e.loop(0, count, 1, [e.const(0.0)] * (size * vectors), add_row)
 
