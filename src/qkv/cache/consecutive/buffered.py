@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
 from qkv.cache.arguments import Lengths, sequence_indices, shorter_lengths
 from qkv.cache.consecutive.buffer import RowBuffer
 from qkv.cache.encoding import encoding_of
-from qkv.cache.new_tokens import NewTokens, RowFormat, new_tokens
+from qkv.cache.new_tokens import Latest, NewTokens, RowFormat, new_tokens
 from qkv.cache.stored_rows import Rows, as_offset
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.process.forks import RenewedLock, on_one_torch_thread
@@ -57,6 +57,7 @@ class BufferedCache(ABC):
     def __init__(self, dtype: str | None) -> None:
         self._encoding = encoding_of(dtype)
         self._writing = RenewedLock()
+        self._latest = Latest()
         self.dtype = dtype
         self.reset()
 
@@ -105,11 +106,13 @@ class BufferedCache(ABC):
             )
         # Two threads that write behind the same tokens would mix their rows.
         with self._writing.lock:
-            self._require(stored)
+            if self._stored is not stored:
+                self._refuse_change_from(stored)
             held = stored.lengths.shape
             arrived = new_tokens(
-                key, value, new_lens, stored.row_format, held, self._encoding, stored.buffer, False
-            )
+                key, value, new_lens, stored.row_format, held, self._encoding, stored.buffer,
+                False, self._latest,
+            )  # fmt: skip
             batch_shape = arrived.new_lens.shape
             before = stored if held == batch_shape else stored.of_batch(batch_shape)
             self._check_room(before.lengths, arrived.new_lens)
@@ -191,17 +194,17 @@ class BufferedCache(ABC):
 
     def _replace(self, before: Stored, after: Stored) -> None:
         """Replace what the cache holds; an error if another thread has replaced it by now."""
-        self._require(before)
+        if self._stored is not before:
+            self._refuse_change_from(before)
         self._stored = after
 
-    def _require(self, before: Stored) -> None:
-        """An error if the cache holds something else by now."""
-        if self._stored is not before:
-            raise ArgumentError(
-                "another thread has changed the cache while this one did.",
-                [("lengths before", str(before.lengths)), ("now", str(self._stored.lengths))],
-                "Give each thread a fork of its own.",
-            )
+    def _refuse_change_from(self, before: Stored) -> NoReturn:
+        """The error where the cache holds something else by now."""
+        raise ArgumentError(
+            "another thread has changed the cache while this one did.",
+            [("lengths before", str(before.lengths)), ("now", str(self._stored.lengths))],
+            "Give each thread a fork of its own.",
+        )
 
 
 def nonempty(buffer: RowBuffer | None) -> RowBuffer:
