@@ -6,16 +6,33 @@ JAX arrays cannot be written to, so the rows of a JAX cache lie in NumPy arrays,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from qkv.arrays import library_of
 from qkv.errors import ArgumentError, UnsupportedError
 
-__all__ = ["Memory", "memory_with"]
+__all__ = ["Memory", "RowsOfAlike", "Views", "memory_with"]
+
+
+RowsOfAlike: TypeAlias = Callable[[Any, Any], tuple[Any, Any] | None]
+"""The rows of a key and a value, None if they are unlike those that it was made of."""
+
+
+class Views:
+    """NumPy views of the tensors of one cache, which take longer to make than a row to write."""
+
+    def __init__(self) -> None:
+        self.latest: tuple[list[int], list[Any]] = [], []
+        """Addresses of the tensors, and the views."""
+
+    def __reduce__(self) -> tuple[type[Views], tuple[()]]:
+        """A copy of the tensors has views of its own."""
+        return Views, ()
 
 
 class Memory(Protocol):
@@ -31,6 +48,11 @@ class Memory(Protocol):
         """
         ...
 
+    def rows_of_alike(self, key: Any, value: Any) -> RowsOfAlike | None:
+        """What `rows_of` gives for arrays that are like these two; None if torch or JAX has no
+        quick way to tell."""
+        ...
+
     def restored(self, rows: Any) -> Any:
         """Rows of this memory as an array of the library."""
         ...
@@ -39,8 +61,11 @@ class Memory(Protocol):
         """Memory of the dtype and on the device of `like`."""
         ...
 
-    def written(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """The arrays of one cache, or views of them, that rows can be assigned to."""
+    def written(self, arrays: Sequence[Any], known: Views) -> Sequence[Any]:
+        """The arrays of one cache, or views of them, that rows can be assigned to.
+
+        `known` keeps the views for the next time.
+        """
         ...
 
     def int8_with_scales(self, rows: Sequence[Any], offset: Any = None) -> list[tuple[Any, Any]]:
@@ -78,6 +103,23 @@ class HostMemory:
         """A view of an array of NumPy or JAX."""
         return library_of(array, role).view(array, role)
 
+    def rows_of_alike(self, key: Any, value: Any) -> RowsOfAlike | None:
+        """See `Memory`."""
+        if not type(key) is type(value) is np.ndarray:
+            return None
+        shape, of_value, dtype = key.shape, value.shape, key.dtype
+
+        def rows(key: Any, value: Any) -> tuple[Any, Any] | None:
+            is_alike = (
+                type(key) is type(value) is np.ndarray
+                and key.shape == shape
+                and value.shape == of_value
+                and key.dtype is value.dtype is dtype
+            )
+            return (key, value) if is_alike else None
+
+        return rows
+
     def restored(self, rows: Any) -> Any:
         """The array itself."""
         return rows
@@ -89,7 +131,7 @@ class HostMemory:
         except (MemoryError, ValueError) as error:
             raise too_large(shape, like.dtype.itemsize) from error
 
-    def written(self, arrays: Sequence[Any]) -> Sequence[Any]:
+    def written(self, arrays: Sequence[Any], known: Views) -> Sequence[Any]:
         """The arrays themselves."""
         return arrays
 
@@ -147,7 +189,10 @@ class TorchMemory:
         import torch
 
         from qkv.arrays.torch_arrays import check_dense, check_values
+        from qkv.bridges.torch.observers import follows
+        from qkv.bridges.torch.repeated.guards import gradient_guard
 
+        self.follows, self.gradient_guard = follows, gradient_guard
         self.torch, self.check_dense, self.check_values = torch, check_dense, check_values
         self.plain = torch.Tensor, torch.nn.Parameter
         self.library = library_of(torch.empty(0), "rows")
@@ -165,6 +210,25 @@ class TorchMemory:
                 "Call it under torch.no_grad(), or train without a cache.",
             )
         return self.library.view(array, role) if is_on_host else array.detach()
+
+    def rows_of_alike(self, key: Any, value: Any) -> RowsOfAlike | None:
+        """See `Memory`."""
+        if key is value or key.requires_grad or value.requires_grad or not self._is_on_host(key):
+            return None
+        if not type(key) is type(value) is self.torch.Tensor:
+            return None
+        are_alike, follows = self.gradient_guard(key, value), self.follows
+        view: Callable[[Any], Any] = self.torch.Tensor.numpy
+        if key.dtype is self.torch.bfloat16:
+            view = partial(self.library.view, role="rows")
+
+        def rows(key: Any, value: Any) -> tuple[Any, Any] | None:
+            if follows() or not are_alike(key, value):
+                return None
+            # Memory that has been freed is refused where tokens are checked.
+            return (view(key), view(value)) if key.data_ptr() and value.data_ptr() else None
+
+        return rows
 
     def restored(self, rows: Any) -> Any:
         """A tensor."""
@@ -188,12 +252,18 @@ class TorchMemory:
         """Whether NumPy can have a view; a tensor that stands for one in a trace has none."""
         return type(array) in self.plain and array.is_cpu
 
-    def written(self, arrays: Sequence[Any]) -> Sequence[Any]:
+    def written(self, arrays: Sequence[Any], known: Views) -> Sequence[Any]:
         """Views of tensors in main memory; torch is told that their derivatives may be stale."""
         if not self._is_on_host(arrays[0]):
             return arrays
         self.torch.autograd.graph.increment_version(arrays)
-        return [self.library.view(array, "rows") for array in arrays]
+        addresses = [array.data_ptr() for array in arrays]
+        # `share_memory_` moves tensors, and views then point at freed memory.
+        seen, views = known.latest
+        if seen != addresses:
+            views = [self.library.view(array, "rows") for array in arrays]
+            known.latest = addresses, views
+        return views
 
     def mean_of_rows(self, rows: Any, counts: Any, fewest: int) -> Any:
         """See `Memory`."""

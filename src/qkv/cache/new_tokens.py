@@ -11,10 +11,10 @@ import numpy as np
 from qkv.arrays import kind_of, library_of
 from qkv.cache.arguments import Lengths, whole_numbers
 from qkv.cache.encoding import Encoding
-from qkv.cache.memory import memory_with
+from qkv.cache.memory import Memory, RowsOfAlike, memory_with
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 
-__all__ = ["NewTokens", "RowFormat", "new_tokens"]
+__all__ = ["Latest", "NewTokens", "RowFormat", "new_tokens"]
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
@@ -88,6 +88,49 @@ class NewTokens(NamedTuple):
     new_lens: Lengths
 
 
+_MOST_ATTEMPTS = 16
+"""How often it is noted what tokens of one cache are like. Where strides change with each token,
+to note them takes longer than to check them."""
+
+
+class Latest:
+    """What the tokens that came last were like. More like them are not checked again."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[Any, ...] = ()
+        self._attempts = 0
+        self._known: tuple[RowFormat, Memory, RowsOfAlike, Lengths] | None = None
+
+    def __reduce__(self) -> tuple[type[Latest], tuple[()]]:
+        """A copy of a cache sees its tokens for itself."""
+        return Latest, ()
+
+    def alike(
+        self, key: Any, value: Any, first: RowFormat | None, held: tuple[int, ...]
+    ) -> tuple[RowFormat, Memory, tuple[Any, Any], Lengths] | None:
+        """Their format, memory, rows and numbers, None if they have to be checked."""
+        known = self._known
+        if known is None:
+            return None
+        row_format, memory, rows_of, counts = known
+        if row_format is not first or counts.shape != held:
+            return None
+        rows = rows_of(key, value)
+        return None if rows is None else (row_format, memory, rows, counts)
+
+    def note(self, key: Any, value: Any, row_format: RowFormat, memory: Memory) -> None:
+        """Remember tokens that were checked, if they are the second of their kind."""
+        seen = key.shape, value.shape, row_format
+        if self._seen != seen or self._attempts == _MOST_ATTEMPTS:
+            self._seen = seen
+            return
+        self._attempts += 1
+        rows_of = memory.rows_of_alike(key, value)
+        if rows_of is not None:
+            counts = np.full(row_format.batch_shape, key.shape[-2], np.int64)
+            self._known = row_format, memory, rows_of, counts
+
+
 class Holds(Protocol):
     """Rows that came before, and what the encoding takes from the keys that join them."""
 
@@ -104,12 +147,19 @@ def new_tokens(
     encoding: Encoding,
     holds: Holds | None,
     batched: bool,
+    latest: Latest,
 ) -> NewTokens:
     """New rows, checked against those that came `first` and encoded to join what a cache `holds`.
 
     `held` are the batch dimensions of the sequences that are there, empty if there are none.
     `batched` asks for exactly four dimensions.
     """
+    alike = latest.alike(key, value, first, held) if new_lens is None else None
+    if alike is not None and holds is not None:
+        like_first, memory, rows, counts = alike
+        offset = holds.key_offset
+        keys, values = encoding.encode(*rows, memory, offset)
+        return NewTokens(like_first, (*keys, *values), len(keys), offset, counts)
     library = of_value = library_of(key, "key").name
     if type(value) is not type(key):
         of_value = library_of(value, "value").name
@@ -143,6 +193,7 @@ def new_tokens(
         offset = encoding.key_offset(key_rows, memory, counts)
     else:
         offset = holds.key_offset
+        latest.note(key, value, row_format, memory)
     keys, values = encoding.encode(key_rows, value_rows, memory, offset)
     return NewTokens(row_format, (*keys, *values), len(keys), offset, counts)
 

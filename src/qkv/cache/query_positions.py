@@ -10,6 +10,7 @@ import qkv
 from qkv.arguments.readable_checks import as_array
 from qkv.arrays import kind_of
 from qkv.cache.arguments import Lengths
+from qkv.call.binding.bound import ARRAY_TYPES
 from qkv.errors import ShapeError
 from qkv.variants.masks.algebra import AllOf, AnyOf, Not
 
@@ -18,7 +19,9 @@ __all__ = ["check_row_count", "check_window", "q_len_of", "without_end"]
 
 def q_len_of(query: Any) -> int | None:
     """The number of rows of a query, None if it is no dense array of two or more dimensions."""
-    if kind_of(query) is None or getattr(query, "is_nested", False) or query.ndim < 2:
+    if type(query) not in ARRAY_TYPES and kind_of(query) is None:
+        return None
+    if getattr(query, "is_nested", False) or query.ndim < 2:
         return None
     return int(query.shape[-2])
 

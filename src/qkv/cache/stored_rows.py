@@ -49,6 +49,12 @@ class Part:
     masks: tuple[Any, ...]
     kv_offset: Any
 
+    def _attention(
+        self, query: Any, variants: tuple[Any, ...], options: OptionValues, return_lse: bool
+    ) -> Any:
+        """`qkv.attention` to these rows."""
+        return attention_of(query, self.key, self.value, variants, options, return_lse)
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Rows:
@@ -182,7 +188,7 @@ class Rows:
             places = _places(q_offset, part, own, at_end=at_end and len(self.parts) == 1)
             options = OptionValues(scale, "bhld", *places, backend)
             every, lse = (*own, *part.masks), return_lse or len(self.parts) > 1
-            partials.append(attention_of(query, part.key, part.value, every, options, lse))
+            partials.append(part._attention(query, every, options, lse))
         if len(partials) == 1:
             return partials[0]
         merged = qkv.merge(*partials)
@@ -198,8 +204,8 @@ class Rows:
         at_end = False
         # `attention` counts "end" in key rows; here they need not begin at position 0.
         if q_offset is None or (isinstance(q_offset, str) and q_offset == "end"):
-            bare = tuple([without_end(v) for v in variants])
-            if q_offset is None and all(map(is_, bare, variants)):
+            bare = tuple([without_end(v) for v in variants]) if variants else ()
+            if q_offset is None and (not variants or all(map(is_, bare, variants))):
                 if self.new is not None:
                     check_row_count(q_len, self.new)
                 return variants, self.q_offset, self._is_new_at_end

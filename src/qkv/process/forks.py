@@ -77,14 +77,16 @@ class RenewedLock:
 _renewed_locks: WeakSet[RenewedLock] = WeakSet()
 
 
-def _renew_locks() -> None:
+def _begin_in_child() -> None:
+    global _is_fork
+    _is_fork = True
     # Another thread of the parent process may have held the old ones.
     for renewed in list(_renewed_locks):
         renewed.lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_locks)
+    os.register_at_fork(after_in_child=_begin_in_child)
 
 
 alone_in_llvm = ForkLock()
@@ -102,8 +104,8 @@ def _began_as_fork() -> bool:
     return multiprocessing.get_start_method(allow_none=True) in (None, "fork")
 
 
-_FIRST_PROCESS = os.getpid()
-_BEGAN_AS_FORK = _began_as_fork()
+_is_fork = _began_as_fork()
+"""To ask the system for the number of the process takes longer than to write a row."""
 
 
 def is_forked() -> bool:
@@ -111,7 +113,7 @@ def is_forked() -> bool:
 
     Libraries do not notice that these are gone, and would wait for them for ever.
     """
-    return _BEGAN_AS_FORK or os.getpid() != _FIRST_PROCESS
+    return _is_fork
 
 
 def on_one_torch_thread(function: Callable[P, R]) -> Callable[P, R]:

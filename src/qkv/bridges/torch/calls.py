@@ -11,14 +11,14 @@ from qkv.bridges.learnable import with_scale
 from qkv.bridges.torch import compiled, eager
 from qkv.bridges.torch.compiled import merge_in_graph
 from qkv.bridges.torch.operands import LIBRARY, PLAIN, is_tracked
-from qkv.bridges.torch.repeated.prepared import run_alike, run_prepared
+from qkv.bridges.torch.repeated.prepared import run_alike, run_prepared, run_step_over
 from qkv.bridges.torch.score_mods import begins_in_the_bridge
 from qkv.call.binding.bound import bind
 from qkv.call.binding.options import OptionValues
 from qkv.call.repeated.cache import CALLS
 from qkv.errors import QkvError
 
-__all__ = ["PLAIN", "attention", "merge_in_graph", "run_alike"]
+__all__ = ["PLAIN", "attention", "merge_in_graph", "run_alike", "step_over"]
 
 
 def attention(
@@ -46,6 +46,25 @@ def attention(
         return eager.attention(bound, variants, return_lse)
     except QkvError as error:
         raise error.with_action(LIBRARY.in_words(error.action)) from None
+
+
+def step_over(
+    query: Any,
+    key: Any,
+    value: Any,
+    span: tuple[int, int],
+    variants: tuple[Any, ...],
+    options: OptionValues,
+    return_lse: bool,
+) -> Any:
+    """`attention` to the keys from the first of `span` to before the second, if a decoding step is
+    prepared for it; else None. Views of them are not needed, and take longer than a short step.
+    """
+    if torch.compiler.is_dynamo_compiling() or isinstance(options.scale, Tensor):
+        return None
+    bound = bind(query, key, value, variants, options)
+    entry = CALLS.entry(bound.structure)
+    return None if entry is None else run_step_over(entry, bound, span, return_lse)
 
 
 def _is_learned(scale: Tensor, query: Any) -> bool:

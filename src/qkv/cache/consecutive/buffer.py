@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from qkv.bridges import bridge_of
 from qkv.cache.arguments import Lengths
 from qkv.cache.encoding import Encoding
-from qkv.cache.memory import memory_with
+from qkv.cache.memory import Views, memory_with
 from qkv.cache.new_tokens import NewTokens
+from qkv.cache.stored_rows import Part
+from qkv.call.binding.options import OptionValues
 
-__all__ = ["RowBuffer"]
+__all__ = ["BufferPart", "RowBuffer"]
 
 
 @dataclass(slots=True)
@@ -38,6 +41,7 @@ class RowBuffer:
     key_offset: Any
     axis: int
     library: str
+    _views: Views = field(default_factory=Views, init=False, repr=False, compare=False)
 
     @classmethod
     def like(cls, new_tokens: NewTokens, capacity: int) -> RowBuffer:
@@ -69,7 +73,7 @@ class RowBuffer:
 
     def write(self, new_tokens: NewTokens, start: Lengths, counts: Lengths) -> None:
         """Put the first `counts` of the new rows at row `start` of each sequence."""
-        stored = memory_with(self.library).written(self.arrays)
+        stored = memory_with(self.library).written(self.arrays, self._views)
         _copy(stored, new_tokens.arrays, _runs(start, None, counts), self.axis)
 
     def read(self, start: int, stop: int, encoding: Encoding) -> tuple[Any, Any]:
@@ -78,6 +82,20 @@ class RowBuffer:
         stored = tuple([a[index] for a in self.arrays])
         key, value = stored[: self.of_key], stored[self.of_key :]
         return encoding.decode(key, self.key_offset), encoding.decode(value, None)
+
+    def part(
+        self,
+        start: int,
+        stop: int,
+        encoding: Encoding,
+        masks: tuple[Any, ...],
+        kv_offset: Any,
+    ) -> Part:
+        """The same rows with masks, from which position on they are."""
+        if self.library == "torch" and len(self.arrays) == 2:
+            key, value = self.arrays
+            return BufferPart.of((key, value), (start, stop), masks, kv_offset)
+        return Part(*self.read(start, stop, encoding), masks, kv_offset)
 
     def reordered(self, indices: Lengths) -> RowBuffer:
         """A copy in which sequence i is what sequence `indices[i]` of the first dimension was."""
@@ -99,6 +117,56 @@ class RowBuffer:
             new[...] = old
             arrays.append(new)
         return replace(self, arrays=tuple(arrays))
+
+
+class BufferPart(Part):
+    """Rows of two tensors, views of which are made when somebody asks for key or value.
+
+    torch takes longer for that than attention to a few keys takes.
+    """
+
+    __slots__ = ("_span", "_whole")
+
+    _whole: tuple[Any, Any]
+    """The tensors of all keys and of all values."""
+    _span: tuple[int, int]
+    """The first row, and the one behind the last."""
+
+    @classmethod
+    def of(
+        cls,
+        whole: tuple[Any, Any],
+        span: tuple[int, int],
+        masks: tuple[Any, ...],
+        kv_offset: Any,
+    ) -> BufferPart:
+        """The rows of `span` with these masks."""
+        part, put = object.__new__(cls), object.__setattr__
+        put(part, "_whole", whole)
+        put(part, "_span", span)
+        put(part, "masks", masks)
+        put(part, "kv_offset", kv_offset)
+        return part
+
+    def __getattr__(self, name: str) -> Any:
+        """Key or value, for which Python comes here as long as they have not been made."""
+        if name not in ("key", "value"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
+        start, stop = self._span
+        rows = self._whole[name == "value"].narrow(-2, start, stop - start)
+        object.__setattr__(self, name, rows)
+        return rows
+
+    def _attention(
+        self, query: Any, variants: tuple[Any, ...], options: OptionValues, return_lse: bool
+    ) -> Any:
+        whole = getattr(self, "_whole", None)  # A copy with other fields has none.
+        if whole is not None and type(query) is type(whole[0]):
+            step_over = bridge_of(type(query)).step_over
+            results = step_over(query, *whole, self._span, variants, options, return_lse)
+            if results is not None:
+                return results
+        return super()._attention(query, variants, options, return_lse)
 
 
 def _room(like: Any, axis: int, capacity: int, library: str) -> Any:
@@ -124,8 +192,9 @@ def _runs(target: Lengths | None, source: Lengths | None, counts: Lengths) -> li
     None stands for row 0 of all.
     """
     if counts.size == 1:
-        places = [0 if each is None else each.item() for each in (target, source, counts)]
-        return [_Run((), *places)]
+        to_row = 0 if target is None else target.item()
+        from_row = 0 if source is None else source.item()
+        return [_Run((), to_row, from_row, counts.item())]
     numbers = [
         [0] * counts.size if each is None else each.ravel().tolist()
         for each in (target, source, counts)
@@ -142,7 +211,8 @@ def _copy(targets: Sequence[Any], sources: Sequence[Any], runs: list[_Run], axis
     for sequence, target, source, length in runs:
         prefix = (*sequence, *(slice(None),) * (axis - len(sequence)))
         place = (*prefix, slice(target, target + length))
+        is_part = sequence or length != sources[0].shape[axis]
         for written, rows in zip(targets, sources, strict=True):
-            if sequence or length != rows.shape[axis]:
+            if is_part:
                 rows = rows[(*prefix, slice(source, source + length))]
             written[place] = rows

@@ -10,7 +10,7 @@ import numpy as np
 from qkv.cache.arguments import Lengths, require_unchanged, sequence_indices, shorter_lengths
 from qkv.cache.consecutive.buffer import RowBuffer
 from qkv.cache.encoding import encoding_of
-from qkv.cache.new_tokens import NewTokens, RowFormat, new_tokens
+from qkv.cache.new_tokens import Latest, NewTokens, RowFormat, new_tokens
 from qkv.cache.stored_rows import Rows, as_offset
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.process.forks import RenewedLock, on_one_torch_thread
@@ -57,6 +57,7 @@ class BufferedCache(ABC):
     def __init__(self, dtype: str | None) -> None:
         self._encoding = encoding_of(dtype)
         self._writing = RenewedLock()
+        self._latest = Latest()
         self.dtype = dtype
         self.reset()
 
@@ -108,8 +109,9 @@ class BufferedCache(ABC):
             require_unchanged(stored, self._stored)
             held = stored.lengths.shape
             arrived = new_tokens(
-                key, value, new_lens, stored.row_format, held, self._encoding, stored.buffer, False
-            )
+                key, value, new_lens, stored.row_format, held, self._encoding, stored.buffer,
+                False, self._latest,
+            )  # fmt: skip
             batch_shape = arrived.new_lens.shape
             before = stored if held == batch_shape else stored.of_batch(batch_shape)
             self._check_room(before.lengths, arrived.new_lens)

@@ -10,7 +10,7 @@ from qkv.cache.arguments import MOST_ROWS, Lengths, longest
 from qkv.cache.consecutive.buffer import RowBuffer
 from qkv.cache.consecutive.buffered import BufferedCache, Stored, nonempty
 from qkv.cache.new_tokens import NewTokens
-from qkv.cache.stored_rows import Part, Rows, as_offset
+from qkv.cache.stored_rows import Rows, as_offset
 from qkv.errors import ShapeError
 
 __all__ = ["ContiguousCache"]
@@ -86,8 +86,7 @@ class ContiguousCache(BufferedCache):
     def _rows(self, stored: Stored, before: Lengths, new: int | None, *, at_end: bool) -> Rows:
         after = stored.lengths
         stop = longest(after)
-        key, value = nonempty(stored.buffer).read(0, stop, self._encoding)
         same_length = after.size == 1 or bool((after == stop).all())
         masks: tuple[Any, ...] = () if same_length else (qkv.KeyLengths(after.copy()),)
-        part = Part(key, value, masks, 0)
+        part = nonempty(stored.buffer).part(0, stop, self._encoding, masks, 0)
         return Rows((part,), as_offset(before), new, _is_new_at_end=at_end)

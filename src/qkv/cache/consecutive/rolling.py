@@ -12,7 +12,7 @@ from qkv.cache.arguments import MOST_ROWS, Lengths, longest
 from qkv.cache.consecutive.buffer import RowBuffer
 from qkv.cache.consecutive.buffered import BufferedCache, Stored, nonempty
 from qkv.cache.new_tokens import NewTokens
-from qkv.cache.stored_rows import Part, Rows, as_offset
+from qkv.cache.stored_rows import Rows, as_offset
 from qkv.errors import ArgumentError
 
 __all__ = ["RollingCache"]
@@ -109,15 +109,14 @@ class RollingCache(BufferedCache):
         start = _smallest(self._oldest(before) - origin)
         stop = max(start, longest(after - origin))
         kv_offset = origin + start
-        key, value = nonempty(stored.buffer).read(start, stop, self._encoding)
+        buffer, encoding = nonempty(stored.buffer), self._encoding
         masks: list[Any] = [self._mask(_smallest(kv_offset))]
         if (after - kv_offset != stop - start).any():
             masks.append(qkv.KeyLengths(after - kv_offset))
-        parts = [Part(key, value, tuple(masks), as_offset(kv_offset))]
+        parts = [buffer.part(start, stop, encoding, tuple(masks), as_offset(kv_offset))]
         if stored.first is not None and kv_offset.any():
-            key, value = stored.first.read(0, self.sinks, self._encoding)
             before_others = qkv.KeyLengths(np.minimum(self.sinks, kv_offset))
-            parts.insert(0, Part(key, value, (before_others,), 0))
+            parts.insert(0, stored.first.part(0, self.sinks, encoding, (before_others,), 0))
         return Rows(tuple(parts), as_offset(before), new, self.window, at_end)
 
     def _mask(self, first: int) -> qkv.MaskVariant:

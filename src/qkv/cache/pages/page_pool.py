@@ -20,8 +20,8 @@ import numpy as np
 
 from qkv.cache.arguments import Lengths, longest, require_unchanged
 from qkv.cache.encoding import Encoding
-from qkv.cache.memory import memory_with
-from qkv.cache.new_tokens import NewTokens, RowFormat
+from qkv.cache.memory import Views, memory_with
+from qkv.cache.new_tokens import Latest, NewTokens, RowFormat
 from qkv.cache.pages.allocator import PageAllocator
 from qkv.errors import UnsupportedError
 from qkv.problem.stored_rows import Paged
@@ -114,6 +114,7 @@ class PagePool:
     encoding : Encoding
     allocator : PageAllocator
     storage : Storage
+    latest : Latest
     """
 
     def __init__(self, page_size: int, num_pages: int | None, encoding: Encoding) -> None:
@@ -125,6 +126,7 @@ class PagePool:
 
     def _without_holders(self, num_pages: int) -> None:
         self.allocator = PageAllocator(num_pages)
+        self.latest, self._views = Latest(), Views()
         self._exclusive = RenewedLock()
         self._holders: dict[int, Holder] = {}
         # The interpreter appends to it when a cache is collected, wherever its thread is then.
@@ -286,7 +288,9 @@ class PagePool:
         An entry `(page, row, sequence, token)` of numbers, or of arrays of them, names a row of a
         page, and the new row that goes there.
         """
-        stored = memory_with(new_tokens.row_format.library).written(self.storage.arrays)
+        stored = memory_with(new_tokens.row_format.library).written(
+            self.storage.arrays, self._views
+        )
         for target, source in zip(stored, new_tokens.arrays, strict=True):
             for page, row, sequence, token in entries:
                 target[page, :, row] = source[sequence, :, token]

@@ -173,8 +173,9 @@ class PagedCache:
             first = first.with_batch(_batch_size(key))
         holds = None if first is None else storage
         return new_tokens(
-            key, value, new_lens, first, held.lengths.shape, self._pool.encoding, holds, True
-        )
+            key, value, new_lens, first, held.lengths.shape, self._pool.encoding, holds,
+            True, self._pool.latest,
+        )  # fmt: skip
 
     def truncate(self, lengths: Any) -> None:
         """Forget all tokens but the first `lengths` of each sequence, and release their pages.

@@ -24,7 +24,7 @@ from qkv.call.repeated.forms import Views, form_of, has_form, heads_first
 from qkv.call.repeated.stored_steps import stored_step
 from qkv.errors import QkvError
 
-__all__ = ["run_alike", "run_prepared", "step_of"]
+__all__ = ["run_alike", "run_prepared", "run_step_over", "step_of"]
 
 
 def run_prepared(entry: Entry, bound: BoundCall, rows: bool) -> Any:
@@ -58,6 +58,18 @@ def run_prepared(entry: Entry, bound: BoundCall, rows: bool) -> Any:
             return run.compute(bound, read, rows)
         results = None if wanted else run_known(prepared, seen, views, rows)
         return None if results is None else _tensors(results, seen)
+
+
+def run_step_over(entry: Entry, bound: BoundCall, span: tuple[int, int], rows: bool) -> Any:
+    """The same for a decoding step over the keys of `span`; None if it is not the latest run."""
+    run: Run | None = entry.first_of_tensors
+    read = bound.read_in_place
+    if type(run) is not Step or looks_on() or not _fits(run, bound, read):
+        return None
+    results = run.compute(bound, read, rows, span)
+    if results is not None:
+        run.common.prepared.used = CALLS.clock
+    return results
 
 
 def run_alike(prepared: PreparedCall, bound: BoundCall, rows: bool) -> Any:

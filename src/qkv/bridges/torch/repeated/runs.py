@@ -107,10 +107,20 @@ class Step(NamedTuple):
     empty_rows_first: Empty
     lengths: tuple[Any, ...] | None
 
-    def compute(self, bound: BoundCall, read: Sequence[Any], rows: bool) -> Any:
-        """See `OnePass`."""
+    def compute(
+        self,
+        bound: BoundCall,
+        read: Sequence[Any],
+        rows: bool,
+        span: tuple[int, int] | None = None,
+    ) -> Any:
+        """See `OnePass`. `span` says from which key to before which one, if not all are meant."""
         common, run, brief_keys, q_len, empty_out, empty_lse, _, lengths = self
         layouts = _layouts(read)
+        if span is not None:
+            of_query, to_query, of_key, to_key, of_value, *more = layouts
+            of_key, of_value = _between(of_key, span), _between(of_value, span)
+            layouts = of_query, to_query, of_key, to_key, of_value, *more
         kv_len = layouts[2][-2]
         if q_len == kv_len:  # Then the positions may be left out, which is another call.
             return None
@@ -127,6 +137,8 @@ class Step(NamedTuple):
         out = empty_out()
         lse = empty_lse() if rows else None
         addresses = _addresses(read, out, lse)
+        if span is not None and span[0]:
+            addresses = _addresses_from(addresses, read, span[0])
         for table in tables:  # They follow in memory without gaps.
             addresses = (*addresses, quick_address_of(table))
             layouts = (*layouts, table.shape, (1,))
@@ -267,3 +279,21 @@ def _layouts(read: Sequence[Tensor]) -> tuple[Sequence[int], ...]:
     for array in arrays:
         layouts = (*layouts, array.shape, array.stride())
     return layouts
+
+
+def _between(sizes: Sequence[int], span: tuple[int, int]) -> tuple[int, ...]:
+    """The sizes of the rows of `span`."""
+    of_all = list(sizes)
+    of_all[-2] = span[1] - span[0]
+    return tuple(of_all)
+
+
+def _addresses_from(
+    addresses: tuple[int, ...], read: Sequence[Tensor], start: int
+) -> tuple[int, ...]:
+    """The same for keys and values from `start`; memory that has been freed stays at 0."""
+    query, key, value, *more = addresses
+    if key and value:
+        key += start * read[1].stride(-2) * read[1].itemsize
+        value += start * read[2].stride(-2) * read[2].itemsize
+    return (query, key, value, *more)
