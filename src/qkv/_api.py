@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import numpy as np
 
@@ -28,7 +28,37 @@ if TYPE_CHECKING:
 
 __all__ = ["attention", "attention_of", "inspect", "merge", "plan"]
 
+Array = TypeVar("Array")
+"""The type of the query, of which the output is one too. The lse of 16-bit queries is wider."""
 
+
+@overload
+def attention(
+    query: Array,
+    key: Any,
+    value: Any,
+    *variants: Any,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Array: ...
+@overload
+def attention(
+    query: Array,
+    key: Any,
+    value: Any,
+    *variants: Any,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Array, Any]: ...
+@overload
+def attention(
+    query: Array,
+    key: Any,
+    value: Any,
+    *variants: Any,
+    return_lse: bool,
+    **options: Unpack[Options],
+) -> Array | tuple[Array, Any]: ...
 @with_options
 def attention(
     query: Any,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, get_overloads, get_type_hints
 
 import numpy as np
 import pytest
@@ -174,3 +174,14 @@ def test_what_is_declared_otherwise_is_refused(given: dict[str, Any]) -> None:
 def test_bindings_of_python_stay_its_own() -> None:
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'size'"):
         some()  # type: ignore[call-arg]  # a user's mistake
+
+
+def test_type_checkers_are_told_that_the_output_is_what_the_query_is() -> None:
+    alone, with_lse, either = [get_type_hints(each) for each in get_overloads(qkv.attention)]
+    array = alone["query"]
+    assert isinstance(array, TypeVar)
+    assert alone["return"] is array
+    assert with_lse["return"] == tuple[array, Any]
+    assert either["return"] == array | tuple[array, Any]
+    for each in (alone, with_lse, either):
+        assert list(each) == list(get_type_hints(qkv.attention))

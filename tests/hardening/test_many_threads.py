@@ -256,7 +256,10 @@ def test_everything_is_forgotten_while_a_call_is_looked_up(monkeypatch: pytest.M
 def test_everything_is_forgotten_while_an_old_call_is_dropped(
     watched: Any, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    """It is gone then. The old one is the only one that is interrupted where it is looked up."""
+    """It is gone then. The old one is the only one that is interrupted where it is looked up.
+
+    From Python 3.14 on tuples keep their hashes, so that nothing of a variant runs there.
+    """
     x = normal(1, 1, 17, 2, seed=0)
     for _ in range(2):
         qkv.attention(x, x, x, Halved())
@@ -268,7 +271,9 @@ def test_everything_is_forgotten_while_an_old_call_is_dropped(
         if interruption.threads:
             break
     assert watched.prepared("forward") > 1000
-    interruption.threads[0].join()
+    assert len(interruption.threads) == (sys.version_info < (3, 14))
+    for thread in interruption.threads:
+        thread.join()
     near_definition(17, 2, seed=1)
 
 

@@ -182,7 +182,7 @@ class _Ring:
         sinks, others = unflatten(self.tree, iter(leaves).__next__)
         # Sinks belong to the whole, so that one step has them.
         variants = others + (sinks if isinstance(number, int) else ())
-        return attention(  # type: ignore[no-any-return]
+        return attention(
             query, key, value, *variants,
             scale=self.scale, q_offset=own * query.shape[-2],
             kv_offset=owner * key.shape[-2], return_lse=True,
