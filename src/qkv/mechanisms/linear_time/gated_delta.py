@@ -256,7 +256,7 @@ class GatedDelta(RecurrentMechanism):
         """
         require_silu(module)
         names = ("in_proj_qkvz", "in_proj_ba", "conv1d", "dt_bias", "A_log", "norm", "out_proj")
-        return cls.of_module(
+        return cls._of_module(
             module,
             names,
             module.hidden_size,

@@ -234,7 +234,7 @@ class Mamba(RecurrentMechanism):
         """
         require_silu(module)
         names = ("in_proj", "conv1d", "x_proj", "dt_proj", "A_log", "D", "out_proj")
-        return cls.of_module(
+        return cls._of_module(
             module,
             names,
             module.hidden_size,

@@ -267,7 +267,7 @@ class Mamba2(RecurrentMechanism):
         """
         require_silu(module)
         names = ("in_proj", "conv1d", "dt_bias", "A_log", "D", "norm", "out_proj")
-        return cls.of_module(
+        return cls._of_module(
             module,
             names,
             module.hidden_size,

@@ -127,7 +127,7 @@ class RecurrentMechanism(StatefulMechanism):
         return like(look.mixing(look.projected(given, look.initial_state(given))[0]), x)
 
     @classmethod
-    def of_module(cls, module: Any, names: Sequence[str], *sizes: Any, **options: Any) -> Self:
+    def _of_module(cls, module: Any, names: Sequence[str], *sizes: Any, **options: Any) -> Self:
         """The mechanism with the weights of those names, compared on random input.
 
         Parameters
