@@ -11,14 +11,14 @@ from qkv.bridges.learnable import with_scale
 from qkv.bridges.torch import compiled, eager
 from qkv.bridges.torch.compiled import merge_in_graph
 from qkv.bridges.torch.operands import LIBRARY, PLAIN, is_tracked
-from qkv.bridges.torch.repeated.prepared import run_alike, run_prepared, run_step_over
+from qkv.bridges.torch.repeated.prepared import run_alike, run_prepared, run_step_of_span
 from qkv.bridges.torch.score_mods import begins_in_the_bridge
 from qkv.call.binding.bound import bind
 from qkv.call.binding.options import OptionValues
 from qkv.call.repeated.cache import CALLS
 from qkv.errors import QkvError
 
-__all__ = ["PLAIN", "attention", "merge_in_graph", "run_alike", "step_over"]
+__all__ = ["PLAIN", "attention", "attention_to_span", "merge_in_graph", "run_alike"]
 
 
 def attention(
@@ -48,7 +48,7 @@ def attention(
         raise error.with_action(LIBRARY.in_words(error.action)) from None
 
 
-def step_over(
+def attention_to_span(
     query: Any,
     key: Any,
     value: Any,
@@ -64,7 +64,7 @@ def step_over(
         return None
     bound = bind(query, key, value, variants, options)
     entry = CALLS.entry(bound.structure)
-    return None if entry is None else run_step_over(entry, bound, span, return_lse)
+    return None if entry is None else run_step_of_span(entry, bound, span, return_lse)
 
 
 def _is_learned(scale: Tensor, query: Any) -> bool:

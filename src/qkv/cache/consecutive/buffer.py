@@ -162,8 +162,8 @@ class BufferPart(Part):
     ) -> Any:
         whole = getattr(self, "_whole", None)  # A copy with other fields has none.
         if whole is not None and type(query) is type(whole[0]):
-            step_over = bridge_of(type(query)).step_over
-            results = step_over(query, *whole, self._span, variants, options, return_lse)
+            attention_to_span = bridge_of(type(query)).attention_to_span
+            results = attention_to_span(query, *whole, self._span, variants, options, return_lse)
             if results is not None:
                 return results
         return super()._attention(query, variants, options, return_lse)

@@ -24,7 +24,7 @@ from qkv.call.repeated.forms import Views, form_of, has_form, heads_first
 from qkv.call.repeated.stored_steps import stored_step
 from qkv.errors import QkvError
 
-__all__ = ["run_alike", "run_prepared", "run_step_over", "step_of"]
+__all__ = ["run_alike", "run_prepared", "run_step_of_span", "step_of"]
 
 
 def run_prepared(entry: Entry, bound: BoundCall, rows: bool) -> Any:
@@ -60,7 +60,7 @@ def run_prepared(entry: Entry, bound: BoundCall, rows: bool) -> Any:
         return None if results is None else _tensors(results, seen)
 
 
-def run_step_over(entry: Entry, bound: BoundCall, span: tuple[int, int], rows: bool) -> Any:
+def run_step_of_span(entry: Entry, bound: BoundCall, span: tuple[int, int], rows: bool) -> Any:
     """The same for a decoding step over the keys of `span`; None if it is not the latest run."""
     run: Run | None = entry.first_of_tensors
     read = bound.read_in_place
