@@ -102,6 +102,24 @@ class StructuredCode:
             phi.add_incoming(value, last)
         return results
 
+    def unrolled_loop(
+        self,
+        start: Value,
+        stop: Value,
+        times: int,
+        carried: Sequence[Value],
+        body: Callable[[Value, list[Value]], Sequence[Value]],
+    ) -> list[Value]:
+        """`loop` in steps of 1, `times` steps in one round as long as there are so many."""
+
+        def several(i: Value, carried: list[Value]) -> list[Value]:
+            for n in range(times):
+                carried = list(body(self.add(i, n), carried))
+            return carried
+
+        whole = self.add(start, self.round_down(self.sub(stop, start), times))
+        return self.loop(whole, stop, 1, self.loop(start, whole, times, carried, several), body)
+
     def find(self, count: Value, condition: Callable[[Value], Value]) -> Value:
         """The first i below `count` for which `condition(i)` holds, or `count` if none does."""
         b, before = self.builder, self.builder.block

@@ -1,6 +1,7 @@
 """The forward kernels: online softmax over blocks of keys, for many queries.
 
 kernel          the kernel for every dtype and machine
+tasks           its tasks: neighbouring blocks of queries, which share blocks of keys
 query_block     its work for one block of queries
 bf16_dot        the kernel for bfloat16 on machines that multiply pairs of it
 bf16_rows       rows of bfloat16: copied, packed, transposed
@@ -9,7 +10,7 @@ score_blocks    one block of queries with one block of keys, in bf16_dot
 boundary_blocks blocks that the boundary of a mask crosses, in `kernel`
 softmax         scores to weights: score mods, masks, row maximum and row sum
 products        S = Q K^T and O += P V for one block of keys, in `kernel`
-rows            queries packed; outputs and statistics unpacked
+rows            queries packed; keys and values copied; outputs and statistics unpacked
 frame           arguments, tasks and queries in lanes of all forward kernels
 layout          what calls must know of the kernels: what their code depends on, and their memory
 """

@@ -30,10 +30,11 @@ from qkv.backends.cpu.emit.emitter import Value
 from qkv.backends.cpu.emit.packing import all_finite_function, copy_rows_function
 from qkv.backends.cpu.forward.boundary_blocks import BoundaryBlocks
 from qkv.backends.cpu.forward.frame import ForwardFrame
-from qkv.backends.cpu.forward.layout import TASK, ForwardKey, skips_keys_within_blocks
-from qkv.backends.cpu.forward.query_block import query_block_function
-from qkv.backends.cpu.forward.rows import pack_function, unpack_function
+from qkv.backends.cpu.forward.layout import ForwardKey, skips_keys_within_blocks
+from qkv.backends.cpu.forward.query_block import query_block_functions
+from qkv.backends.cpu.forward.rows import hold_function, pack_function, unpack_function
 from qkv.backends.cpu.forward.softmax import softmax_function
+from qkv.backends.cpu.forward.tasks import task_function
 from qkv.problem.language.expressions import TRUE
 
 
@@ -52,18 +53,18 @@ def emit_forward(key: ForwardKey) -> str:
         functions["partial"] = softmax_function(frame, "partial", True)
     if masked or not frame.plain:
         functions["all_finite"] = all_finite_function(e)
+    functions["hold"] = hold_function(frame, functions)
     at_boundary = BoundaryBlocks(frame).attend if skips_keys_within_blocks(frame.mask) else None
-    attend_one, attend_many = (
-        query_block_function(frame, v, functions, at_boundary) for v in (1, frame.shape.vectors)
+    attend = task_function(
+        frame,
+        *(
+            query_block_functions(frame, vectors, functions, at_boundary)
+            for vectors in (1, frame.shape.vectors)
+        ),
     )
 
     def run_task(arguments: Value, number: Value, scratch: Value) -> None:
-        tasks, rows = frame.pointer_field(arguments, "tasks"), frame.field(arguments, "rows")
-        task = frame.record_at(tasks, number, TASK)
-        first_row = frame.record(task, TASK)[TASK.index("first_row")]
-        frame.call_for_rows(
-            e.sub(rows, first_row), attend_one, attend_many, [arguments, task, scratch]
-        )
+        e.builder.call(attend, [arguments, number, scratch])
 
     frame.emit_job(run_task)
     return str(e.module)

@@ -18,6 +18,9 @@ from qkv.problem.spec import Spec
 BLOCK_KV = 64
 """Number of keys whose scores are held at once, unless a kernel has another number of its own."""
 
+HEADER = 64
+"""Bytes for a few words before vectors, in the scratch memory of `ONLINE_SOFTMAX`."""
+
 PAIRS_BLOCK_KV = 256
 """The same for the kernel that multiplies pairs of bfloat16; a multiple of `CHUNK`."""
 
@@ -25,7 +28,7 @@ FIELDS = (
     *COMMON_FIELDS,
     *operand_fields("query", "key", "value"),
     "runs", "rows", "out", "unrounded", "lse", "lse_rest", "entropy", "max_score", "max_weight",
-    "copy_key", "copy_value", "sign", "q_blocks_per_task", "not_finite",
+    "copy_key", "copy_value", "sign", "q_blocks", "q_blocks_per_task", "not_finite",
 )  # fmt: skip
 """Words of the argument block. `scale` is not negative, because Q is packed times `sign`.
 Problems that share a kernel differ in `q_blocks_per_task`. `not_finite` becomes 1 if any output may
@@ -93,12 +96,12 @@ def skips_keys_within_blocks(mask: Node) -> bool:
 
 
 def scratch_bytes(spec: Spec, shape: TileShape) -> int:
-    """Memory of one worker: packed Q, O, P and the statistics; one block of K, V and tables."""
-    real_bytes = spec.compute_dtype.itemsize
-    rows = spec.head_dim + spec.v_head_dim + BLOCK_KV + STATS
-    copies = BLOCK_KV * (spec.head_dim + spec.v_head_dim)
+    """Memory of one worker: P, one block of K, V and tables; Q, O and statistics of each block."""
+    real_bytes, dims = spec.compute_dtype.itemsize, spec.head_dim + spec.v_head_dim
+    shared = BLOCK_KV * (shape.block_q + dims) * real_bytes + HEADER
+    own = (dims + STATS) * shape.block_q * real_bytes + HEADER
     transposed = transposed_bytes(spec, BLOCK_KV, shape.lanes * real_bytes)
-    return -(-((rows * shape.block_q + copies) * real_bytes + transposed) // 4096) * 4096
+    return -(-(shared + shape.q_blocks_per_task * own + transposed) // 4096) * 4096
 
 
 def _scratch_bytes_of_pairs(spec: Spec, shape: TileShape) -> int:

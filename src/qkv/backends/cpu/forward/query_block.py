@@ -1,59 +1,92 @@
-"""The work of the forward kernel for one block of queries: rows in, all runs of keys, output."""
+"""The work of the forward kernel for one block of queries: rows in, some keys at a time, output."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from llvmlite import ir
 
-from qkv.backends.cpu.emit.emitter import BIT, POINTER, Value
+from qkv.backends.cpu.emit.argument_block import WORD
+from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.forward.frame import ForwardFrame, ScoreVector
-from qkv.backends.cpu.forward.layout import BLOCK_KV, RUN, STATS, STATS_SUMS, TASK, StatsRow
+from qkv.backends.cpu.forward.layout import BLOCK_KV, HEADER, RUN, STATS, STATS_SUMS, TASK, StatsRow
 from qkv.backends.cpu.forward.products import (
     scores_function,
     selected_values_function,
     values_function,
 )
-from qkv.backends.cpu.forward.rows import rows_of_block
+from qkv.backends.cpu.forward.rows import is_copied
 from qkv.problem.language.expressions import TRUE
 
+NO_KEY = 2**62
+"""In the place of the number of the next key: there is none."""
 
-class _Areas(NamedTuple):
-    """Addresses in a worker's scratch memory, in this order, for one block of queries."""
 
-    packed: Value
-    total: Value
-    """The output, before it is divided by the row sums."""
+class Areas(NamedTuple):
+    """Addresses in a worker's scratch memory: of all blocks of queries of a task, and of one."""
+
+    held: Value
+    """Two words: the first of the keys that are copied, and the one after the last."""
     weights: Value
-    stats: Value
     key_copy: Value
     value_copy: Value
     transposed: Value
     """Tables of one block of keys."""
+    place: Value
+    """Two words: the number of the run that is read, and of the next key."""
+    packed: Value
+    total: Value
+    """The output, before it is divided by the row sums."""
+    stats: Value
 
 
-def _areas_of(frame: ForwardFrame, scratch: Value, head_dim: Value, v_head_dim: Value) -> _Areas:
+def areas_of(frame: ForwardFrame, arguments: Value, scratch: Value, number: Value) -> Areas:
+    """The areas of the task in `scratch`, and of its block of queries of this number."""
     e = frame.e
+    head_dim, v_head_dim, q_blocks = frame.words(
+        arguments, "head_dim", "v_head_dim", "q_blocks_per_task"
+    )
     row = frame.shape.vectors * e.vector_bytes
-    total = e.at(scratch, e.mul(head_dim, row))
-    weights = e.at(total, e.mul(v_head_dim, row))
-    stats = e.at(weights, BLOCK_KV * row)
-    key_copy = e.at(stats, STATS * row)
+    weights = e.at(scratch, HEADER)
+    key_copy = e.at(weights, BLOCK_KV * row)
     value_copy = e.at(key_copy, e.mul(head_dim, BLOCK_KV * e.real_bytes))
-    transposed = e.at(value_copy, e.mul(v_head_dim, BLOCK_KV * e.real_bytes))
-    return _Areas(scratch, total, weights, stats, key_copy, value_copy, transposed)
+    blocks = e.at(value_copy, e.mul(v_head_dim, BLOCK_KV * e.real_bytes))
+    size = e.add(e.mul(e.add(head_dim, v_head_dim), row), HEADER + STATS * row)
+    own = e.at(blocks, e.mul(number, size))
+    packed = e.at(own, HEADER)
+    total = e.at(packed, e.mul(head_dim, row))
+    stats = e.at(total, e.mul(v_head_dim, row))
+    transposed = e.at(blocks, e.mul(q_blocks, size))
+    return Areas(scratch, weights, key_copy, value_copy, transposed, own, packed, total, stats)
 
 
-def query_block_function(
+def next_key_of(e: Emitter, area: Areas) -> Value:
+    """The number of the next key of a block of queries."""
+    return e.load(e.at(area.place, WORD), INT64, WORD)
+
+
+class QueryBlockFunctions(NamedTuple):
+    """Functions `(arguments, task, scratch, number)` of one block of queries of a task."""
+
+    begin: Value
+    """Its queries are packed."""
+    advance: Value
+    """With a further argument `stop`: it attends to its blocks of keys that begin before `stop`."""
+    end: Value
+    """Its output is written."""
+
+
+def query_block_functions(
     frame: ForwardFrame,
     vectors: int,
     functions: dict[str, Value],
     attend_at_boundary: AttendAtBoundary | None,
-) -> Value:
-    """A function `(arguments, task, scratch)`: one block of queries over its runs of keys."""
+) -> QueryBlockFunctions:
+    """The functions of blocks of so many vectors of queries."""
+    e = frame.e
     functions = {
         **functions,
         "scores": scores_function(frame, vectors),
@@ -61,9 +94,18 @@ def query_block_function(
     }
     if "all_finite" in functions:
         functions["selected values"] = selected_values_function(frame, vectors)
-    with frame.e.function(f"attend_{vectors}", [POINTER] * 3) as (function, args):
-        QueryBlock(frame, vectors, functions, attend_at_boundary, *args).emit()
-    return function
+
+    def block_of(args: Sequence[Value]) -> QueryBlock:
+        return QueryBlock(frame, vectors, functions, attend_at_boundary, *args)
+
+    arguments = [*[POINTER] * 3, INT64]
+    with e.function(f"begin_{vectors}", arguments) as (begin, args):
+        block_of(args).begin()
+    with e.function(f"advance_{vectors}", [*arguments, INT64]) as (advance, args):
+        block_of(args[:-1]).advance(args[-1])
+    with e.function(f"end_{vectors}", arguments) as (end, args):
+        block_of(args).end()
+    return QueryBlockFunctions(begin, advance, end)
 
 
 class QueryBlock:
@@ -78,11 +120,13 @@ class QueryBlock:
         arguments: Value,
         task: Value,
         scratch: Value,
+        number: Value,
     ) -> None:
         self.frame, self.e, self.vectors, self.functions = frame, frame.e, vectors, functions
         self.attend_at_boundary, self.arguments = attend_at_boundary, arguments
         e = self.e
-        self.batch, self.head, self.first_row, *self.runs = frame.record(task, TASK)
+        row = frame.record_at(task, number, TASK)
+        self.batch, self.head, self.first_row, *self.runs = frame.record(row, TASK)
         group_size, self.num_heads, self.q_len, rows, self.head_dim, self.v_head_dim = frame.words(
             arguments, "group_size", "num_heads", "q_len", "rows", "head_dim", "v_head_dim"
         )
@@ -93,30 +137,43 @@ class QueryBlock:
         self.query = frame.operand(arguments, "query", self.batch, self.head)
         width = vectors * e.vector_bytes
         self.width = e.index(width)
-        self.area = _areas_of(frame, scratch, self.head_dim, self.v_head_dim)
+        self.area = areas_of(frame, arguments, scratch, number)
         self.rescale, self.block_max = (
             e.at(self.area.stats, row * width) for row in (StatsRow.RESCALE, StatsRow.BLOCK_MAX)
         )
 
-    def emit(self) -> None:
-        """All code of the block, from packing its queries to writing their output."""
-        e, frame = self.e, self.frame
+    def begin(self) -> None:
+        """Pack the queries, and go to the first run of keys."""
         self._for_each_vector(self._begin_vector)
-        e.clear(self.area.total, 0, e.mul(self.v_head_dim, self.width))
-        runs = frame.pointer_field(self.arguments, "runs")
+        self.e.clear(self.area.total, 0, self.e.mul(self.v_head_dim, self.width))
+        self._go_to_run(self.runs[0])
 
-        def attend_to_run(r: Value, _: list[Value]) -> None:
-            start, stop, kind = frame.record(runs, RUN, r)
-            is_partial = e.builder.icmp_signed("!=", kind, e.index(0))
-            e.loop(
-                start, stop, BLOCK_KV, [],
-                lambda k, _: self._attend_to_block(
-                    k, e.least(BLOCK_KV, e.sub(stop, k)), is_partial
-                ),
-            )  # fmt: skip
+    def advance(self, stop: Value) -> None:
+        """Attend to the blocks of keys that begin before `stop`."""
+        e, b = self.e, self.e.builder
+        runs = self.frame.pointer_field(self.arguments, "runs")
 
-        first_run, last_run = self.runs
-        e.loop(first_run, last_run, 1, [], attend_to_run)
+        def take() -> tuple[Value, Value]:
+            k = next_key_of(e, self.area)
+            return k, e.below(k, stop)
+
+        def attend(k: Value) -> None:
+            run = e.load(self.area.place, INT64, WORD)
+            _, run_stop, kind = self.frame.record(runs, RUN, run)
+            keys = e.least(BLOCK_KV, e.sub(run_stop, k))
+            self._attend_to_block(k, keys, b.icmp_signed("!=", kind, e.index(0)))
+            following = e.add(k, BLOCK_KV)
+            e.choose(
+                e.below(following, run_stop),
+                lambda: e.store(following, e.at(self.area.place, WORD), WORD),
+                lambda: self._go_to_run(e.add(run, 1)),
+            )
+
+        e.take_while(take, attend)
+
+    def end(self) -> None:
+        """Write the output."""
+        e = self.e
         head_row = e.mul(e.add(e.mul(self.batch, self.num_heads), self.head), self.q_len)
         place = e.add(head_row, self.first_row)
 
@@ -125,6 +182,17 @@ class QueryBlock:
             self.call("unpack", self.arguments, *held, self.v_head_dim, self.width, left)
 
         self._for_each_vector(end_vector)
+
+    def _go_to_run(self, run: Value) -> None:
+        e = self.e
+        runs = self.frame.pointer_field(self.arguments, "runs")
+        key = e.either(
+            e.below(run, self.runs[1]),
+            lambda: self.frame.record(runs, RUN, run)[RUN.index("start")],
+            lambda: e.index(NO_KEY),
+        )
+        e.store(run, self.area.place, WORD)
+        e.store(key, e.at(self.area.place, WORD), WORD)
 
     def call(self, name: str, *arguments: Value) -> Value:
         return self.e.builder.call(self.functions[name], arguments)
@@ -189,16 +257,23 @@ class QueryBlock:
         )
 
     def key_and_value_rows(self, kv_start: Value, keys: Value) -> tuple[Value, ...]:
-        """Addresses and row strides of K and V of so many keys."""
+        """Addresses and row strides of K and V of so many keys, copied if they must be."""
+        e, b, area, frame = self.e, self.e.builder, self.area, self.frame
+        copied = [is_copied(frame, self.arguments, name) for name in ("key", "value")]
+        with b.if_then(b.or_(*copied)):
+            places = self.arguments, area.held, *self.key, area.key_copy
+            self.call("hold", *places, *self.value, area.value_copy, kv_start, keys)
+        first = e.sub(kv_start, e.load(area.held, INT64, WORD))
 
-        def rows_of(name: str, rows: RowView, dim: Value, copy: Value) -> tuple[Value, Value]:
-            return rows_of_block(
-                self.frame, self.arguments, name, rows, kv_start, keys, dim, copy, self.functions
-            )
+        def rows_of(needed: Value, rows: RowView, dim: Value, copy: Value) -> tuple[Value, Value]:
+            dense = e.mul(dim, e.real_bytes)
+            row = b.select(needed, dense, rows.row)
+            place = b.select(needed, e.mul(first, dense), e.mul(kv_start, rows.row))
+            return e.at(b.select(needed, copy, rows.pointer), place), row
 
         return (
-            *rows_of("key", self.key, self.head_dim, self.area.key_copy),
-            *rows_of("value", self.value, self.v_head_dim, self.area.value_copy),
+            *rows_of(copied[0], self.key, self.head_dim, area.key_copy),
+            *rows_of(copied[1], self.value, self.v_head_dim, area.value_copy),
         )
 
     def call_softmax(

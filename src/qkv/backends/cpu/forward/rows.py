@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 
+from llvmlite import ir
+
 from qkv.backends.cpu.emit import vector_math
-from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
+from qkv.backends.cpu.emit.argument_block import WORD
+from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import Frame, RowView
 from qkv.backends.cpu.emit.packing import pack_rows, unpack_rows
 from qkv.backends.cpu.emit.storage import ITEM_BYTES, real_dtype
 from qkv.backends.cpu.forward.frame import ForwardFrame
-from qkv.backends.cpu.forward.layout import StatsRow
+from qkv.backends.cpu.forward.layout import BLOCK_KV, StatsRow
 
 
 def pack_function(frame: ForwardFrame) -> Value:
@@ -101,6 +104,49 @@ def unpack_function(frame: ForwardFrame, out_sum: int = StatsRow.ROW_SUM) -> Val
         if frame.out_dtype != real_dtype(e):
             with b.if_then(frame.is_wanted(arguments_, "unrounded")):
                 write_output("unrounded", real_dtype(e))
+    return function
+
+
+def is_copied(frame: Frame, arguments: Value, name: str) -> Value:
+    """Whether rows of K or V are copied before they are used: as `e.real`, side by side."""
+    if frame.dtypes[name] != real_dtype(frame.e):
+        return ir.Constant(BIT, 1)
+    return frame.e.builder.icmp_signed(
+        "!=", frame.field(arguments, f"copy_{name}"), frame.e.index(0)
+    )
+
+
+def hold_function(frame: Frame, functions: dict[str, Value]) -> Value:
+    """A function that copies rows of K and V, but for those of which the worker holds copies.
+
+    Rows that follow the held ones are added to these, as long as all are of one block of keys.
+    """
+    e = frame.e
+    of_operand = [POINTER, INT64, INT64, POINTER]
+    arguments = [POINTER, POINTER, *of_operand, *of_operand, INT64, INT64]
+    with e.function("hold", arguments) as (function, args):
+        arguments_, held, *operands, kv_start, keys = args
+        b = e.builder
+        places = [e.at(held, i * WORD) for i in range(2)]
+        first, stop = (e.load(place, INT64, WORD) for place in places)
+        kv_stop = e.add(kv_start, keys)
+        follows = b.and_(b.icmp_signed("<=", first, kv_start), b.icmp_signed("<=", kv_start, stop))
+        follows = b.and_(follows, e.below(e.sub(kv_stop, first), BLOCK_KV + 1))
+        first, stop = (b.select(follows, old, kv_start) for old in (first, stop))
+
+        def copy_rows() -> None:
+            for i, name in enumerate(("key", "value")):
+                pointer, row, element, copy = operands[4 * i : 4 * i + 4]
+                dim = frame.field(arguments_, ("head_dim", "v_head_dim")[i])
+                with b.if_then(is_copied(frame, arguments_, name)):
+                    to = e.at(copy, e.mul(e.sub(stop, first), dim, e.real_bytes))
+                    rows = e.at(pointer, e.mul(stop, row)), row, element, e.sub(kv_stop, stop)
+                    b.call(functions[f"copy {frame.dtypes[name]}"], [*rows, dim, to])
+            for place, key in zip(places, (first, kv_stop), strict=True):
+                e.store(key, place, WORD)
+
+        with b.if_then(e.below(stop, kv_stop)):
+            copy_rows()
     return function
 
 

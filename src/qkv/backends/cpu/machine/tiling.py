@@ -33,6 +33,9 @@ class TileShape:
     """Types of 16 bits whose rows decoding multiplies without converting them."""
     row_products: int = 0
     """Number of products of rows that decoding computes at once; 0 means one for each lane."""
+    value_keys: int = 0
+    """Number of keys whose values decoding adds to all columns before the next keys; 0 means all of
+    a block."""
     emulated: bool = False
     """Whether instructions that multiply bfloat16 are written out as ordinary vector code."""
     terms: int = 1

@@ -27,10 +27,20 @@ from qkv.backends.cpu.split_bf16 import choice as split_bf16
 from qkv.problem.language.expressions import Op, walk
 from qkv.problem.spec import Problem, Spec
 from qkv.process.forks import importing
+from qkv.process.threads import get_num_threads
 
 _SOFTMAX, _DROPOUT, _NODE = 25.0, 75.0, 5.0
 """Cost of a pair beside its products, as operations: its weight, its dropout, and each operation of
 its mods and masks."""
+
+
+_TOGETHER_BYTES = 128 * 1024
+"""Bytes of Q and O of the blocks of queries of one task, which the second-level cache should hold
+beside a block of keys."""
+_MANY_QUERIES = 64
+"""Blocks of so many queries do not share keys: what is read and copied for each is little."""
+_TASKS_OF_A_THREAD = 32
+"""Tasks for each thread, so that none waits long for the last one."""
 
 
 class ForwardPass(Workload):
@@ -51,9 +61,14 @@ class ForwardPass(Workload):
             statistics,
         )
         self.plan = _kernel_schedule(problem, self.shape)
+        heads, count = spec.batch_size * spec.num_heads, len(self.plan.tasks)
+        if self.shape.product == "elements":
+            together = _q_blocks_per_task(spec, count // heads, self.shape)
+            self.shape = replace(self.shape, q_blocks_per_task=together)
+            count = heads * -(-count // (heads * together))
         self.scratch_bytes = scratch_of(spec, self.shape)
         operations = 2.0 * (spec.head_dim + spec.v_head_dim) * self.plan.pairs
-        count, product = len(self.plan.tasks), self.shape.product
+        product = self.shape.product
         others = operations_of_a_pair(spec) * self.plan.pairs
         super().__init__(count, operations, product, others)
         if product == "elements" and spec.q_len <= self.shape.lanes:
@@ -63,6 +78,18 @@ class ForwardPass(Workload):
 
     def launch(self, arguments: Runnable, workers: int) -> None:
         self.run(self.kernel, arguments, workers)
+
+
+def _q_blocks_per_task(spec: Spec, q_blocks: int, shape: TileShape) -> int:
+    """How many blocks of queries share keys, of the `q_blocks` of each head."""
+    if shape.block_q >= _MANY_QUERIES:
+        return 1
+    own = shape.block_q * (spec.head_dim + spec.v_head_dim) * spec.compute_dtype.itemsize
+    tasks = spec.batch_size * spec.num_heads * q_blocks
+    together, threads = min(q_blocks, _TOGETHER_BYTES // own), get_num_threads()
+    if threads > 1:
+        together = min(together, tasks // (_TASKS_OF_A_THREAD * threads))
+    return max(1, together)
 
 
 def operations_of_a_pair(spec: Spec) -> float:

@@ -39,6 +39,7 @@ class ForwardArguments(Arguments):
             "lse_rest": 0 if result.lse_rest is None else self._address(result.lse_rest),
             "rows": spec.q_len,
             **self._statistics_fields(statistics),
+            "q_blocks": len(forward.plan.tasks) // (spec.batch_size * spec.num_heads),
             "q_blocks_per_task": forward.shape.q_blocks_per_task,
             "not_finite": 0,
         }
