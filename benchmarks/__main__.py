@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import command
+from benchmarks.contenders import CONTENDERS
+from benchmarks.latency.front_ends import FRONT_ENDS
 from qkv.cli import Parser, exit_code
 
 __all__ = ["main"]
@@ -17,6 +19,9 @@ _DESCRIPTION = (
     "installed, in turns, beside the machine's own peaks. A library that computes something else "
     "is not timed. Ratios say how many times as long as the first one another takes."
 )
+
+
+_PACKAGES = sorted({*(one.package for one in CONTENDERS), *(one.package for one in FRONT_ENDS)})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +67,11 @@ def _add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--picture", metavar="FILE", help="also draw it, as SVG")
     parser.add_argument(
-        "--only", action="append", metavar="PACKAGE", help="beside the first, only these packages"
+        "--only",
+        action="append",
+        choices=_PACKAGES,
+        metavar="PACKAGE",
+        help=f"beside the first, only this one; may be repeated: {', '.join(_PACKAGES)}",
     )
     parser.add_argument(
         "--compare",

@@ -254,6 +254,11 @@ def test_only_some_packages_beside_the_first() -> None:
 # --- the command ---------------------------------------------------------------------------------
 
 
+def test_a_package_that_nobody_runs_with(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["short-16", "--only", "torch,jax"]) == 2
+    assert "onnxruntime" in capsys.readouterr().err
+
+
 def bench(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "benchmarks", *words],
