@@ -18,7 +18,7 @@ from qkv.backends.cpu.forward.layout import (
 )
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.passes.workers import Workload, is_brief
+from qkv.backends.cpu.passes.workers import Workload, is_brief, most_in_a_slice
 from qkv.backends.cpu.plan.block_skipping import block_skipping
 from qkv.backends.cpu.plan.kernel_choice import shape_of
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
@@ -61,15 +61,16 @@ class ForwardPass(Workload):
             statistics,
         )
         self.plan = _kernel_schedule(problem, self.shape)
-        heads, count = spec.batch_size * spec.num_heads, len(self.plan.tasks)
-        if self.shape.product == "elements":
-            together = _q_blocks_per_task(spec, count // heads, self.shape)
+        operations = 2.0 * (spec.head_dim + spec.v_head_dim) * self.plan.pairs
+        others = operations_of_a_pair(spec) * self.plan.pairs
+        count, product = len(self.plan.tasks), self.shape.product
+        if product == "elements" and count:
+            most = most_in_a_slice(count, operations, others)
+            together = min(most, _q_blocks_per_task(spec, count, self.shape))
             self.shape = replace(self.shape, q_blocks_per_task=together)
+            heads = spec.batch_size * spec.num_heads
             count = heads * -(-count // (heads * together))
         self.scratch_bytes = scratch_of(spec, self.shape)
-        operations = 2.0 * (spec.head_dim + spec.v_head_dim) * self.plan.pairs
-        product = self.shape.product
-        others = operations_of_a_pair(spec) * self.plan.pairs
         super().__init__(count, operations, product, others)
         if product == "elements" and spec.q_len <= self.shape.lanes:
             # Only one vector of each tile is computed.
@@ -80,15 +81,14 @@ class ForwardPass(Workload):
         self.run(self.kernel, arguments, workers)
 
 
-def _q_blocks_per_task(spec: Spec, q_blocks: int, shape: TileShape) -> int:
-    """How many blocks of queries share keys, of the `q_blocks` of each head."""
+def _q_blocks_per_task(spec: Spec, count: int, shape: TileShape) -> int:
+    """How many neighbours of `count` blocks of queries share keys."""
     if shape.block_q >= _MANY_QUERIES:
         return 1
     own = shape.block_q * (spec.head_dim + spec.v_head_dim) * spec.compute_dtype.itemsize
-    tasks = spec.batch_size * spec.num_heads * q_blocks
-    together, threads = min(q_blocks, _TOGETHER_BYTES // own), get_num_threads()
-    if threads > 1:
-        together = min(together, tasks // (_TASKS_OF_A_THREAD * threads))
+    together = min(count // (spec.batch_size * spec.num_heads), _TOGETHER_BYTES // own)
+    if (threads := get_num_threads()) > 1:
+        together = min(together, count // (_TASKS_OF_A_THREAD * threads))
     return max(1, together)
 
 

@@ -32,6 +32,16 @@ def is_brief(operations: float) -> bool:
     return operations <= _BRIEF
 
 
+def _seconds_of(operations: float, others: float, product: str = "elements") -> float:
+    """Rough time of one thread, as `Workload` counts operations."""
+    return operations / _OPERATIONS_PER_SECOND[product] + others / _OTHERS_PER_SECOND
+
+
+def most_in_a_slice(count: int, operations: float, others: float) -> int:
+    """How many of `count` equal parts of this work one thread does in one slice, at least 1."""
+    return max(1, int(count * _SLICE_SECONDS / max(_seconds_of(operations, others), 1e-9)))
+
+
 class Workload:
     """The tasks of one pass over a problem.
 
@@ -46,7 +56,7 @@ class Workload:
         """Number of tasks."""
         self._operations = operations
         self.is_brief = is_brief(operations)
-        self._seconds = operations / _OPERATIONS_PER_SECOND[product] + others / _OTHERS_PER_SECOND
+        self._seconds = _seconds_of(operations, others, product)
 
     @property
     def most_workers(self) -> int:
