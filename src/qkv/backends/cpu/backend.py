@@ -60,14 +60,16 @@ class CpuBackend:
         with importing():
             from qkv.backends.cpu.machine.host import host
             from qkv.backends.cpu.passes.decode import decode_bytes
-            from qkv.backends.cpu.passes.forward import scratch_of
+            from qkv.backends.cpu.passes.forward import q_blocks_per_task, scratch_of
             from qkv.backends.cpu.plan.kernel_choice import is_decode, shape_of
 
         shape, item = host().shape_of(spec.compute_dtype), spec.compute_dtype.itemsize
         if is_decode(spec, shape):
             size = decode_bytes(spec, shape, get_num_threads())
         else:
-            worker = scratch_of(spec, shape_of(spec, host()))
+            shape = shape_of(spec, host())
+            together = q_blocks_per_task(spec, shape)
+            worker = scratch_of(spec, replace(shape, q_blocks_per_task=together))
             size = get_num_threads() * worker + spec.gathered_bytes
         if spec.rotation is not None:
             rows = spec.num_heads * spec.q_len + spec.num_kv_heads * spec.kv_len

@@ -66,7 +66,7 @@ class ForwardPass(Workload):
         count, product = len(self.plan.tasks), self.shape.product
         if product == "elements" and count:
             most = most_in_a_slice(count, operations, others)
-            together = min(most, _q_blocks_per_task(spec, count, self.shape))
+            together = min(most, q_blocks_per_task(spec, self.shape))
             self.shape = replace(self.shape, q_blocks_per_task=together)
             heads = spec.batch_size * spec.num_heads
             count = heads * -(-count // (heads * together))
@@ -81,14 +81,16 @@ class ForwardPass(Workload):
         self.run(self.kernel, arguments, workers)
 
 
-def _q_blocks_per_task(spec: Spec, count: int, shape: TileShape) -> int:
-    """How many neighbours of `count` blocks of queries share keys."""
-    if shape.block_q >= _MANY_QUERIES:
-        return 1
+def q_blocks_per_task(spec: Spec, shape: TileShape) -> int:
+    """How many neighbouring blocks of queries share keys, at most."""
+    if shape.product != "elements" or shape.block_q >= _MANY_QUERIES:
+        return shape.q_blocks_per_task
     own = shape.block_q * (spec.head_dim + spec.v_head_dim) * spec.compute_dtype.itemsize
-    together = min(count // (spec.batch_size * spec.num_heads), _TOGETHER_BYTES // own)
+    q_blocks = -(-spec.q_len // shape.block_q)
+    together = min(q_blocks, _TOGETHER_BYTES // max(own, 1))
     if (threads := get_num_threads()) > 1:
-        together = min(together, count // (_TASKS_OF_A_THREAD * threads))
+        tasks = spec.batch_size * spec.num_heads * q_blocks
+        together = min(together, tasks // (_TASKS_OF_A_THREAD * threads))
     return max(1, together)
 
 
