@@ -34,9 +34,9 @@ _SOFTMAX, _DROPOUT, _NODE = 25.0, 75.0, 5.0
 its mods and masks."""
 
 
-_TOGETHER_BYTES = 128 * 1024
-"""Bytes of Q and O of the blocks of queries of one task, which the second-level cache should hold
-beside a block of keys."""
+_TOGETHER_BYTES = 80 * 1024
+"""Bytes of Q and O of the blocks of queries of one task, if they are more than two. Larger tasks
+make threads wait longer for the last one."""
 _MANY_QUERIES = 64
 """Blocks of so many queries do not share keys: what is read and copied for each is little."""
 _TASKS_OF_A_THREAD = 32
@@ -87,7 +87,7 @@ def q_blocks_per_task(spec: Spec, shape: TileShape) -> int:
         return shape.q_blocks_per_task
     own = shape.block_q * (spec.head_dim + spec.v_head_dim) * spec.compute_dtype.itemsize
     q_blocks = -(-spec.q_len // shape.block_q)
-    together = min(q_blocks, _TOGETHER_BYTES // max(own, 1))
+    together = min(q_blocks, max(2, _TOGETHER_BYTES // max(own, 1)))
     if (threads := get_num_threads()) > 1:
         tasks = spec.batch_size * spec.num_heads * q_blocks
         together = min(together, tasks // (_TASKS_OF_A_THREAD * threads))
