@@ -187,7 +187,9 @@ def _target_machine(host: Host) -> Any:
 
     _initialize()
     target = llvm.Target.from_default_triple()
-    return target.create_target_machine(cpu=host.cpu, features=host.features, opt=2, jit=True)
+    # Emulated kernels are of tests, whose problems take less time than LLVM's optimizations.
+    opt = 2 if host.emulated_on is None else 0
+    return target.create_target_machine(cpu=host.cpu, features=host.features, opt=opt, jit=True)
 
 
 def _compile(source: str, host: Host) -> bytes:
