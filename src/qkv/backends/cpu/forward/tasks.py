@@ -33,18 +33,18 @@ def task_function(
         for i in range(2):
             e.store(e.index(0), e.at(scratch, i * WORD), WORD)
 
-        def call(name: str, first: Value, i: Value, *rest: Value) -> None:
+        begin, advance, end = zip(one_vector, all_vectors, strict=True)
+
+        def call(step: tuple[Value, Value], first: Value, i: Value, *rest: Value) -> None:
             first_row = frame.record(frame.record_at(first, i, TASK), TASK)[TASK.index("first_row")]
-            frame.call_for_rows(
-                e.sub(rows, first_row), getattr(one_vector, name), getattr(all_vectors, name),
-                [arguments, first, scratch, i, *rest],
-            )  # fmt: skip
+            where = [arguments, first, scratch, i, *rest]
+            frame.call_for_rows(e.sub(rows, first_row), *step, where)
 
         def attend_alone() -> None:
             first, i = frame.record_at(tasks, number, TASK), e.index(0)
-            call("begin", first, i)
-            call("advance", first, i, e.index(NO_KEY))
-            call("end", first, i)
+            call(begin, first, i)
+            call(advance, first, i, e.index(NO_KEY))
+            call(end, first, i)
 
         def attend_together() -> None:
             per_head = b.sdiv(e.add(q_blocks, e.sub(per_task, 1)), per_task)
@@ -52,8 +52,8 @@ def task_function(
             first = frame.record_at(tasks, e.add(e.mul(head, q_blocks), own), TASK)
             count = e.least(per_task, e.sub(q_blocks, own))
 
-            def for_each_block(name: str, *rest: Value) -> None:
-                e.loop(0, count, 1, [], lambda i, _: call(name, first, i, *rest))
+            def for_each_block(step: tuple[Value, Value], *rest: Value) -> None:
+                e.loop(0, count, 1, [], lambda i, _: call(step, first, i, *rest))
 
             def next_block_of_keys() -> tuple[Value, Value]:
                 """Where the keys after the next block begin, and whether there is a next block."""
@@ -66,9 +66,9 @@ def task_function(
                 after = e.add(e.round_down(key, BLOCK_KV), BLOCK_KV)
                 return after, e.below(key, NO_KEY)
 
-            for_each_block("begin")
-            e.take_while(next_block_of_keys, lambda stop: for_each_block("advance", stop))
-            for_each_block("end")
+            for_each_block(begin)
+            e.take_while(next_block_of_keys, lambda stop: for_each_block(advance, stop))
+            for_each_block(end)
 
         e.choose(e.below(1, per_task), attend_together, attend_alone)
     return function
