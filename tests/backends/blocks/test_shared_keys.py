@@ -67,6 +67,17 @@ def test_a_head_gives_the_same_bits_as_among_others(way, dtype, memory) -> None:
             np.testing.assert_array_equal(own_lse, lse[place])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_copies_of_another_head_are_not_taken(dtype) -> None:
+    """All keys of each head are one block of keys, of the same numbers."""
+    rng = np.random.default_rng(0)
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    arrays = [rng.normal(size=(8, n, 16)).astype(kind) for n in (Q_LEN, 40, 40)]
+    exact = truth(*arrays)
+    out = qkv.attention(*arrays)
+    assert np.abs(out.astype(float) - exact.out).max() <= bounds(exact, dtype).out
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_that_are_not_finite_reach_their_own_rows_alone(dtype) -> None:
     rng = np.random.default_rng(0)
