@@ -60,16 +60,14 @@ class CpuBackend:
         with importing():
             from qkv.backends.cpu.machine.host import host
             from qkv.backends.cpu.passes.decode import decode_bytes
-            from qkv.backends.cpu.passes.forward import q_blocks_per_task, scratch_of
-            from qkv.backends.cpu.plan.kernel_choice import is_decode, shape_of
+            from qkv.backends.cpu.passes.forward import forward_shape, scratch_of
+            from qkv.backends.cpu.plan.kernel_choice import is_decode
 
         shape, item = host().shape_of(spec.compute_dtype), spec.compute_dtype.itemsize
         if is_decode(spec, shape):
             size = decode_bytes(spec, shape, get_num_threads())
         else:
-            shape = shape_of(spec, host())
-            together = q_blocks_per_task(spec, shape)
-            worker = scratch_of(spec, replace(shape, q_blocks_per_task=together))
+            worker = scratch_of(spec, forward_shape(spec, host()))
             size = get_num_threads() * worker + spec.gathered_bytes
         if spec.rotation is not None:
             rows = spec.num_heads * spec.q_len + spec.num_kv_heads * spec.kv_len

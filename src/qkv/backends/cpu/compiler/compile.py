@@ -187,7 +187,7 @@ def _target_machine(host: Host) -> Any:
 
     _initialize()
     target = llvm.Target.from_default_triple()
-    # Emulated kernels are of tests, whose problems take less time than LLVM's optimizations.
+    # Emulated kernels are for tests, which would wait longer for optimizations than for kernels.
     opt = 2 if host.emulated_on is None else 0
     return target.create_target_machine(cpu=host.cpu, features=host.features, opt=opt, jit=True)
 

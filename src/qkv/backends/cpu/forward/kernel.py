@@ -1,9 +1,9 @@
 """The forward kernel: online softmax with queries in lanes.
 
-One task is a block of queries of one head, `vectors * lanes` rows at most. Where weights are
-replayed for few queries, the heads that share a kv head are rows of one block (`pack_gqa`). Scores
-are computed transposed, one vector of queries for each key, so that the maximum, the sum, the
-rescaling and the mask of a row are all lane-wise:
+One task is one or several blocks of queries of one head (`tasks`), each of `vectors * lanes` rows
+at most. Where weights are replayed for few queries, the heads that share a kv head are rows of one
+block (`pack_gqa`). Scores are computed transposed, one vector of queries for each key, so that the
+maximum, the sum, the rescaling and the mask of a row are all lane-wise:
 
     S[k, q] = score(scale * K[k, :] . Q[q, :])            -inf where the mask forbids the pair
     m'[q]   = max(m[q], max_k S[k, q])
@@ -18,7 +18,8 @@ entropy, from `T[q] = sum_k P[k, q] * (S[k, q] - m[q])`:
     max weight = 1 / l,    entropy = log(l) - T / l
 
 Only Q is packed. K and V are read where they lie if they are of the type of computation and their
-elements are adjacent; else each block of keys is first copied side by side.
+elements are adjacent; else each block of keys is first copied side by side, once for all blocks of
+queries of a task.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al.,
 "FlashAttention" (2022), algorithm 1.

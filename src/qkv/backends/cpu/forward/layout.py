@@ -30,9 +30,9 @@ FIELDS = (
     "runs", "rows", "out", "unrounded", "lse", "lse_rest", "entropy", "max_score", "max_weight",
     "copy_key", "copy_value", "sign", "q_blocks", "q_blocks_per_task", "not_finite",
 )  # fmt: skip
-"""Words of the argument block. `scale` is not negative, because Q is packed times `sign`.
-Problems that share a kernel differ in `q_blocks_per_task`. `not_finite` becomes 1 if any output may
-not be finite; it is not written where no sum can overflow."""
+"""Words of the argument block. `scale` is not negative, because Q is packed times `sign`. Problems
+that share a kernel differ in `q_blocks_per_task`; `q_blocks` are those of a head. `not_finite`
+becomes 1 if any output may not be finite; it is not written where no sum can overflow."""
 
 
 class StatsRow(IntEnum):
@@ -57,7 +57,7 @@ STATS_SUMS = StatsRow.ROW_SUM, StatsRow.SUM_ERROR, StatsRow.T_SUM
 """The rows that are 0 before the first key."""
 
 TASK = ("batch", "head", "first_row", "first_run", "last_run")
-"""Words of a task, which is a block of queries of a head: its first row, and its runs."""
+"""Words of a block of queries, which is a task or a part of one: its first row, and its runs."""
 
 RUN = ("start", "stop", "partial")
 """Words of a run of keys: the first, the one after the last, and whether the mask forbids some."""

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.argument_block import WORD
-from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.forward.frame import ForwardFrame, ScoreVector
 from qkv.backends.cpu.forward.layout import BLOCK_KV, HEADER, RUN, STATS, STATS_SUMS, TASK, StatsRow
@@ -22,7 +22,7 @@ from qkv.backends.cpu.forward.rows import is_copied
 from qkv.problem.language.expressions import TRUE
 
 NO_KEY = 2**62
-"""In the place of the number of the next key: there is none."""
+"""The number of the next key where no key is left."""
 
 
 class Areas(NamedTuple):
@@ -35,8 +35,10 @@ class Areas(NamedTuple):
     value_copy: Value
     transposed: Value
     """Tables of one block of keys."""
-    place: Value
-    """Two words: the number of the run that is read, and of the next key."""
+    run: Value
+    """A word: the number of the run of keys that is read."""
+    next_key: Value
+    """A word: the number of the next key, or `NO_KEY`."""
     packed: Value
     total: Value
     """The output, before it is divided by the row sums."""
@@ -60,12 +62,8 @@ def areas_of(frame: ForwardFrame, arguments: Value, scratch: Value, number: Valu
     total = e.at(packed, e.mul(head_dim, row))
     stats = e.at(total, e.mul(v_head_dim, row))
     transposed = e.at(blocks, e.mul(q_blocks, size))
-    return Areas(scratch, weights, key_copy, value_copy, transposed, own, packed, total, stats)
-
-
-def next_key_of(e: Emitter, area: Areas) -> Value:
-    """The number of the next key of a block of queries."""
-    return e.load(e.at(area.place, WORD), INT64, WORD)
+    words = own, e.at(own, WORD)
+    return Areas(scratch, weights, key_copy, value_copy, transposed, *words, packed, total, stats)
 
 
 class QueryBlockFunctions(NamedTuple):
@@ -154,18 +152,18 @@ class QueryBlock:
         runs = self.frame.pointer_field(self.arguments, "runs")
 
         def take() -> tuple[Value, Value]:
-            k = next_key_of(e, self.area)
+            k = e.load(self.area.next_key, INT64, WORD)
             return k, e.below(k, stop)
 
         def attend(k: Value) -> None:
-            run = e.load(self.area.place, INT64, WORD)
+            run = e.load(self.area.run, INT64, WORD)
             _, run_stop, kind = self.frame.record(runs, RUN, run)
             keys = e.least(BLOCK_KV, e.sub(run_stop, k))
             self._attend_to_block(k, keys, b.icmp_signed("!=", kind, e.index(0)))
             following = e.add(k, BLOCK_KV)
             e.choose(
                 e.below(following, run_stop),
-                lambda: e.store(following, e.at(self.area.place, WORD), WORD),
+                lambda: e.store(following, self.area.next_key, WORD),
                 lambda: self._go_to_run(e.add(run, 1)),
             )
 
@@ -191,8 +189,8 @@ class QueryBlock:
             lambda: self.frame.record(runs, RUN, run)[RUN.index("start")],
             lambda: e.index(NO_KEY),
         )
-        e.store(run, self.area.place, WORD)
-        e.store(key, e.at(self.area.place, WORD), WORD)
+        e.store(run, self.area.run, WORD)
+        e.store(key, self.area.next_key, WORD)
 
     def call(self, name: str, *arguments: Value) -> Value:
         return self.e.builder.call(self.functions[name], arguments)

@@ -166,14 +166,8 @@ def rows_of_block(
     pointer, row, element = rows
     here = e.at(pointer, e.mul(kv_start, row))
 
-    def copy_rows_of_block() -> None:
+    needed = is_copied(frame, arguments, name)
+    with b.if_then(needed):
         copy_rows = functions[f"copy {frame.dtypes[name]}"]
         b.call(copy_rows, [here, row, element, keys, dim, copy])
-
-    if frame.dtypes[name] != real_dtype(e):
-        copy_rows_of_block()
-        return copy, e.mul(dim, e.real_bytes)
-    needed = b.icmp_signed("!=", frame.field(arguments, f"copy_{name}"), e.index(0))
-    with b.if_then(needed, likely=False):
-        copy_rows_of_block()
     return b.select(needed, copy, here), b.select(needed, e.mul(dim, e.real_bytes), row)

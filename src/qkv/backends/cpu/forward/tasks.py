@@ -12,12 +12,7 @@ from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
 from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.backends.cpu.forward.layout import BLOCK_KV, TASK
-from qkv.backends.cpu.forward.query_block import (
-    NO_KEY,
-    QueryBlockFunctions,
-    areas_of,
-    next_key_of,
-)
+from qkv.backends.cpu.forward.query_block import NO_KEY, QueryBlockFunctions, areas_of
 
 
 def task_function(
@@ -30,6 +25,7 @@ def task_function(
         b = e.builder
         rows, q_blocks, per_task = frame.words(arguments, "rows", "q_blocks", "q_blocks_per_task")
         tasks = frame.pointer_field(arguments, "tasks")
+        # No copies of keys are held yet: those in scratch may be of another head.
         for i in range(2):
             e.store(e.index(0), e.at(scratch, i * WORD), WORD)
 
@@ -59,8 +55,8 @@ def task_function(
                 """Where the keys after the next block begin, and whether there is a next block."""
 
                 def next_key(i: Value, lowest: list[Value]) -> list[Value]:
-                    area = areas_of(frame, arguments, scratch, i)
-                    return [e.least(lowest[0], next_key_of(e, area))]
+                    place = areas_of(frame, arguments, scratch, i).next_key
+                    return [e.least(lowest[0], e.load(place, INT64, WORD))]
 
                 (key,) = e.loop(0, count, 1, [e.index(NO_KEY)], next_key)
                 after = e.add(e.round_down(key, BLOCK_KV), BLOCK_KV)

@@ -50,7 +50,7 @@ class ForwardPass(Workload):
         spec, here = problem.spec, host()
         # Sinks scale the output afterwards: round to the type of storage only then.
         self.out_dtype = spec.compute_dtype if spec.sinks else np.dtype(spec.dtype)
-        self.shape = shape_of(spec, here, split=split_bf16.may_split(problem))
+        self.shape = forward_shape(spec, here, split=split_bf16.may_split(problem))
         key = ForwardKey(
             kernel_spec(spec),
             replace(self.shape, q_blocks_per_task=1),
@@ -66,7 +66,7 @@ class ForwardPass(Workload):
         count, product = len(self.plan.tasks), self.shape.product
         if product == "elements" and count:
             most = most_in_a_slice(count, operations, others)
-            together = min(most, q_blocks_per_task(spec, self.shape))
+            together = min(most, self.shape.q_blocks_per_task)
             self.shape = replace(self.shape, q_blocks_per_task=together)
             heads = spec.batch_size * spec.num_heads
             count = heads * -(-count // (heads * together))
@@ -81,7 +81,13 @@ class ForwardPass(Workload):
         self.run(self.kernel, arguments, workers)
 
 
-def q_blocks_per_task(spec: Spec, shape: TileShape) -> int:
+def forward_shape(spec: Spec, here: Host, *, split: bool = True) -> TileShape:
+    """The tile of the forward kernel, with the most blocks of queries that are one task."""
+    shape = shape_of(spec, here, split=split)
+    return replace(shape, q_blocks_per_task=_q_blocks_per_task(spec, shape))
+
+
+def _q_blocks_per_task(spec: Spec, shape: TileShape) -> int:
     """How many neighbouring blocks of queries share keys, at most."""
     if shape.product != "elements" or shape.block_q >= _MANY_QUERIES:
         return shape.q_blocks_per_task
