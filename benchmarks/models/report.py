@@ -6,7 +6,7 @@ from statistics import median
 
 from benchmarks.results.record import Entry, Result, Run
 from benchmarks.results.samples import medians, ratio
-from benchmarks.results.tables import Table
+from benchmarks.results.tables import Table, three_digits
 
 __all__ = ["tables"]
 
@@ -59,7 +59,7 @@ def _entries(result: Result) -> tuple[dict[str, Entry], str, str]:
 
 def _time(of: dict[str, Entry], name: str, unit: float) -> str:
     rounds = medians(of[name]) if name in of else {}
-    return f"{median(rounds.values()) * unit:.3g}" if rounds else ""
+    return three_digits(median(rounds.values()) * unit) if rounds else ""
 
 
 def _ratio(of: dict[str, Entry], other: str, part: str) -> str:

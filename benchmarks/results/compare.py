@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.results.record import Entry, Result, Run
 from benchmarks.results.samples import summary
+from benchmarks.results.tables import three_digits
 
 __all__ = ["COLUMNS", "rows"]
 
@@ -38,8 +39,8 @@ def _row(old: Result, was: Entry, new: Result, now: Entry) -> tuple[str, ...] | 
     name = new.workload if now.contender == "qkv" else f"{new.workload} ({now.contender})"
     return (
         name,
-        f"{a.seconds * 1e3:.3g}",
-        f"{b.seconds * 1e3:.3g}",
+        three_digits(a.seconds * 1e3),
+        three_digits(b.seconds * 1e3),
         *shares,
         f"{faster:.2f}",
         f"{max(a.spread, b.spread):.0%}",

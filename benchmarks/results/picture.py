@@ -8,6 +8,7 @@ from textwrap import wrap
 from benchmarks.results.record import Entry, Result, Run
 from benchmarks.results.report import headline
 from benchmarks.results.samples import Summary, ratio, summary
+from benchmarks.results.tables import three_digits
 
 __all__ = ["svg"]
 
@@ -66,7 +67,7 @@ def _group(result: Result, timed: list[tuple[Entry, Summary]], y: int) -> list[s
         top = y + _GAP + _LINE * i
         share = 100 * (found.share or 0.0)
         long = min(share, (_WIDTH - _LEFT - _RIGHT) / _SCALE) * _SCALE
-        label = f"{share:.0f} %, {found.seconds * 1e3:.3g} ms"
+        label = f"{share:.0f} %, {three_digits(found.seconds * 1e3)} ms"
         if entry is not lead and times is not None:
             label += f", {times:.2f} times"
         kind = "lead" if entry.contender.startswith("qkv") else "other"

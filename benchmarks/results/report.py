@@ -12,7 +12,7 @@ from benchmarks.models import report as models_report
 from benchmarks.models import session as models_session
 from benchmarks.results.record import Entry, Result, Run
 from benchmarks.results.samples import ratio, spread, summary
-from benchmarks.results.tables import Table
+from benchmarks.results.tables import Table, three_digits
 from benchmarks.results.tables import markdown as table_lines
 from qkv.ledger import memory
 
@@ -69,7 +69,7 @@ def _row(result: Result) -> tuple[str, ...]:
         if times is not None:
             against.append(f"{other.contender} {times:.2f}")
         elif alone is not None:
-            against.append(f"{other.contender} {alone.seconds * 1e3:.3g} ms")
+            against.append(f"{other.contender} {three_digits(alone.seconds * 1e3)} ms")
         elif other.state == "wrong":
             against.append(f"{other.contender} wrong")
     return name, cells.rate, cells.share, cells.time, ", ".join(against)
@@ -83,7 +83,7 @@ def _cells(result: Result, entry: Entry) -> _Cells:
         return _Cells(entry.state, "", "")
     unit = "GB/s" if result.unit == "bytes" else "GFLOP/s"
     share = "" if found.share is None else f"{found.share:.0%}"
-    return _Cells(f"{found.rate / 1e9:.0f} {unit}", share, f"{found.seconds * 1e3:.3g}")
+    return _Cells(f"{found.rate / 1e9:.0f} {unit}", share, three_digits(found.seconds * 1e3))
 
 
 def details(result: Result) -> list[tuple[str, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Table", "markdown"]
+__all__ = ["Table", "markdown", "three_digits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,11 @@ class Table:
     title: str
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]]
+
+
+def three_digits(number: float) -> str:
+    """A number with three significant digits, or all of its whole ones: never with an exponent."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
 
 
 def markdown(table: Table) -> Iterator[str]:

@@ -171,6 +171,6 @@ def test_the_table_says_how_many_times_as_long_the_other_took() -> None:
     settings = {"kind": session.KIND, "threads": 1, "rounds": 1}
     run = Run({**machine, "packages": {}, "peaks": {}}, settings, [0.0], [result])
     whole, interface = (table.rows[0] for table in report.tables(run))
-    assert whole[:3] == ("generate-512-sinks (eager)", "2e+03", "1.50")
+    assert whole[:3] == ("generate-512-sinks (eager)", "2000", "1.50")
     assert interface[:4] == ("generate-512-sinks (eager)", "100", "50", "0.50")
     assert "| generate-512-sinks (eager) |" in report.markdown(run)

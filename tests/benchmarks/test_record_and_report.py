@@ -14,6 +14,7 @@ import pytest
 from benchmarks.results import compare, record, report
 from benchmarks.results.picture import svg
 from benchmarks.results.record import Entry, Result, Run, Turn
+from benchmarks.results.tables import three_digits
 from qkv.errors import FileError
 
 MACHINE = {
@@ -230,3 +231,11 @@ def test_an_interruption_keeps_what_was_saved(
             record.save(run(0.5), str(path))
     assert record.load(str(path)) == run()
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0.00751, "0.00751"), (12.34, "12.3"), (999.4, "999"), (999.6, "1000"), (1234.5, "1234")],
+)
+def test_times_are_written_without_exponents(number: float, text: str) -> None:
+    assert three_digits(number) == text
