@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.problem.language.expressions import SCORE, Kind, Node, conjunction, substitute
+from qkv.problem.language.expressions import SCORE, TRUE, Kind, Node, conjunction, substitute
 from qkv.problem.stored_rows import Rows, Storage, StoredRows, whole_rows
 
 Array = NDArray[Any]
@@ -124,6 +124,16 @@ class Spec:
     def mask(self) -> Node:
         """All mask stages as one condition; `TRUE` when there are none."""
         return conjunction([stage.node for stage in self.masks])
+
+    @property
+    def may_forbid(self) -> bool:
+        """Whether a pair may be forbidden: by a mask, or by a score mod that gives -inf."""
+        return self.score != SCORE or self.mask != TRUE
+
+    @property
+    def without_expressions(self) -> Spec:
+        """What is the same for every mask and score mod."""
+        return replace(self, scores=(), masks=(), tables=(), dropout=False)
 
     @property
     def kernel_key(self) -> Spec:

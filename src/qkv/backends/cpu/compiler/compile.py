@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
@@ -38,6 +39,13 @@ class EmitFunction(NamedTuple):
         return text
 
 
+class Module(NamedTuple):
+    """A module, by the function that writes it and what that is given."""
+
+    emit: EmitFunction
+    arguments: tuple[Any, ...]
+
+
 class Code(Protocol):
     """Machine code in memory."""
 
@@ -48,12 +56,13 @@ class Code(Protocol):
 class _LinkedByLLVM:
     """Machine code that LLVM put into memory."""
 
-    def __init__(self, data: bytes, host: Host, names: tuple[str, ...]) -> None:
+    def __init__(self, objects: Sequence[bytes], host: Host, names: tuple[str, ...]) -> None:
         import llvmlite.binding as llvm
 
         empty = llvm.parse_assembly("")
         self._engine = llvm.create_mcjit_compiler(empty, _target_machine(host))
-        self._engine.add_object_file(llvm.ObjectFileRef.from_data(data))
+        for data in objects:
+            self._engine.add_object_file(llvm.ObjectFileRef.from_data(data))
         # An engine needs a module to begin with; compiling the empty one takes longer than linking.
         self._engine.remove_module(empty)
         self._engine.finalize_object()
@@ -97,6 +106,7 @@ def build(
     arguments: tuple[Any, ...],
     host: Host,
     names: tuple[str, ...] = ("job",),
+    shared: tuple[Module, ...] = (),
 ) -> Code:
     """Machine code of the module `emit(*arguments)`, from the disk if it is there.
 
@@ -108,6 +118,9 @@ def build(
     host : Host
     names : tuple of str
         The functions of the module whose addresses are wanted.
+    shared : tuple of Module
+        Modules whose functions it calls; other modules may call them too, so they are compiled
+        once.
 
     Raises
     ------
@@ -119,26 +132,34 @@ def build(
     with alone_in_llvm():
         _require_executable_memory(host)
         _require_room()
-        name = stored_kernels.digest(*emit, arguments, host)
-        stored = stored_files.read_file(name)
-        source = _text(emit, arguments) if stored is None else ""
+        modules = [Module(emit, arguments), *shared]
+        places = [stored_kernels.digest(*m.emit, m.arguments, host) for m in modules]
+        stored = [stored_files.read_file(name) for name in places]
+        sources = [
+            _text(*module) if data is None else ""
+            for module, data in zip(modules, stored, strict=True)
+        ]
         try:
-            data = _compile(source, host) if stored is None else stored
-            code = linked(data, host, names)
+            objects = [
+                _compile(source, host) if data is None else data
+                for source, data in zip(sources, stored, strict=True)
+            ]
+            code = linked(objects, host, names)
         except (RuntimeError, OSError, MemoryError) as error:
             raise KernelBuildError(
                 "the compiled kernel could not be made.",
                 [("machine", f"{host.cpu}, {host.isa}"), ("LLVM", str(error)[:500])],
                 'Pass backend="blocked", which needs no compiler, and report this.',
             ) from error
-        if stored is None:
-            stored_files.write_file(name, data)
+        for name, data, before in zip(places, objects, stored, strict=True):
+            if before is None:
+                stored_files.write_file(name, data)
     return code
 
 
-def linked(data: bytes, host: Host, names: tuple[str, ...]) -> Code:
-    """An object file in memory, with the addresses of these functions."""
-    return elf_object.load(data, names) or _LinkedByLLVM(data, host, names)
+def linked(objects: Sequence[bytes], host: Host, names: tuple[str, ...]) -> Code:
+    """Object files that call one another, in memory, with the addresses of these functions."""
+    return elf_object.load(objects, names) or _LinkedByLLVM(objects, host, names)
 
 
 def _text(emit: EmitFunction, arguments: tuple[Any, ...]) -> str:

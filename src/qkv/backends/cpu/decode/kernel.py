@@ -33,7 +33,6 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from qkv.backends.cpu.decode.block_products import BlockProducts
 from qkv.backends.cpu.decode.layout import (
     BLOCK_KV,
     GROUP,
@@ -43,19 +42,10 @@ from qkv.backends.cpu.decode.layout import (
     TILE_BLOCK_KV,
     DecodeKey,
 )
-from qkv.backends.cpu.decode.merge import RecordMerge
-from qkv.backends.cpu.decode.rows import DecodeFrame
+from qkv.backends.cpu.decode.shared import SharedFunctions
 from qkv.backends.cpu.decode.softmax import RowSoftmax
 from qkv.backends.cpu.decode.tasks import EMPTY, FULL, PARTIAL, DecodeTasks
-from qkv.backends.cpu.decode.tile_blocks import TileBlocks
-from qkv.backends.cpu.emit import storage
-from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT64, POINTER, Value
-from qkv.backends.cpu.emit.packing import (
-    all_finite_function,
-    copy_rows_function,
-    move_rows_function,
-)
-from qkv.backends.cpu.products.dim_lanes import RowProducts
+from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.products.tile_instructions import configure, release
 from qkv.problem.language.expressions import TRUE
 
@@ -81,7 +71,7 @@ class _Scratch:
 def emit_decode(key: DecodeKey) -> str:
     """The module of one kernel.
 
-    `plan(arguments)` writes the tasks and says how many keys they have, `job(arguments, worker)`
+    It is linked with those of `shared`. `plan(arguments)` writes the tasks and says how many keys they have, `job(arguments, worker)`
     runs tasks until none is left, and `step(arguments, most)` does both for at most so many keys.
     """
     kernel = _Decode(key)
@@ -93,16 +83,11 @@ class _Decode:
     """Writes the functions of one kernel."""
 
     def __init__(self, key: DecodeKey) -> None:
-        self.frame = DecodeFrame(key.spec, key.shape, key.int_bits, key.dtypes, key.paged)
-        self.e = self.frame.e
+        shared = SharedFunctions(key)
+        self.frame, self.e, self.functions = shared.frame, shared.e, shared.declared()
+        self.score_row, self.query_bytes = shared.score_row, shared.products.query_bytes
+        self.blocks, self.tiles = shared.blocks, shared.tiles
         self.softmax = RowSoftmax(self.frame, key)
-        self.merge = RecordMerge(self.frame, key)
-        self.score_row = (STRETCH_KV + key.shape.products_at_once) * self.e.real_bytes
-        """Bytes of a row of S, with room behind it for the products of one more step."""
-        self.products = RowProducts(self.e, key.dtypes, self.score_row, key.shape)
-        self.blocks = BlockProducts(self.frame, self.products)
-        has_tiles = key.shape.byte_tiles and self.e.real == FLOAT and "int8" in key.dtypes
-        self.tiles = TileBlocks(self.frame, self.products) if has_tiles else None
 
     # --- One chunk, and the merge of all of them -------------------------------------------------
 
@@ -196,7 +181,7 @@ class _Decode:
                 for_each_block("value", own.block, forbidden)
 
             for_each_block(
-                "key", e.at(own.packed, e.mul(first, head_dim, self.products.query_bytes)), false
+                "key", e.at(own.packed, e.mul(first, head_dim, self.query_bytes)), false
             )
             if self.frame.mask == TRUE:
                 attend_values("full")
@@ -252,7 +237,7 @@ class _Decode:
             block_row = self.frame.block_row_bytes(v_head_dim)
 
             query = self.frame.operand(arguments, "query", batch, e.mul(kv_head, group_size))
-            head_bytes = e.mul(q_len, head_dim, self.products.query_bytes)
+            head_bytes = e.mul(q_len, head_dim, self.query_bytes)
 
             def copy_head(g: Value, _: list[Value]) -> None:
                 start = e.at(query.pointer, e.mul(g, query_head))
@@ -290,32 +275,14 @@ class _Decode:
         return function
 
     def emit_functions(self) -> None:
-        e = self.e
-        types = self.frame.dtypes["query"], self.products.query_dtype
-        functions = {"copy query": copy_rows_function(e, *types)}
-        for rows in self.products.tiles:
-            functions[f"scores {rows}"] = self.products.scores_function(rows)
-            functions[f"values {rows}"] = self.products.values_function(rows)
-        for name in ("key", "value"):
-            functions[f"move {name}"] = move_rows_function(
-                e, name, storage.ITEM_BYTES[self.frame.dtypes[name]]
-            )
-        if self.softmax.may_forbid and not self.frame.is_quantised("value"):
-            functions["all_finite"] = all_finite_function(e, self.frame.dtypes["value"])
-            functions["selected"] = self.products.selected_values_function()
-        for name in ("key", "value"):
-            functions[name] = self.blocks.function(name, functions)
-            if self.frame.is_quantised(name):
-                functions[f"{name} scales"] = self.frame.copy_scales_function(name)
-        if self.tiles:
-            self.tiles.emit_functions(functions)
+        e, functions = self.e, self.functions
         functions["full"] = self.softmax.function("full", False)
         if self.frame.mask != TRUE:
             functions["partial"] = self.softmax.function("partial", True)
         functions["attend stretch"] = self.attend_stretch_function(functions)
         functions["attend run"] = self.attend_run_function(functions)
         tasks = DecodeTasks(self.frame)
-        attend, merge = self.attend_function(functions, tasks), self.merge.function()
+        attend, merge = self.attend_function(functions, tasks), functions["merge"]
 
         def run_task(arguments: Value, number: Value, scratch: Value) -> None:
             b = e.builder

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from qkv.backends.cpu.compiler.compile import EmitFunction, Module
 from qkv.backends.cpu.emit.argument_block import COMMON_FIELDS, WORD, operand_fields
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.layout import ROWS, TILE_BYTES, TILE_ROWS
@@ -93,6 +94,17 @@ class DecodeKey:
     paged: tuple[bool, bool]
     out_dtype: str
     statistics: bool
+
+
+def shared_modules(key: DecodeKey) -> tuple[Module, ...]:
+    """The modules of `shared` that a kernel is linked with."""
+    spec = replace(key.spec.without_expressions, key_storage=None, value_storage=None)
+    same = replace(key, spec=spec, int_bits=32)
+    place = "qkv.backends.cpu.decode.shared"
+    return (
+        Module(EmitFunction(place, "emit_shared"), (same,)),
+        Module(EmitFunction(place, "emit_values"), (same, key.spec.may_forbid)),
+    )
 
 
 def padded(dim: int, lanes: int) -> int:

@@ -22,7 +22,7 @@ class RowSoftmax:
         self.statistics = key.statistics
         self.plain = frame.score == SCORE
         """Whether there are no score mods, so that scores are the scaled products."""
-        self.may_forbid = not self.plain or frame.mask != TRUE
+        self.may_forbid = key.spec.may_forbid
 
     def function(self, name: str, masked: bool) -> Value:
         """A function for one row of one stretch: S becomes P; row maximum and sum are updated.

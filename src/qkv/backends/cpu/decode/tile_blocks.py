@@ -15,9 +15,15 @@ from llvmlite import ir
 from qkv.backends.cpu.decode.layout import TILE_BLOCK_KV, page_fields
 from qkv.backends.cpu.decode.rows import DecodeFrame
 from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT64, POINTER, Value
+from qkv.backends.cpu.emit.structured_code import Signature
 from qkv.backends.cpu.products.dim_lanes import RowProducts
 from qkv.backends.cpu.products.int8_tiles import Int8Tiles
 from qkv.backends.cpu.products.layout import ROWS, TILE_BYTES, TILE_ROWS
+
+
+def tiles_signature(name: str) -> Signature:
+    """The function of `TileBlocks` for a block of keys, or of values."""
+    return Signature(f"{name}_tiles", [POINTER, *[INT64] * 5, *[POINTER] * 4, INT64])
 
 
 class TileAreas(NamedTuple):
@@ -207,8 +213,7 @@ class TileBlocks:
         `start` begins the memory for tiles, `first` is the number of the panel's first row.
         """
         e = self.e
-        kinds = [POINTER, *[INT64] * 5, *[POINTER] * 4, INT64]
-        with e.function("key_tiles", kinds) as (function, args):
+        with e.function(*tiles_signature("key")) as (function, args):
             arguments, *numbers, rows, query, scores, moved, start, first = args
             b, where = e.builder, [arguments, *numbers]
             head_dim = self.frame.field(arguments, "head_dim")
@@ -247,8 +252,7 @@ class TileBlocks:
         Its arguments are those of the function for keys, with B and P instead of Q and S.
         """
         e = self.e
-        kinds = [POINTER, *[INT64] * 5, *[POINTER] * 4, INT64]
-        with e.function("value_tiles", kinds) as (function, args):
+        with e.function(*tiles_signature("value")) as (function, args):
             arguments, *numbers, rows, block, weights, moved, start, _ = args
             b, where, count = e.builder, [arguments, *numbers], numbers[-1]
             dim = self.frame.field(arguments, "v_head_dim")

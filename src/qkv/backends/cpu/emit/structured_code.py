@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from llvmlite import ir
 
@@ -32,6 +32,14 @@ def _split_constants(terms: Sequence[Any]) -> tuple[list[Value], list[int]]:
         else:
             known.append(int(term))
     return values, known
+
+
+class Signature(NamedTuple):
+    """The name of a function, and the types of its arguments and of its result."""
+
+    name: str
+    arguments: Sequence[Any]
+    result: Any = VOID
 
 
 class StructuredCode:
@@ -72,6 +80,17 @@ class StructuredCode:
             self.builder.ret_void()
         self.builder = outside
 
+    def declare(self, signature: Signature) -> Value:
+        """A function of another module, with which this one is linked."""
+        name, arguments, result = signature
+        return ir.Function(self.module, ir.FunctionType(result, arguments), name)
+
+    def sharing(self, functions: Sequence[Value]) -> str:
+        """The text of the module; others may call these internal functions of it."""
+        for function in functions:
+            function.linkage = "external"
+        return str(self.module)
+
     def loop(
         self,
         start: Any,
@@ -101,24 +120,6 @@ class StructuredCode:
             phi.add_incoming(first, before)
             phi.add_incoming(value, last)
         return results
-
-    def unrolled_loop(
-        self,
-        start: Value,
-        stop: Value,
-        times: int,
-        carried: Sequence[Value],
-        body: Callable[[Value, list[Value]], Sequence[Value]],
-    ) -> list[Value]:
-        """`loop` in steps of 1, `times` steps in one round as long as there are so many."""
-
-        def several(i: Value, carried: list[Value]) -> list[Value]:
-            for n in range(times):
-                carried = list(body(self.add(i, n), carried))
-            return carried
-
-        whole = self.add(start, self.round_down(self.sub(stop, start), times))
-        return self.loop(whole, stop, 1, self.loop(start, whole, times, carried, several), body)
 
     def find(self, count: Value, condition: Callable[[Value], Value]) -> Value:
         """The first i below `count` for which `condition(i)` holds, or `count` if none does."""

@@ -13,8 +13,9 @@ from functools import reduce
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.expressions.vector_code import Expressions
+from qkv.backends.cpu.emit.structured_code import Signature
 from qkv.backends.cpu.forward.frame import ForwardFrame
-from qkv.backends.cpu.forward.products import values_function
+from qkv.backends.cpu.forward.products import values_signature
 from qkv.backends.cpu.forward.query_block import QueryBlock
 from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors
 from qkv.problem.language.expressions import Node
@@ -91,11 +92,11 @@ def for_each_step(
 class BoundaryBlocks:
     """Writes the functions for boundary blocks of one kernel, and calls to them."""
 
-    def __init__(self, frame: ForwardFrame) -> None:
-        self.e = frame.e
+    def __init__(self, frame: ForwardFrame, functions: dict[str, Value]) -> None:
+        self.e, vectors = frame.e, frame.shape.vectors
         self.range_function = _range_function(frame)
-        self.scores = [_scores_function(frame, n) for n in range(1, frame.shape.vectors + 1)]
-        self.values = values_function(frame, 1)
+        self.scores = [functions[steps_signature(n).name] for n in range(1, vectors + 1)]
+        self.values = functions[values_signature(1).name]
 
     def attend(self, block: QueryBlock, kv_start: Value, count: Value) -> None:
         """Attend to the keys of a block that its queries may see."""
@@ -190,7 +191,7 @@ class BoundaryBlocks:
         for_each_step(e, ranges, count, compute_scores)
         e.loop(0, block.vectors, 1, [], attend_vector)
         with b.if_then(b.not_(finite)):
-            block.add_values("selected values", value, value_row, count)
+            block.add_values("selected_values", value, value_row, count)
 
 
 def _range_function(frame: ForwardFrame) -> Value:
@@ -203,10 +204,15 @@ def _range_function(frame: ForwardFrame) -> Value:
     return function
 
 
-def _scores_function(frame: ForwardFrame, vectors: int) -> Value:
+def steps_signature(vectors: int) -> Signature:
+    """`steps_function`."""
+    return Signature(f"steps_of_{vectors}", [*[POINTER] * 3, *[INT64] * 3])
+
+
+def steps_function(frame: ForwardFrame, vectors: int) -> Value:
     """S[k, :] = K[k, :] . packed Q for `vectors` neighbouring vectors of queries."""
     e, width = frame.e, frame.shape.vectors * frame.e.vector_bytes
-    with e.function(f"steps_of_{vectors}", [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
+    with e.function(*steps_signature(vectors)) as (function, args):
         key, packed, out, key_row, head_dim, count = args
 
         def store_scores(k: Value, products: list[Value], _: list[Value]) -> list[Value]:

@@ -28,41 +28,40 @@ Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (20
 from __future__ import annotations
 
 from qkv.backends.cpu.emit.emitter import Value
-from qkv.backends.cpu.emit.packing import all_finite_function, copy_rows_function
 from qkv.backends.cpu.forward.boundary_blocks import BoundaryBlocks
 from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.backends.cpu.forward.layout import ForwardKey, skips_keys_within_blocks
-from qkv.backends.cpu.forward.query_block import query_block_functions
-from qkv.backends.cpu.forward.rows import hold_function, pack_function, unpack_function
+from qkv.backends.cpu.forward.query_block import (
+    QueryBlockFunctions,
+    advance_function,
+    begin_signature,
+    end_signature,
+)
+from qkv.backends.cpu.forward.shared import declare_shared
 from qkv.backends.cpu.forward.softmax import softmax_function
 from qkv.backends.cpu.forward.tasks import task_function
 from qkv.problem.language.expressions import TRUE
 
 
 def emit_forward(key: ForwardKey) -> str:
-    """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
+    """The module of one kernel; `job(arguments, worker)` runs tasks until none is left.
+
+    It is linked with those of `shared`.
+    """
     frame = ForwardFrame(key)
-    e, masked = frame.e, frame.mask != TRUE
-    functions = {
-        "pack": pack_function(frame),
-        "unpack": unpack_function(frame),
-        "full": softmax_function(frame, "full", False),
-    }
-    for dtype in sorted(set(frame.dtypes.values())):
-        functions[f"copy {dtype}"] = copy_rows_function(e, dtype)
-    if masked:
+    e, skips = frame.e, skips_keys_within_blocks(frame.mask)
+    functions = declare_shared(frame, may_forbid=key.spec.may_forbid)
+    functions["full"] = softmax_function(frame, "full", False)
+    if frame.mask != TRUE:
         functions["partial"] = softmax_function(frame, "partial", True)
-    if masked or not frame.plain:
-        functions["all_finite"] = all_finite_function(e)
-    functions["hold"] = hold_function(frame, functions)
-    at_boundary = BoundaryBlocks(frame).attend if skips_keys_within_blocks(frame.mask) else None
-    attend = task_function(
-        frame,
-        *(
-            query_block_functions(frame, vectors, functions, at_boundary)
-            for vectors in (1, frame.shape.vectors)
-        ),
-    )
+    at_boundary = BoundaryBlocks(frame, functions).attend if skips else None
+
+    def functions_of(vectors: int) -> QueryBlockFunctions:
+        begin, end = (functions[f(vectors).name] for f in (begin_signature, end_signature))
+        advance = advance_function(frame, vectors, functions, at_boundary)
+        return QueryBlockFunctions(begin, advance, end)
+
+    attend = task_function(frame, *map(functions_of, frame.block_sizes))
 
     def run_task(arguments: Value, number: Value, scratch: Value) -> None:
         e.builder.call(attend, [arguments, number, scratch])

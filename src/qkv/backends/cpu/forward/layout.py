@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple
 
-from qkv.backends.cpu.compiler.compile import EmitFunction
+from qkv.backends.cpu.compiler.compile import EmitFunction, Module
 from qkv.backends.cpu.emit.argument_block import COMMON_FIELDS, operand_fields
 from qkv.backends.cpu.emit.transposed_loads import transposed_bytes
 from qkv.backends.cpu.machine.tiling import TileShape
@@ -123,10 +123,23 @@ class ForwardKernel(NamedTuple):
     """Memory in bytes that one worker needs."""
     block_kv: int
     """Keys whose scores are held at once."""
+    shared: Callable[[ForwardKey], tuple[Module, ...]] = lambda _: ()
+    """The modules that it is linked with, which are the same for every mask and score mod."""
+
+
+def shared_modules(key: ForwardKey) -> tuple[Module, ...]:
+    """The modules of `shared` that a kernel is linked with."""
+    same = replace(key, spec=key.spec.without_expressions, int_bits=32)
+    names = ["emit_shared", *(["emit_forbidding"] if key.spec.may_forbid else [])]
+    place = "qkv.backends.cpu.forward.shared"
+    return tuple(Module(EmitFunction(place, name), (same,)) for name in names)
 
 
 ONLINE_SOFTMAX = ForwardKernel(
-    EmitFunction("qkv.backends.cpu.forward.kernel", "emit_forward"), scratch_bytes, BLOCK_KV
+    EmitFunction("qkv.backends.cpu.forward.kernel", "emit_forward"),
+    scratch_bytes,
+    BLOCK_KV,
+    shared_modules,
 )
 """The kernel for every dtype and machine."""
 

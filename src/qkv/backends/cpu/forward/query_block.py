@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 from llvmlite import ir
@@ -11,13 +11,9 @@ from llvmlite import ir
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import RowView
+from qkv.backends.cpu.emit.structured_code import Signature
 from qkv.backends.cpu.forward.frame import ForwardFrame, ScoreVector
 from qkv.backends.cpu.forward.layout import BLOCK_KV, HEADER, RUN, STATS, STATS_SUMS, TASK, StatsRow
-from qkv.backends.cpu.forward.products import (
-    scores_function,
-    selected_values_function,
-    values_function,
-)
 from qkv.backends.cpu.forward.rows import is_copied
 from qkv.problem.language.expressions import TRUE
 
@@ -77,33 +73,44 @@ class QueryBlockFunctions(NamedTuple):
     """Its output is written."""
 
 
-def query_block_functions(
+_ARGUMENTS = *[POINTER] * 3, INT64
+
+
+def begin_signature(vectors: int) -> Signature:
+    """`begin_function`."""
+    return Signature(f"begin_{vectors}", _ARGUMENTS)
+
+
+def end_signature(vectors: int) -> Signature:
+    """`end_function`."""
+    return Signature(f"end_{vectors}", _ARGUMENTS)
+
+
+def begin_function(frame: ForwardFrame, vectors: int, functions: dict[str, Value]) -> Value:
+    """The function `begin` of blocks of so many vectors of queries."""
+    with frame.e.function(*begin_signature(vectors)) as (function, args):
+        QueryBlock(frame, vectors, functions, None, *args).begin()
+    return function
+
+
+def end_function(frame: ForwardFrame, vectors: int, functions: dict[str, Value]) -> Value:
+    """The function `end` of blocks of so many vectors of queries."""
+    with frame.e.function(*end_signature(vectors)) as (function, args):
+        QueryBlock(frame, vectors, functions, None, *args).end()
+    return function
+
+
+def advance_function(
     frame: ForwardFrame,
     vectors: int,
     functions: dict[str, Value],
     attend_at_boundary: AttendAtBoundary | None,
-) -> QueryBlockFunctions:
-    """The functions of blocks of so many vectors of queries."""
-    e = frame.e
-    functions = {
-        **functions,
-        "scores": scores_function(frame, vectors),
-        "values": values_function(frame, vectors),
-    }
-    if "all_finite" in functions:
-        functions["selected values"] = selected_values_function(frame, vectors)
-
-    def block_of(args: Sequence[Value]) -> QueryBlock:
-        return QueryBlock(frame, vectors, functions, attend_at_boundary, *args)
-
-    arguments = [*[POINTER] * 3, INT64]
-    with e.function(f"begin_{vectors}", arguments) as (begin, args):
-        block_of(args).begin()
-    with e.function(f"advance_{vectors}", [*arguments, INT64]) as (advance, args):
-        block_of(args[:-1]).advance(args[-1])
-    with e.function(f"end_{vectors}", arguments) as (end, args):
-        block_of(args).end()
-    return QueryBlockFunctions(begin, advance, end)
+) -> Value:
+    """The function `advance` of blocks of so many vectors of queries."""
+    with frame.e.function(f"advance_{vectors}", [*_ARGUMENTS, INT64]) as (function, args):
+        *where, stop = args
+        QueryBlock(frame, vectors, functions, attend_at_boundary, *where).advance(stop)
+    return function
 
 
 class QueryBlock:
@@ -233,7 +240,7 @@ class QueryBlock:
         e, area = self.e, self.area
         k, key_row, v, value_row = self.key_and_value_rows(kv_start, keys)
         sizes = (key_row, self.head_dim, keys, value_row, self.v_head_dim)
-        self.call("scores", k, area.packed, area.weights, self.block_max, v, *sizes)
+        self.call(f"scores_{self.vectors}", k, area.packed, area.weights, self.block_max, v, *sizes)
 
         def compute_weights(marked: Value) -> None:
             def weigh_vector(j: Value, _: list[Value]) -> None:
@@ -251,7 +258,7 @@ class QueryBlock:
         e.choose(
             finite,
             lambda: self.add_values("values", v, value_row, keys),
-            lambda: self.add_values("selected values", v, value_row, keys),
+            lambda: self.add_values("selected_values", v, value_row, keys),
         )
 
     def key_and_value_rows(self, kv_start: Value, keys: Value) -> tuple[Value, ...]:
@@ -290,7 +297,8 @@ class QueryBlock:
     def add_values(self, name: str, value: Value, value_row: Value, keys: Value) -> None:
         """Add the values of a block of keys with all vectors of queries."""
         places = value, self.area.weights, self.rescale, self.area.total
-        self.call(name, *places, value_row, self.v_head_dim, keys, self.width)
+        sizes = value_row, self.v_head_dim, keys, self.width
+        self.call(f"{name}_{self.vectors}", *places, *sizes)
 
 
 AttendAtBoundary: TypeAlias = Callable[[QueryBlock, Value, Value], None]

@@ -18,6 +18,7 @@ from qkv.backends.cpu.decode.layout import (
     record_bytes,
     scratch_bytes,
     shared_bytes,
+    shared_modules,
 )
 from qkv.backends.cpu.emit.argument_block import LIMIT, ArgumentBlock, word_index
 from qkv.backends.cpu.machine.host import Host, host
@@ -195,7 +196,7 @@ def _types_as_read(spec: Spec) -> tuple[tuple[str, str, str], tuple[bool, bool]]
 
 @lru_cache(maxsize=256)
 def _kernel(key: DecodeKey, here: Host) -> DecodeKernel:
-    return DecodeKernel(build(_EMIT, (key,), here, ("job", "step")))
+    return DecodeKernel(build(_EMIT, (key,), here, ("job", "step"), shared_modules(key)))
 
 
 def decode_bytes(spec: Spec, shape: TileShape, workers: int) -> int:

@@ -153,4 +153,5 @@ def scratch_of(spec: Spec, shape: TileShape) -> int:
 
 @lru_cache(maxsize=256)
 def _kernel(key: ForwardKey, here: Host) -> Kernel:
-    return Kernel(build(_kernel_of(key.shape).emit, (key,), here))
+    kernel = _kernel_of(key.shape)
+    return Kernel(build(kernel.emit, (key,), here, shared=kernel.shared(key)))

@@ -18,6 +18,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import BIT, CACHE_LINE, DOUBLE, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.emit.structured_code import Signature
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.bfloat16 import load_chunk, multiply_add_pairs, present_elements
 from qkv.backends.cpu.products.float16 import multiply_add_halves
@@ -25,10 +26,6 @@ from qkv.backends.cpu.products.float16 import multiply_add_halves
 _PREFETCHED_BYTES = 512 * 1024
 """Rows are prefetched if all of K, or of V, has at least so many bytes. The processor follows
 shorter reads by itself, and prefetching what lies in a cache takes a tenth of the time."""
-
-
-_UNROLLED = 4
-"""Keys of which one round of a loop adds the values, where these are added in groups of keys."""
 
 
 def loop_over_vectors(
@@ -75,6 +72,11 @@ def load_narrow_at(
     half = ir.VectorType(e.real, e.lanes // 2)
     parts = [e.settled(e.load(e.at(place, n * 2 * e.lanes), half, 2)) for n in range(2)]
     return e.builder.shuffle_vector(*parts, e.shuffle_mask(range(e.lanes)))
+
+
+def values_signature(rows: int) -> Signature:
+    """`RowProducts.values_function`."""
+    return Signature(f"values_{rows}", [*[POINTER] * 3, *[INT64] * 6])
 
 
 Keys = tuple[Value, Value]
@@ -279,8 +281,7 @@ class RowProducts:
     def values_function(self, rows: int) -> Value:
         """A function that adds a segment of keys to `rows` rows of B."""
         e = self.e
-        arguments = [*[POINTER] * 3, *[INT64] * 6]
-        with e.function(f"values_{rows}", arguments) as (function, args):
+        with e.function(*values_signature(rows)) as (function, args):
             value, weights, block, value_row, block_row, v_head_dim, count, ahead, asked = args
 
             def part_of(columns: Value) -> Value:
@@ -335,9 +336,7 @@ class RowProducts:
                 totals = [e.load_vector(at) for at in places]
                 if in_groups:
                     prefetch_keys(keys, part, vectors)
-                    totals = e.unrolled_loop(*keys, _UNROLLED, totals, add_key)
-                else:
-                    totals = e.loop(*keys, 1, totals, add_key)
+                totals = e.loop(*keys, 1, totals, add_key)
                 for at, total in zip(places, totals, strict=True):
                     e.store_vector(total, at)
 
