@@ -23,9 +23,9 @@ def rebuilt_kernels() -> Iterator[list[tuple[EmitFunction, Any]]]:
     """
     built: list[tuple[EmitFunction, Any]] = []
 
-    def record(emit: EmitFunction, arguments: tuple[Any, ...], *rest: Any) -> Code:
+    def record(emit: EmitFunction, arguments: tuple[Any, ...], *rest: Any, **shared: Any) -> Code:
         built.append((emit, *arguments))
-        return build(emit, arguments, *rest)
+        return build(emit, arguments, *rest, **shared)
 
     def forget() -> None:
         forget_prepared_calls()

@@ -273,9 +273,9 @@ def test_tasks_cover_what_the_tiles_say(variant) -> None:
 def test_no_kernel_is_built_for_another_length(monkeypatch) -> None:
     built = []
 
-    def count(*args, build=forward_pass.build):
+    def count(*args, build=forward_pass.build, **options):
         built.append(args)
-        return build(*args)
+        return build(*args, **options)
 
     monkeypatch.setattr(forward_pass, "build", count)
     forward_pass._kernel.cache_clear()

@@ -62,7 +62,7 @@ def function(code, name: str, *types):
 
 @on_linux_on_x86
 def test_linked_code_does_what_its_source_says() -> None:
-    code = elf_object.load(cpu_compile._compile(SOURCE, host()), NAMES)
+    code = elf_object.load([cpu_compile._compile(SOURCE, host())], NAMES)
     assert isinstance(code, elf_object.ElfObject)
     prime = function(code, "prime", ctypes.c_int64)
     assert [prime(n) for n in range(4)] == [2, 3, 5, 7]
@@ -71,10 +71,48 @@ def test_linked_code_does_what_its_source_says() -> None:
     assert function(code, "yielded")() == 0
 
 
+CALLER = """
+@factor = internal global i64 3
+declare i64 @square(i64)
+define i64 @job(i64 %n) {
+  %square = call i64 @square(i64 %n)
+  %factor = load i64, ptr @factor
+  %product = mul i64 %square, %factor
+  ret i64 %product
+}
+"""
+CALLED = """
+@factor = internal global i64 1
+define internal i64 @job(i64 %n) {
+  %factor = load i64, ptr @factor
+  %product = mul i64 %n, %factor
+  ret i64 %product
+}
+define i64 @square(i64 %n) {
+  %own = call i64 @job(i64 %n)
+  %square = mul i64 %own, %n
+  ret i64 %square
+}
+"""
+"""Two modules that are linked; what is internal has names of its own in each."""
+
+
+@pytest.mark.parametrize("link", [elf_object.load, cpu_compile._LinkedByLLVM])
+def test_a_module_calls_the_functions_of_another(link) -> None:
+    objects = [cpu_compile._compile(source, host()) for source in (CALLER, CALLED)]
+    if link is elf_object.load:
+        code = link(objects, ("job",))
+        assert (code is not None) == is_linux_on_x86
+    else:
+        code = link(objects, host(), ("job",))
+    if code is not None:
+        assert [function(code, "job", ctypes.c_int64)(n) for n in (2, 5)] == [12, 75]
+
+
 @on_linux_on_x86
 def test_code_may_not_be_written_and_variables_not_executed() -> None:
     """And both are private: a forked child has variables of its own."""
-    code = elf_object.load(cpu_compile._compile(SOURCE, host()), NAMES)
+    code = elf_object.load([cpu_compile._compile(SOURCE, host())], NAMES)
     assert code is not None
     allowed = {}
     with open("/proc/self/maps") as maps:
@@ -90,7 +128,7 @@ def test_code_may_not_be_written_and_variables_not_executed() -> None:
 
 @on_linux_on_x86
 def test_memory_is_given_back_with_the_code() -> None:
-    code = elf_object.load(cpu_compile._compile(SOURCE, host()), NAMES)
+    code = elf_object.load([cpu_compile._compile(SOURCE, host())], NAMES)
     assert code is not None
     address = code.address("prime")
 
@@ -117,7 +155,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("source", OTHERS.values(), ids=OTHERS)
 def test_what_is_not_understood_is_left_to_llvm(source) -> None:
-    assert elf_object.load(cpu_compile._compile(source, host()), ("job",)) is None
+    assert elf_object.load([cpu_compile._compile(source, host())], ("job",)) is None
 
 
 def test_objects_for_other_systems_are_left_to_llvm() -> None:
@@ -126,8 +164,8 @@ def test_objects_for_other_systems_are_left_to_llvm() -> None:
     for triple in ("aarch64-unknown-linux-gnu", "x86_64-pc-windows-msvc", "x86_64-apple-darwin"):
         there = llvm.Target.from_triple(triple).create_target_machine(opt=2, jit=True)
         module = cpu_compile.parsed_for("define void @job() {\n ret void\n}", there, triple)
-        assert elf_object.load(bytes(there.emit_object(module)), ("job",)) is None
-    assert elf_object.load(b"", ("job",)) is None
+        assert elf_object.load([bytes(there.emit_object(module))], ("job",)) is None
+    assert elf_object.load([b""], ("job",)) is None
 
 
 def test_the_kept_description_is_that_of_llvm(tmp_path, monkeypatch) -> None:
@@ -224,4 +262,4 @@ def test_every_emit_function_is_there() -> None:
             if isinstance(emit, cpu_compile.EmitFunction):
                 found += 1
                 assert callable(getattr(import_module(emit.module), emit.name))
-    assert found >= 12
+    assert found >= 16

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib import import_module
@@ -222,10 +222,16 @@ def object_file(made: Made, target: Target) -> bytes:
 
 def expected_symbols(call: str, target: Target) -> set[str]:
     """What all modules of a call expect from the system."""
-    found: set[str] = set()
-    for made in modules(call, target.isa):
-        found |= undefined_symbols(object_file(made, target))
-    return found
+    all_modules = modules(call, target.isa)
+    files = [object_file(made, target) for made in all_modules]
+    return set().union(*map(undefined_symbols, files)) - public_functions(all_modules, target)
+
+
+def public_functions(made: Sequence[Made], target: Target) -> set[str]:
+    """Symbols of the functions that modules have for one another."""
+    mark = "_" if target.system == "macosx" else ""
+    defined = re.compile(r'^define (?!internal)[^@]*@"?(\w+)', re.MULTILINE)
+    return {mark + name for emit, arguments in made for name in defined.findall(emit(*arguments))}
 
 
 def main() -> int:
@@ -236,6 +242,7 @@ def main() -> int:
         all_modules = [m for call in CALLS_OF_EVERY_KIND for m in modules(call, target.isa)]
         files = [object_file(m, target) for m in (*all_modules, *modules_of_threads(target))]
         symbols = set().union(*map(undefined_symbols, files))
+        symbols -= public_functions(all_modules, target)
         size = sum(map(len, files)) / 1024
         new = symbols - KNOWN[target.system]
         unknown |= bool(new)

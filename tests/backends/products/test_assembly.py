@@ -16,9 +16,11 @@ import pytest
 from qkv.backends.cpu.backward.kernel import emit_backward
 from qkv.backends.cpu.backward.layout import BackwardKey
 from qkv.backends.cpu.bf16_tiles.kernel import emit_bf16_tiles
-from qkv.backends.cpu.compiler.compile import parsed_for
+from qkv.backends.cpu.compiler.compile import Module, parsed_for
+from qkv.backends.cpu.decode import layout as decode_layout
 from qkv.backends.cpu.decode.kernel import emit_decode
 from qkv.backends.cpu.decode.layout import DecodeKey
+from qkv.backends.cpu.forward import layout as forward_layout
 from qkv.backends.cpu.forward.bf16_dot import emit_bf16_dot
 from qkv.backends.cpu.forward.kernel import emit_forward
 from qkv.backends.cpu.forward.layout import ForwardKey
@@ -63,19 +65,25 @@ _STACK = re.compile(r"\(%[er]sp|\[sp\b|\bpush|\bcall|^bl\s")
 def assembly(triple: str, cpu: str, shape: TileShape, dtype: str) -> str:
     """The forward kernel without variants, for a processor by name."""
     key = ForwardKey(plain_spec(dtype), shape, 32, False, False, dtype, False)
-    emit = emit_forward
     if shape.chunks:
         emit = emit_bf16_tiles if shape.terms == 1 else emit_split_forward
-    elif shape.product != "elements":
-        emit = emit_bf16_dot
-    return compiled(emit(key), triple, cpu)
+        return compiled(emit(key), triple, cpu)
+    if shape.product != "elements":
+        return compiled(emit_bf16_dot(key), triple, cpu)
+    return linked(emit_forward(key), forward_layout.shared_modules(key), triple, cpu)
 
 
 def decoding(triple: str, cpu: str, isa: str, dtype: str) -> str:
     """The kernel for few queries without variants, all operands of one type."""
     shape = Host(cpu, "", isa).shape_of(plain_spec(dtype).compute_dtype)
     key = DecodeKey(plain_spec(dtype), shape, 32, (dtype,) * 3, (False, False), dtype, False)
-    return compiled(emit_decode(key), triple, cpu)
+    return linked(emit_decode(key), decode_layout.shared_modules(key), triple, cpu)
+
+
+def linked(source: str, shared: tuple[Module, ...], triple: str, cpu: str) -> str:
+    """A kernel, and the modules that it is linked with."""
+    sources = [source, *(module.emit(*module.arguments) for module in shared)]
+    return "\n".join(compiled(source, triple, cpu) for source in sources)
 
 
 def plain_spec(dtype: str) -> Spec:

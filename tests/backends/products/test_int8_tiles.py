@@ -11,7 +11,7 @@ from forced import as_it_runs, both_ways
 from processes import in_a_process
 from qkv.backends.cpu.compiler.compile import build
 from qkv.backends.cpu.decode import layout
-from qkv.backends.cpu.decode.kernel import emit_decode
+from qkv.backends.cpu.decode.layout import shared_modules
 from qkv.backends.cpu.passes import decode as streaming
 from qkv.testing import bounds, truth
 
@@ -67,7 +67,7 @@ def test_the_kernel_multiplies_tiles(tiles, monkeypatch) -> None:
     rows = rows_of(1, 3, 64)[0]
     run(query_of(1, 1, 64), rows, rows)
     (key,) = made
-    text = emit_decode(key)
+    text = "".join(module.emit(*module.arguments) for module in shared_modules(key))
     assert ("multiply_add_byte_tiles" if key.shape.emulated else "tdpbssd") in text
     streaming._kernel.cache_clear()
 

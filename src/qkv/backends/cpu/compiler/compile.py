@@ -61,7 +61,8 @@ class _LinkedByLLVM:
 
         empty = llvm.parse_assembly("")
         self._engine = llvm.create_mcjit_compiler(empty, _target_machine(host))
-        for data in objects:
+        # Of functions with one name, LLVM finds the last, internal ones among them.
+        for data in reversed(objects):
             self._engine.add_object_file(llvm.ObjectFileRef.from_data(data))
         # An engine needs a module to begin with; compiling the empty one takes longer than linking.
         self._engine.remove_module(empty)

@@ -71,8 +71,9 @@ class _Scratch:
 def emit_decode(key: DecodeKey) -> str:
     """The module of one kernel.
 
-    It is linked with those of `shared`. `plan(arguments)` writes the tasks and says how many keys they have, `job(arguments, worker)`
+    `plan(arguments)` writes the tasks and says how many keys they have, `job(arguments, worker)`
     runs tasks until none is left, and `step(arguments, most)` does both for at most so many keys.
+    It is linked with the modules of `shared`.
     """
     kernel = _Decode(key)
     kernel.emit_functions()
@@ -180,9 +181,7 @@ class _Decode:
                 (forbidden,) = e.loop(0, panel_rows, 1, [false], weigh_row)
                 for_each_block("value", own.block, forbidden)
 
-            for_each_block(
-                "key", e.at(own.packed, e.mul(first, head_dim, self.query_bytes)), false
-            )
+            for_each_block("key", e.at(own.packed, e.mul(first, head_dim, self.query_bytes)), false)
             if self.frame.mask == TRUE:
                 attend_values("full")
             else:

@@ -96,15 +96,15 @@ class DecodeKey:
     statistics: bool
 
 
+_EMIT_SHARED = EmitFunction("qkv.backends.cpu.decode.shared", "emit_shared")
+_EMIT_VALUES = EmitFunction("qkv.backends.cpu.decode.shared", "emit_values")
+
+
 def shared_modules(key: DecodeKey) -> tuple[Module, ...]:
     """The modules of `shared` that a kernel is linked with."""
     spec = replace(key.spec.without_expressions, key_storage=None, value_storage=None)
     same = replace(key, spec=spec, int_bits=32)
-    place = "qkv.backends.cpu.decode.shared"
-    return (
-        Module(EmitFunction(place, "emit_shared"), (same,)),
-        Module(EmitFunction(place, "emit_values"), (same, key.spec.may_forbid)),
-    )
+    return Module(_EMIT_SHARED, (same,)), Module(_EMIT_VALUES, (same, key.spec.may_forbid))
 
 
 def padded(dim: int, lanes: int) -> int:

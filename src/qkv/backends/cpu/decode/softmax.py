@@ -11,7 +11,7 @@ from qkv.backends.cpu.decode.rows import DecodeFrame
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.expressions.vector_code import Expressions, Neighbours
-from qkv.problem.language.expressions import SCORE, TRUE
+from qkv.problem.language.expressions import SCORE
 
 
 class RowSoftmax:

@@ -127,12 +127,15 @@ class ForwardKernel(NamedTuple):
     """The modules that it is linked with, which are the same for every mask and score mod."""
 
 
+_EMIT_SHARED = EmitFunction("qkv.backends.cpu.forward.shared", "emit_shared")
+_EMIT_FORBIDDING = EmitFunction("qkv.backends.cpu.forward.shared", "emit_forbidding")
+
+
 def shared_modules(key: ForwardKey) -> tuple[Module, ...]:
     """The modules of `shared` that a kernel is linked with."""
     same = replace(key, spec=key.spec.without_expressions, int_bits=32)
-    names = ["emit_shared", *(["emit_forbidding"] if key.spec.may_forbid else [])]
-    place = "qkv.backends.cpu.forward.shared"
-    return tuple(Module(EmitFunction(place, name), (same,)) for name in names)
+    of_all = Module(_EMIT_SHARED, (same,))
+    return (of_all, Module(_EMIT_FORBIDDING, (same,))) if key.spec.may_forbid else (of_all,)
 
 
 ONLINE_SOFTMAX = ForwardKernel(
