@@ -138,7 +138,7 @@ def compiled(nodes: list[Node], arrays: dict[str, np.ndarray]):
             some = b.select(found.possible, e.index(PARTIAL), e.index(EMPTY))
             b.ret(b.select(found.certain, e.index(FULL), some))
     module, machine = parsed(str(e.module), host())
-    code = linked(bytes(machine.emit_object(module)), host(), tuple(names))
+    code = linked([bytes(machine.emit_object(module))], host(), tuple(names))
     words = [0] * (COUNTER_BYTES // WORD + len(COMMON_FIELDS))
     for array in arrays.values():
         words.append(array.__array_interface__["data"][0])

@@ -452,7 +452,7 @@ def require_released(monkeypatch) -> None:
 
     def tiles_in_use(used: bool) -> bool:
         word = np.zeros(1, np.int64)
-        probe = Kernel(linked(_compile(emit(used), host()), host(), ("job",)))
+        probe = Kernel(linked([_compile(emit(used), host())], host(), ("job",)))
         probe._job(word.ctypes.data, 0)
         return bool(word[0] >> 17 & 1)
 

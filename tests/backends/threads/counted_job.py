@@ -63,7 +63,7 @@ def emit_job() -> str:
 FIELDS = ("inside", "expected", "waited", "counter", "tiny", "ran", "results", "left", "patience")
 VISITS = 16
 """The first of the words that count how often each number was inside."""
-KERNEL = Kernel(linked(cpu_compile._compile(emit_job(), host()), host(), ("job",)))
+KERNEL = Kernel(linked([cpu_compile._compile(emit_job(), host())], host(), ("job",)))
 
 
 class Launch:
