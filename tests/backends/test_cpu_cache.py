@@ -78,7 +78,7 @@ def test_the_second_process_does_not_compile(folder, compiled) -> None:
     attend()
     attend()
     assert len(compiled) == MODULES
-    files = list(folder.iterdir())
+    files = stored_files.kernel_files(folder)
     assert len(files) == MODULES
     if os.name == "posix":
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -98,9 +98,9 @@ def test_another_mask_compiles_only_what_is_its_own(folder, compiled) -> None:
 )
 def test_a_damaged_file_is_compiled_again(folder, compiled, damage) -> None:
     attend()
-    files = list(folder.iterdir())
+    files = stored_files.kernel_files(folder)
     qkv.attention(X, X, X, qkv.Causal(), backend="cpu")
-    (other, *_) = set(folder.iterdir()) - set(files)
+    (other, *_) = set(stored_files.kernel_files(folder)) - set(files)
     for file in files:
         content = bytearray(file.read_bytes())
         if damage == "truncated":
@@ -138,7 +138,7 @@ def test_what_others_may_write_is_not_used(folder, compiled) -> None:
         attend()
     assert len(compiled) == 2 * MODULES
     folder.chmod(0o700)
-    file, *_ = folder.iterdir()
+    file, *_ = stored_files.kernel_files(folder)
     file.chmod(0o666)
     attend()
     assert len(compiled) == 2 * MODULES + 1

@@ -15,9 +15,8 @@ import struct
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from qkv.backends.cpu.machine import executable_memory
 
@@ -39,8 +38,7 @@ _GLOBAL = 1
 _R_X86_64_64 = 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Section:
+class _Section(NamedTuple):
     name: int
     kind: int
     flags: int
@@ -58,8 +56,7 @@ class _Section:
         return bool(self.flags & _ALLOCATED) and self.kind != _UNWIND and self.size > 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Symbol:
+class _Symbol(NamedTuple):
     name: str
     is_global: bool
     section: int

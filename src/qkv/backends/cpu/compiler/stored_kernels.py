@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,18 @@ def digest(module: str, function: str, arguments: tuple[Any, ...], host: Host) -
         return None
     known = processor()
     compiler = (known.llvmlite, known.llvm, known.triple)
-    made_from = (module, function, arguments, host, compiler, _SOURCES)
-    return hashlib.sha256(canonical(made_from).encode()).hexdigest()
+    same = _digest_of_machine(host, compiler, _SOURCES)
+    return _digest((same, module, function, arguments))
+
+
+@lru_cache(maxsize=8)
+def _digest_of_machine(host: Host, compiler: tuple[str, ...], sources: str) -> str:
+    """What is the same for all kernels of a process, which is long."""
+    return _digest((host, compiler, sources))
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(canonical(value).encode()).hexdigest()
 
 
 EMITTERS = (
