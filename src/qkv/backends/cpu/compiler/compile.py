@@ -60,6 +60,7 @@ class _LinkedByLLVM:
         import llvmlite.binding as llvm
 
         empty = llvm.parse_assembly("")
+        # The engine deletes this machine when it goes.
         self._engine = llvm.create_mcjit_compiler(empty, _target_machine(host))
         # Of functions with one name, LLVM finds the last, internal ones among them.
         for data in reversed(objects):
@@ -223,8 +224,14 @@ def parsed(source: str, host: Host) -> tuple[Any, Any]:
     """The module of a text, and the machine it is for."""
     import llvmlite.binding as llvm
 
-    machine = _target_machine(host)
+    machine = _compiling_machine(host)
     return parsed_for(source, machine, llvm.get_process_triple()), machine
+
+
+@lru_cache(maxsize=8)
+def _compiling_machine(host: Host) -> Any:
+    """What compiles for a machine, made once: its first module takes a millisecond longer."""
+    return _target_machine(host)
 
 
 def parsed_for(source: str, machine: Any, triple: str) -> Any:
