@@ -255,6 +255,7 @@ def test_a_child_process_goes_on_where_another_thread_was_in_the_middle() -> Non
     assert printed.splitlines() == ["[6] 4", "[6] 4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", ["Paged", "Contiguous", "Rolling", "int8"])
 def test_tensors_of_a_child_process_do_not_wait_for_threads_of_torch(make: str) -> None:
     """torch's own copy of so many rows waits for ever, and an alarm ends the child."""

@@ -55,6 +55,7 @@ def test_speed_beside_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(re.findall("torch's context_parallel", said)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ranks_of_the_tests")
 def test_predictions_beside_the_clock(capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks.ranks import __main__ as ranks

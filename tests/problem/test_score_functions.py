@@ -83,6 +83,7 @@ def test_functions_of_torch(name: str) -> None:
     check(OF_TORCH[name], torch.from_numpy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in OF_TORCH if "table" not in name])
 def test_functions_of_torch_in_one_graph(name: str) -> None:
     mod = OF_TORCH[name]

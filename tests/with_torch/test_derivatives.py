@@ -382,6 +382,7 @@ INSIDE: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INSIDE)
 def test_derivatives_inside_of_compiled_functions(name: str) -> None:
     """Changes along a direction were zero in silence, and gradients an error of torch's."""

@@ -53,6 +53,7 @@ def gaps(query: Array, key: Array) -> Array:
     return scores[:, 150] - scores[:, :32].max(axis=-1)
 
 
+@pytest.mark.slow
 @ON_TILES
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype("f4"), np.dtype("f2")], ids=str)
 @pytest.mark.parametrize("variants", [(), (qkv.Causal("end"),), (qkv.Softcap(900.0),)], ids=str)
@@ -129,6 +130,7 @@ def test_a_scale_of_zero() -> None:
 # Tasks
 
 
+@pytest.mark.slow
 @ON_TILES
 @DTYPES
 @pytest.mark.parametrize("head_dim", [24, 80])

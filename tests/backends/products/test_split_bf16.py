@@ -116,6 +116,7 @@ def test_conformance(case: Case, dtype: str) -> None:
     assert check_case("cpu", case, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("splits_operands")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
@@ -165,6 +166,7 @@ def test_variants_of_several_tasks_and_groups(dtype, name) -> None:
     require_right(arrays, VARIANTS[name](1060, 140), q_offset="end", scale=-0.21)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strides(dtype) -> None:
     """Elements that are not adjacent, rows backwards, heads after rows, rows not whole words."""

@@ -99,6 +99,7 @@ NUMBERS: dict[str, tuple[Function, Callable[[Any], Any], tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.one_in(4)
 def test_every_value_is_part_of_one_graph(name: str) -> None:
@@ -124,6 +125,7 @@ def test_functions_are_called_uncompiled_where_comparisons_cannot_be_read(
         assert_close(compiled(QUERY, number), by_hand(QUERY, right(number)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [qkv.Dropout, lambda p, n: qkv.RandomBlocks(2, 1, seed=n)])
 def test_seeds_are_part_of_one_graph(made: Callable[..., Any]) -> None:
     torch.compiler.reset()
