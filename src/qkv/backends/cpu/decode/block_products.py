@@ -8,17 +8,11 @@ from qkv.backends.cpu.decode.layout import BLOCK_KV, STRETCH_KV
 from qkv.backends.cpu.decode.rows import DecodeFrame
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
-from qkv.backends.cpu.emit.structured_code import Signature
 from qkv.backends.cpu.products.dim_lanes import RowProducts
 
 PART_KV = 32
 """Number of keys that all rows are multiplied with before the next keys of the block, if one tile
 does not hold all rows."""
-
-
-def block_signature(name: str) -> Signature:
-    """`BlockProducts.function`."""
-    return Signature(f"{name}_block", [POINTER, *[INT64] * 5, *[POINTER] * 3, BIT])
 
 
 class BlockProducts:
@@ -47,8 +41,8 @@ class BlockProducts:
         `(arguments, batch, kv_head, kv_start, count, rows, matrix, weights, moved, forbidden)`.
         """
         e, item = self.e, storage.ITEM_BYTES[self.frame.dtypes[name]]
-        score_row = self.products.score_row
-        with e.function(*block_signature(name)) as (function, args):
+        arguments, score_row = [POINTER, *[INT64] * 5, *[POINTER] * 3, BIT], self.products.score_row
+        with e.function(f"{name}_block", arguments) as (function, args):
             arguments_, batch, kv_head, kv_start, count, rows, *matrices, forbidden = args
             b, (matrix, weights, moved) = e.builder, matrices
             place = self.frame.operand(arguments_, name, batch, kv_head)

@@ -10,10 +10,6 @@ from qkv.backends.cpu.decode.layout import STATE, DecodeKey
 from qkv.backends.cpu.decode.rows import DecodeFrame
 from qkv.backends.cpu.emit import storage, vector_math
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
-from qkv.backends.cpu.emit.structured_code import Signature
-
-MERGE = Signature("merge", [POINTER, POINTER, INT64, INT64, INT64, POINTER])
-"""`RecordMerge.function`."""
 
 
 class RecordMerge:
@@ -30,7 +26,8 @@ class RecordMerge:
         output, `total` is scratch memory. A row without keys has l = 0.
         """
         e = self.e
-        with e.function(*MERGE) as (function, args):
+        arguments = [POINTER, POINTER, INT64, INT64, INT64, POINTER]
+        with e.function("merge", arguments) as (function, args):
             arguments_, records, count, record_bytes, row, total = args
             b = e.builder
             v_head_dim = self.frame.field(arguments_, "v_head_dim")

@@ -9,18 +9,12 @@ from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import Frame, RowView
-from qkv.backends.cpu.emit.structured_code import Signature
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.problem.spec import Spec
 
 _KEYS_AHEAD = 64
 """By how many keys prefetching runs ahead in pages, at least."""
 _SCALE_BYTES = storage.ITEM_BYTES["float32"]
-
-
-def scales_signature(name: str) -> Signature:
-    """`DecodeFrame.copy_scales_function`."""
-    return Signature(f"{name}_scales", [POINTER, *[INT64] * 4, POINTER])
 
 
 class DecodeFrame(Frame):
@@ -128,7 +122,7 @@ class DecodeFrame(Frame):
     def copy_scales_function(self, name: str) -> Value:
         """A function that copies the scales of a block side by side."""
         e, scales = self.e, f"{name}_scales"
-        with e.function(*scales_signature(name)) as (function, args):
+        with e.function(scales, [POINTER, *[INT64] * 4, POINTER]) as (function, args):
             arguments, batch, kv_head, kv_start, count, target = args
             b = e.builder
             place = self.operand(arguments, scales, batch, kv_head)

@@ -6,22 +6,20 @@ in a third of the time, because most of its code is here.
 
 from __future__ import annotations
 
-from qkv.backends.cpu.decode.block_products import BlockProducts, block_signature
+from qkv.backends.cpu.decode.block_products import BlockProducts
 from qkv.backends.cpu.decode.layout import STRETCH_KV, DecodeKey
-from qkv.backends.cpu.decode.merge import MERGE, RecordMerge
-from qkv.backends.cpu.decode.rows import DecodeFrame, scales_signature
-from qkv.backends.cpu.decode.tile_blocks import TileBlocks, tiles_signature
+from qkv.backends.cpu.decode.merge import RecordMerge
+from qkv.backends.cpu.decode.rows import DecodeFrame
+from qkv.backends.cpu.decode.tile_blocks import TileBlocks
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import FLOAT, Value
 from qkv.backends.cpu.emit.packing import (
     all_finite_function,
     copy_rows_function,
-    copy_rows_signature,
     move_rows_function,
-    move_rows_signature,
 )
-from qkv.backends.cpu.products.dim_lanes import RowProducts, values_signature
-from qkv.backends.cpu.products.int8_tiles import SPLIT_QUERY
+from qkv.backends.cpu.emit.structured_code import Maker, written
+from qkv.backends.cpu.products.dim_lanes import RowProducts
 
 
 class SharedFunctions:
@@ -41,50 +39,49 @@ class SharedFunctions:
 
     def declared(self) -> dict[str, Value]:
         """The functions that a kernel calls itself."""
-        signatures = {
-            "copy query": copy_rows_signature(self.frame.dtypes["query"]),
-            "key": block_signature("key"),
-            "value": block_signature("value"),
-            "merge": MERGE,
-        }
-        for name in self._quantised:
-            signatures[f"{name} scales"] = scales_signature(name)
-            if self.tiles:
-                signatures[f"{name} tiles"] = tiles_signature(name)
-        if self.tiles:
-            signatures["split query"] = SPLIT_QUERY
-        return {name: self.e.declare(signature) for name, signature in signatures.items()}
+        e = self.e
+        functions = self._of_kernels(e.declared, {})
+        functions["value"] = e.declared(self.blocks.function, "value", {})
+        return functions
 
     def emit(self) -> str:
         """The module of all of them but that for a block of values."""
-        e, products = self.e, self.products
-        types = self.frame.dtypes["query"], products.query_dtype
-        functions = {"copy query": copy_rows_function(e, *types)}
-        for rows in products.tiles:
-            functions[f"scores {rows}"] = products.scores_function(rows)
-            functions[f"values {rows}"] = products.values_function(rows)
-        for name in ("key", "value"):
-            item = storage.ITEM_BYTES[self.frame.dtypes[name]]
-            functions[f"move {name}"] = move_rows_function(e, name, item)
-        functions["key"] = self.blocks.function("key", functions)
-        for name in self._quantised:
-            functions[f"{name} scales"] = self.frame.copy_scales_function(name)
-        if self.tiles:
-            self.tiles.emit_functions(functions)
-        functions["merge"] = RecordMerge(self.frame, self.key).function()
-        return e.sharing(list(functions.values()))
+        functions = self._of_products(written)
+        return self.e.sharing([*functions.values(), *self._of_kernels(written, functions).values()])
 
     def emit_values(self, *, may_forbid: bool) -> str:
         """The module of the function for a block of values; pairs may be forbidden, or not."""
         e = self.e
-        functions = {
-            f"values {rows}": e.declare(values_signature(rows)) for rows in self.products.tiles
-        }
-        functions["move value"] = e.declare(move_rows_signature("value"))
+        functions = self._of_products(e.declared)
         if may_forbid and "value" not in self._quantised:
             functions["all_finite"] = all_finite_function(e, self.frame.dtypes["value"])
             functions["selected"] = self.products.selected_values_function()
         return e.sharing([self.blocks.function("value", functions)])
+
+    def _of_products(self, make: Maker) -> dict[str, Value]:
+        """What the functions for blocks of keys and values call."""
+        functions = {}
+        for rows in self.products.tiles:
+            functions[f"scores {rows}"] = make(self.products.scores_function, rows)
+            functions[f"values {rows}"] = make(self.products.values_function, rows)
+        for name in ("key", "value"):
+            item = storage.ITEM_BYTES[self.frame.dtypes[name]]
+            functions[f"move {name}"] = make(move_rows_function, self.e, name, item)
+        return functions
+
+    def _of_kernels(self, make: Maker, functions: dict[str, Value]) -> dict[str, Value]:
+        """What kernels call."""
+        types = self.frame.dtypes["query"], self.products.query_dtype
+        shared = {
+            "copy query": make(copy_rows_function, self.e, *types),
+            "key": make(self.blocks.function, "key", functions),
+            "merge": make(RecordMerge(self.frame, self.key).function),
+        }
+        for name in self._quantised:
+            shared[f"{name} scales"] = make(self.frame.copy_scales_function, name)
+        if self.tiles:
+            shared |= self.tiles.functions(make, functions)
+        return shared
 
 
 def emit_shared(key: DecodeKey) -> str:

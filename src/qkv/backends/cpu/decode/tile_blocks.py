@@ -15,15 +15,10 @@ from llvmlite import ir
 from qkv.backends.cpu.decode.layout import TILE_BLOCK_KV, page_fields
 from qkv.backends.cpu.decode.rows import DecodeFrame
 from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT64, POINTER, Value
-from qkv.backends.cpu.emit.structured_code import Signature
+from qkv.backends.cpu.emit.structured_code import Maker
 from qkv.backends.cpu.products.dim_lanes import RowProducts
 from qkv.backends.cpu.products.int8_tiles import Int8Tiles
 from qkv.backends.cpu.products.layout import ROWS, TILE_BYTES, TILE_ROWS
-
-
-def tiles_signature(name: str) -> Signature:
-    """The function of `TileBlocks` for a block of keys, or of values."""
-    return Signature(f"{name}_tiles", [POINTER, *[INT64] * 5, *[POINTER] * 4, INT64])
 
 
 class TileAreas(NamedTuple):
@@ -48,18 +43,19 @@ class TileBlocks:
         self.products = Int8Tiles(self.e, rows.score_row)
         self.names = [name for name in ("key", "value") if frame.dtypes[name] == "int8"]
 
-    def emit_functions(self, functions: dict[str, Value]) -> None:
-        """Add the functions of a panel's block, and of packing Q, to `functions`."""
-        functions["copy bytes"] = self.products.copy_function()
+    def functions(self, make: Maker, of_rows: dict[str, Value]) -> dict[str, Value]:
+        """The functions of a panel's block, and of packing Q; `of_rows` multiply without tiles."""
+        functions = {"copy bytes": make(self.products.copy_function)}
         if "key" in self.names:
-            functions["split query"] = self.products.split_query_function()
-            functions["tile scores"] = self.products.scores_function()
-            functions["key tiles"] = self._keys_function(functions)
+            functions["split query"] = make(self.products.split_query_function)
+            functions["tile scores"] = make(self.products.scores_function)
+            functions["key tiles"] = make(self._keys_function, {**of_rows, **functions})
         if "value" in self.names:
-            functions["split weights"] = self.products.split_weights_function()
-            functions["interleave"] = self.products.interleave_function()
-            functions["tile values"] = self.products.values_function()
-            functions["value tiles"] = self._values_function(functions)
+            functions["split weights"] = make(self.products.split_weights_function)
+            functions["interleave"] = make(self.products.interleave_function)
+            functions["tile values"] = make(self.products.values_function)
+            functions["value tiles"] = make(self._values_function, {**of_rows, **functions})
+        return functions
 
     def usable(self, arguments: Value, name: str) -> Value:
         """Whether tiles multiply the keys, or the values, of this call.
@@ -213,7 +209,8 @@ class TileBlocks:
         `start` begins the memory for tiles, `first` is the number of the panel's first row.
         """
         e = self.e
-        with e.function(*tiles_signature("key")) as (function, args):
+        kinds = [POINTER, *[INT64] * 5, *[POINTER] * 4, INT64]
+        with e.function("key_tiles", kinds) as (function, args):
             arguments, *numbers, rows, query, scores, moved, start, first = args
             b, where = e.builder, [arguments, *numbers]
             head_dim = self.frame.field(arguments, "head_dim")
@@ -252,7 +249,8 @@ class TileBlocks:
         Its arguments are those of the function for keys, with B and P instead of Q and S.
         """
         e = self.e
-        with e.function(*tiles_signature("value")) as (function, args):
+        kinds = [POINTER, *[INT64] * 5, *[POINTER] * 4, INT64]
+        with e.function("value_tiles", kinds) as (function, args):
             arguments, *numbers, rows, block, weights, moved, start, _ = args
             b, where, count = e.builder, [arguments, *numbers], numbers[-1]
             dim = self.frame.field(arguments, "v_head_dim")

@@ -8,20 +8,6 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.emit.structured_code import Signature
-
-ALL_FINITE = Signature("all_finite", [POINTER, *[INT64] * 3], BIT)
-"""`all_finite_function`."""
-
-
-def copy_rows_signature(dtype: str) -> Signature:
-    """`copy_rows_function`."""
-    return Signature(f"copy_{dtype}", [POINTER, *[INT64] * 4, POINTER])
-
-
-def move_rows_signature(name: str) -> Signature:
-    """`move_rows_function`."""
-    return Signature(f"move_{name}", copy_rows_signature("").arguments)
 
 
 def can_load_vectors(e: Emitter, element: Value, dim: Value, item: int) -> Value:
@@ -102,7 +88,7 @@ def copy_rows_function(e: Emitter, dtype: str, to: str = "") -> Value:
     """
     to = to or storage.real_dtype(e)
     item, to_item = storage.ITEM_BYTES[dtype], storage.ITEM_BYTES[to]
-    with e.function(*copy_rows_signature(dtype)) as (function, args):
+    with e.function(f"copy_{dtype}", [POINTER, *[INT64] * 4, POINTER]) as (function, args):
         source, row, element, count, dim, target = args
         b = e.builder
         stop = b.select(can_load_vectors(e, element, dim, item), dim, e.index(0))
@@ -128,7 +114,7 @@ def copy_rows_function(e: Emitter, dtype: str, to: str = "") -> Value:
 
 def move_rows_function(e: Emitter, name: str, item: int) -> Value:
     """A function of the same arguments as that of `copy_rows_function`, without widening."""
-    with e.function(*move_rows_signature(name)) as (function, args):
+    with e.function(f"move_{name}", [POINTER, *[INT64] * 4, POINTER]) as (function, args):
         source, row, element, count, dim, target = args
         raw = ir.IntType(8 * item)
 
@@ -152,7 +138,7 @@ def all_finite_function(e: Emitter, dtype: str = "") -> Value:
     """
     dtype = dtype or storage.real_dtype(e)
     item = storage.ITEM_BYTES[dtype]
-    with e.function(*ALL_FINITE) as (function, args):
+    with e.function("all_finite", [POINTER, *[INT64] * 3], BIT) as (function, args):
         source, row, count, dim = args
         b = e.builder
         last_row, last_vector = e.sub(count, 1), e.sub(dim, e.lanes)

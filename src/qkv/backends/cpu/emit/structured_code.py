@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from llvmlite import ir
 
@@ -34,12 +34,20 @@ def _split_constants(terms: Sequence[Any]) -> tuple[list[Value], list[int]]:
     return values, known
 
 
-class Signature(NamedTuple):
-    """The name of a function, and the types of its arguments and of its result."""
+Maker: TypeAlias = Callable[..., Value]
+"""`make(write, *arguments)`: a function that `write` writes, or its declaration."""
 
-    name: str
-    arguments: Sequence[Any]
-    result: Any = VOID
+
+def written(write: Callable[..., Value], *arguments: Any) -> Value:
+    """The function that `write` writes, as `StructuredCode.declared` gives its declaration."""
+    return write(*arguments)
+
+
+class _Declared(Exception):
+    """Ends the writing of a function of which only the declaration is wanted."""
+
+    def __init__(self, function: Value) -> None:
+        self.function = function
 
 
 class StructuredCode:
@@ -48,6 +56,7 @@ class StructuredCode:
     def __init__(self, name: str) -> None:
         self.module = ir.Module(name)
         self.builder: Any = None
+        self._declares = False
 
     # Functions and control flow
 
@@ -66,6 +75,8 @@ class StructuredCode:
         Pointers of an internal function do not alias, unless it writes what it reads (`in_place`).
         """
         function = ir.Function(self.module, ir.FunctionType(result, arguments), name)
+        if self._declares:
+            raise _Declared(function)
         outside = self.builder
         self.builder = ir.IRBuilder(function.append_basic_block())
         if not public:
@@ -80,10 +91,19 @@ class StructuredCode:
             self.builder.ret_void()
         self.builder = outside
 
-    def declare(self, signature: Signature) -> Value:
-        """A function of another module, with which this one is linked."""
-        name, arguments, result = signature
-        return ir.Function(self.module, ir.FunctionType(result, arguments), name)
+    def declared(self, write: Callable[..., Value], *arguments: Any) -> Value:
+        """The function that `write(*arguments)` writes into another module, declared in this one.
+
+        `function` stops `write` before the body, so that names and types are said in one place.
+        """
+        self._declares = True
+        try:
+            write(*arguments)
+        except _Declared as found:
+            return found.function
+        finally:
+            self._declares = False
+        raise TypeError(f"{write.__name__} writes no function")
 
     def sharing(self, functions: Sequence[Value]) -> str:
         """The text of the module; others may call these internal functions of it."""

@@ -13,9 +13,7 @@ from functools import reduce
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.expressions.vector_code import Expressions
-from qkv.backends.cpu.emit.structured_code import Signature
 from qkv.backends.cpu.forward.frame import ForwardFrame
-from qkv.backends.cpu.forward.products import values_signature
 from qkv.backends.cpu.forward.query_block import QueryBlock
 from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors
 from qkv.problem.language.expressions import Node
@@ -95,8 +93,8 @@ class BoundaryBlocks:
     def __init__(self, frame: ForwardFrame, functions: dict[str, Value]) -> None:
         self.e, vectors = frame.e, frame.shape.vectors
         self.range_function = _range_function(frame)
-        self.scores = [functions[steps_signature(n).name] for n in range(1, vectors + 1)]
-        self.values = functions[values_signature(1).name]
+        self.scores = [functions[f"steps_of_{n}"] for n in range(1, vectors + 1)]
+        self.values = functions["values_1"]
 
     def attend(self, block: QueryBlock, kv_start: Value, count: Value) -> None:
         """Attend to the keys of a block that its queries may see."""
@@ -204,15 +202,10 @@ def _range_function(frame: ForwardFrame) -> Value:
     return function
 
 
-def steps_signature(vectors: int) -> Signature:
-    """`steps_function`."""
-    return Signature(f"steps_of_{vectors}", [*[POINTER] * 3, *[INT64] * 3])
-
-
 def steps_function(frame: ForwardFrame, vectors: int) -> Value:
     """S[k, :] = K[k, :] . packed Q for `vectors` neighbouring vectors of queries."""
     e, width = frame.e, frame.shape.vectors * frame.e.vector_bytes
-    with e.function(*steps_signature(vectors)) as (function, args):
+    with e.function(f"steps_of_{vectors}", [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
         key, packed, out, key_row, head_dim, count = args
 
         def store_scores(k: Value, products: list[Value], _: list[Value]) -> list[Value]:

@@ -34,8 +34,6 @@ from qkv.backends.cpu.forward.layout import ForwardKey, skips_keys_within_blocks
 from qkv.backends.cpu.forward.query_block import (
     QueryBlockFunctions,
     advance_function,
-    begin_signature,
-    end_signature,
 )
 from qkv.backends.cpu.forward.shared import declare_shared
 from qkv.backends.cpu.forward.softmax import softmax_function
@@ -57,7 +55,7 @@ def emit_forward(key: ForwardKey) -> str:
     at_boundary = BoundaryBlocks(frame, functions).attend if skips else None
 
     def functions_of(vectors: int) -> QueryBlockFunctions:
-        begin, end = (functions[f(vectors).name] for f in (begin_signature, end_signature))
+        begin, end = (functions[f"{step}_{vectors}"] for step in ("begin", "end"))
         advance = advance_function(frame, vectors, functions, at_boundary)
         return QueryBlockFunctions(begin, advance, end)
 

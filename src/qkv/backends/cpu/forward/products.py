@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from qkv.backends.cpu.emit.emitter import CACHE_LINE, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.emit.structured_code import Signature
 from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.backends.cpu.products.query_lanes import (
     SumOrder,
@@ -16,24 +15,14 @@ from qkv.backends.cpu.products.query_lanes import (
 )
 
 
-def scores_signature(vectors: int) -> Signature:
-    """`scores_function`."""
-    return Signature(f"scores_{vectors}", [*[POINTER] * 5, *[INT64] * 5])
-
-
-def values_signature(vectors: int, *, selected: bool = False) -> Signature:
-    """`values_function`, or `selected_values_function`."""
-    name = "selected_values" if selected else "values"
-    return Signature(f"{name}_{vectors}", [*[POINTER] * 4, *[INT64] * 4])
-
-
 def scores_function(frame: ForwardFrame, vectors: int) -> Value:
     """S[k, :] = K[k, :] . packed Q, and each query's largest score.
 
     Rows of V are prefetched here, a few at a time, because V is read by columns afterwards.
     """
     e = frame.e
-    with e.function(*scores_signature(vectors)) as (function, args):
+    arguments = [*[POINTER] * 5, *[INT64] * 5]
+    with e.function(f"scores_{vectors}", arguments) as (function, args):
         key, packed, out, block_max, value, key_row, head_dim, count, value_row, v_head_dim = args
         row_bytes = e.mul(v_head_dim, e.real_bytes)
 
@@ -67,7 +56,8 @@ def values_function(frame: ForwardFrame, vectors: int) -> Value:
     Rows of P and O have `width` bytes, which may be those of more vectors.
     """
     e = frame.e
-    with e.function(*values_signature(vectors)) as (function, args):
+    arguments = [*[POINTER] * 4, *[INT64] * 4]
+    with e.function(f"values_{vectors}", arguments) as (function, args):
         value, weights, rescale, out, value_row, v_head_dim, count, width = args
         factors = vectors_at(e, rescale, vectors)
 
@@ -96,7 +86,8 @@ def selected_values_function(frame: ForwardFrame, vectors: int) -> Value:
     A weight of -0.0 marks a forbidden pair, which leaves O alone: 0 * inf would be NaN.
     """
     e = frame.e
-    with e.function(*values_signature(vectors, selected=True)) as (function, args):
+    arguments = [*[POINTER] * 4, *[INT64] * 4]
+    with e.function(f"selected_values_{vectors}", arguments) as (function, args):
         value, weights, rescale, out, value_row, v_head_dim, count, width = args
         b = e.builder
         factors = vectors_at(e, rescale, vectors)

@@ -11,7 +11,6 @@ from llvmlite import ir
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import RowView
-from qkv.backends.cpu.emit.structured_code import Signature
 from qkv.backends.cpu.forward.frame import ForwardFrame, ScoreVector
 from qkv.backends.cpu.forward.layout import BLOCK_KV, HEADER, RUN, STATS, STATS_SUMS, TASK, StatsRow
 from qkv.backends.cpu.forward.rows import is_copied
@@ -76,26 +75,16 @@ class QueryBlockFunctions(NamedTuple):
 _ARGUMENTS = *[POINTER] * 3, INT64
 
 
-def begin_signature(vectors: int) -> Signature:
-    """`begin_function`."""
-    return Signature(f"begin_{vectors}", _ARGUMENTS)
-
-
-def end_signature(vectors: int) -> Signature:
-    """`end_function`."""
-    return Signature(f"end_{vectors}", _ARGUMENTS)
-
-
 def begin_function(frame: ForwardFrame, vectors: int, functions: dict[str, Value]) -> Value:
     """The function `begin` of blocks of so many vectors of queries."""
-    with frame.e.function(*begin_signature(vectors)) as (function, args):
+    with frame.e.function(f"begin_{vectors}", _ARGUMENTS) as (function, args):
         QueryBlock(frame, vectors, functions, None, *args).begin()
     return function
 
 
 def end_function(frame: ForwardFrame, vectors: int, functions: dict[str, Value]) -> Value:
     """The function `end` of blocks of so many vectors of queries."""
-    with frame.e.function(*end_signature(vectors)) as (function, args):
+    with frame.e.function(f"end_{vectors}", _ARGUMENTS) as (function, args):
         QueryBlock(frame, vectors, functions, None, *args).end()
     return function
 

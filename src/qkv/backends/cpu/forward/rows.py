@@ -12,13 +12,8 @@ from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import Frame, RowView
 from qkv.backends.cpu.emit.packing import pack_rows, unpack_rows
 from qkv.backends.cpu.emit.storage import ITEM_BYTES, real_dtype
-from qkv.backends.cpu.emit.structured_code import Signature
 from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.backends.cpu.forward.layout import BLOCK_KV, StatsRow
-
-_OPERAND = POINTER, INT64, INT64, POINTER
-HOLD = Signature("hold", [POINTER, POINTER, *_OPERAND, *_OPERAND, INT64, INT64])
-"""`hold_function`."""
 
 
 def pack_function(frame: ForwardFrame) -> Value:
@@ -127,7 +122,9 @@ def hold_function(frame: Frame, functions: dict[str, Value]) -> Value:
     Rows that follow the held ones are added to these, as long as all are of one block of keys.
     """
     e = frame.e
-    with e.function(*HOLD) as (function, args):
+    of_operand = [POINTER, INT64, INT64, POINTER]
+    arguments = [POINTER, POINTER, *of_operand, *of_operand, INT64, INT64]
+    with e.function("hold", arguments) as (function, args):
         arguments_, held, *operands, kv_start, keys = args
         b = e.builder
         places = [e.at(held, i * WORD) for i in range(2)]

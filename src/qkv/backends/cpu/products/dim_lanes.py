@@ -18,7 +18,6 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import BIT, CACHE_LINE, DOUBLE, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.emit.structured_code import Signature
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.bfloat16 import load_chunk, multiply_add_pairs, present_elements
 from qkv.backends.cpu.products.float16 import multiply_add_halves
@@ -72,11 +71,6 @@ def load_narrow_at(
     half = ir.VectorType(e.real, e.lanes // 2)
     parts = [e.settled(e.load(e.at(place, n * 2 * e.lanes), half, 2)) for n in range(2)]
     return e.builder.shuffle_vector(*parts, e.shuffle_mask(range(e.lanes)))
-
-
-def values_signature(rows: int) -> Signature:
-    """`RowProducts.values_function`."""
-    return Signature(f"values_{rows}", [*[POINTER] * 3, *[INT64] * 6])
 
 
 Keys = tuple[Value, Value]
@@ -281,7 +275,8 @@ class RowProducts:
     def values_function(self, rows: int) -> Value:
         """A function that adds a segment of keys to `rows` rows of B."""
         e = self.e
-        with e.function(*values_signature(rows)) as (function, args):
+        arguments = [*[POINTER] * 3, *[INT64] * 6]
+        with e.function(f"values_{rows}", arguments) as (function, args):
             value, weights, block, value_row, block_row, v_head_dim, count, ahead, asked = args
 
             def part_of(columns: Value) -> Value:

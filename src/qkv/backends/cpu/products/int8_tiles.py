@@ -24,12 +24,9 @@ from collections.abc import Iterable, Sequence
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BYTE, FLOAT, INT32, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.emit.structured_code import Signature
 from qkv.backends.cpu.products.layout import ROWS, TILE_BYTES, TILE_ROWS, TILE_SIZE
 from qkv.backends.cpu.products.tile_instructions import tiles_of
 
-SPLIT_QUERY = Signature("split_query", [POINTER, INT64, INT64, POINTER, POINTER])
-"""`Int8Tiles.split_query_function`."""
 DIGITS = 4
 _FLOAT_BYTES = 4
 _QUAD = 4
@@ -108,7 +105,7 @@ class Int8Tiles:
         digit t of element i of row r.
         """
         e = self.e
-        with e.function(*SPLIT_QUERY) as (f, args):
+        with e.function("split_query", [POINTER, INT64, INT64, POINTER, POINTER]) as (f, args):
             rows, live, head_dim, digits, units = args
             b = e.builder
             order = self._order(
