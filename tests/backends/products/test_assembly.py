@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from qkv.backends.cpu.backward import layout as backward_layout
 from qkv.backends.cpu.backward.kernel import emit_backward
 from qkv.backends.cpu.backward.layout import BackwardKey
 from qkv.backends.cpu.bf16_tiles.kernel import emit_bf16_tiles
@@ -200,7 +201,8 @@ def gradients(triple: str, cpu: str, isa: str, dtype: str) -> str:
     problem = check(array, array, array, ())
     shape = replace(backward_shape(problem, Host(cpu, "", isa)), q_blocks_per_task=1)
     key = BackwardKey(kernel_spec(problem.spec), shape, 32, False, "float32", dtype)
-    return compiled(emit_backward(key), triple, cpu)
+    shared = backward_layout.shared_modules(key, sums_rows=False)
+    return linked(emit_backward(key), shared, triple, cpu)
 
 
 @pytest.mark.slow

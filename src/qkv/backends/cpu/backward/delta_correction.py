@@ -22,23 +22,18 @@ up scores in another order.
 from __future__ import annotations
 
 import math
-from functools import partial
 
-from qkv.backends.cpu.backward.block import (
-    products_function,
-    score_gradients_function,
-    sum_over_keys,
-)
+from qkv.backends.cpu.backward.block import sum_over_keys
 from qkv.backends.cpu.backward.frame import BackwardFrame
 from qkv.backends.cpu.backward.functions import block_functions
 from qkv.backends.cpu.backward.kernel import (
-    add_partials_function,
     call_for_query_blocks,
     emit_tasks,
     query_block_call,
 )
 from qkv.backends.cpu.backward.layout import ROW_SUMS, BackwardKey
 from qkv.backends.cpu.backward.query_block import QueryBlockPass
+from qkv.backends.cpu.backward.shared import declare_shared
 from qkv.backends.cpu.emit.emitter import POINTER, Value
 from qkv.backends.cpu.forward.layout import STATS_SUMS, StatsRow
 from qkv.backends.cpu.forward.softmax import RowSums
@@ -48,13 +43,16 @@ _RESIDUAL = StatsRow.T_SUM
 
 
 def emit_delta_correction(key: BackwardKey) -> str:
-    """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
+    """The module of one kernel; `job(arguments, worker)` runs tasks until none is left.
+
+    It is linked with those of `shared`.
+    """
     frame = BackwardFrame(key, sums_rows=True)
     functions = {
-        "add_partials": add_partials_function(frame),
+        **declare_shared(frame),
         **block_functions(frame, _weights_function, _residual_function),
     }
-    query_block = query_block_call(frame, partial(_query_block_function, frame, functions))
+    query_block = query_block_call(frame, _RowSumsPass, functions)
     with frame.e.function("range_of_keys", [POINTER] * 3) as (range_of_keys, args):
         arguments, task, scratch = args
         call_for_query_blocks(frame, arguments, task, scratch, query_block)
@@ -105,17 +103,6 @@ def _residual_function(frame: BackwardFrame) -> Value:
         rescale = e.load_vector(e.at(at.lse, e.mul(at.width, StatsRow.RESCALE)))
         place = e.at(at.lse, e.mul(at.width, _RESIDUAL))
         e.store_vector(e.fma(e.load_vector(place), rescale, total), place)
-    return function
-
-
-def _query_block_function(frame: BackwardFrame, functions: dict[str, Value], vectors: int) -> Value:
-    functions = {
-        **functions,
-        "products": products_function(frame, vectors),
-        "score_gradients": score_gradients_function(frame, vectors),
-    }
-    with frame.e.function(f"query_block_{vectors}", [POINTER] * 4) as (function, args):
-        _RowSumsPass(frame, vectors, functions, *args).emit()
     return function
 
 

@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from qkv.backends.cpu.backward.layout import AREAS, BackwardKey, fields_with, further_areas
+from qkv.backends.cpu.backward.layout import (
+    AREAS,
+    BackwardKey,
+    Traits,
+    fields_with,
+    further_areas,
+    loads_with_gradients,
+    traits_of,
+)
 from qkv.backends.cpu.emit.emitter import FLOAT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.expressions.vector_code import Expressions
 from qkv.backends.cpu.emit.frame import Frame
@@ -17,8 +25,7 @@ from qkv.backends.cpu.emit.storage import real_dtype
 from qkv.backends.cpu.forward.layout import skips_keys_within_blocks
 from qkv.backends.cpu.products.packed_pairs import PackedPairs, packed_pairs
 from qkv.backends.cpu.products.query_lanes import IN_ORDER, SumOrder, dot_rows
-from qkv.problem.language.derivative import ONE, derivative
-from qkv.problem.language.expressions import SCORE, TRUE, Load, walk
+from qkv.problem.language.derivative import derivative
 
 _CHAIN_OF_PRODUCTS = 8
 """After a delta correction, so many products are added one after the other before these sums are
@@ -60,11 +67,17 @@ class BackwardFrame(Frame):
     """What all functions of a backward kernel know and agree on.
 
     `area_names` are those of a worker's scratch. With `sums_rows` it is the frame of the
-    delta correction.
+    delta correction. What the kernel does for score mods and masks is said by `traits`, those of
+    the key by default.
     """
 
     def __init__(
-        self, key: BackwardKey, area_names: tuple[str, ...] = AREAS, *, sums_rows: bool = False
+        self,
+        key: BackwardKey,
+        area_names: tuple[str, ...] = AREAS,
+        *,
+        sums_rows: bool = False,
+        traits: Traits | None = None,
     ) -> None:
         self.in_pairs = key.shape.product == "pairs"
         """Whether products are of pairs of bfloat16, with P and dX rounded."""
@@ -79,15 +92,15 @@ class BackwardFrame(Frame):
         }  # fmt: skip
         self.grad_dtype = key.grad_dtype
         self.wanted_tables = key.tables
-        self.plain = self.score == SCORE and not sums_rows
+        traits = traits or traits_of(key)
+        self.plain = traits.plain and not sums_rows
         """Whether weights are computed with the products; otherwise from stored products."""
-        self.slope = derivative(self.score)
-        names = {table.name for table in key.tables}
-        read = (n for n in walk(self.score) if isinstance(n, Load) and n.table in names)
-        self.loads = tuple(read)
-        self.applies_chain_rule = bool(self.loads) or self.slope != ONE or sums_rows
+        self.slope, self.loads = derivative(self.score), loads_with_gradients(key)
+        self.applies_chain_rule = traits.applies_chain_rule or sums_rows
         """Whether score mods have derivatives, or a table has a gradient, so that dS is stored."""
-        self.may_forbid = self.mask != TRUE or self.score != SCORE
+        self.may_forbid = traits.may_forbid
+        self.block_sizes = (1, key.shape.vectors) if key.shape.vectors > 1 else (1,)
+        """Vectors of queries of the blocks that a task may have."""
         self.wide = key.wide and self.e.real == FLOAT
         """Whether dP is added in float64."""
         self.chain_of_products = _CHAIN_OF_PRODUCTS if key.corrects_delta else None

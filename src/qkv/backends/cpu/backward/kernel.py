@@ -29,16 +29,16 @@ the parts over keys.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TypeAlias
 
 from qkv.backends.cpu.backward.frame import BackwardFrame
 from qkv.backends.cpu.backward.functions import block_functions, query_block_function
 from qkv.backends.cpu.backward.layout import TASK, BackwardKey
-from qkv.backends.cpu.emit import storage
+from qkv.backends.cpu.backward.query_block import QueryBlockPass
+from qkv.backends.cpu.backward.shared import declare_shared
 from qkv.backends.cpu.emit.argument_block import WORD
-from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
-from qkv.backends.cpu.emit.storage import ITEM_BYTES, real_dtype
+from qkv.backends.cpu.emit.emitter import POINTER, Value
+from qkv.backends.cpu.emit.storage import ITEM_BYTES
 from qkv.backends.cpu.forward.layout import RUN
 from qkv.backends.cpu.forward.layout import TASK as BLOCK
 
@@ -47,40 +47,15 @@ QueryBlockCall: TypeAlias = Callable[[Value, list[Value]], None]
 
 
 def emit_backward(key: BackwardKey) -> str:
-    """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
+    """The module of one kernel; `job(arguments, worker)` runs tasks until none is left.
+
+    It is linked with those of `shared`.
+    """
     frame = BackwardFrame(key)
-    functions = {"add_partials": add_partials_function(frame), **block_functions(frame)}
-    query_block = query_block_call(frame, partial(query_block_function, frame, functions))
+    functions = {**declare_shared(frame), **block_functions(frame)}
+    query_block = query_block_call(frame, QueryBlockPass, functions)
     emit_tasks(frame, key_range_function(frame, functions, query_block))
     return str(frame.e.module)
-
-
-def add_partials_function(frame: BackwardFrame) -> Value:
-    """out[i] = sum of partial gradients in order, rounded: `count` numbers side by side."""
-    e = frame.e
-    dtype = frame.grad_dtype
-    arguments = [POINTER, INT64, INT64, INT64, POINTER]
-    with e.function("add_partials", arguments) as (function, args):
-        partials, stride, number, count, out = args
-        b = e.builder
-
-        def adding(lanes: int) -> Callable[[Value, list[Value]], None]:
-            def add_up(i: Value, _: list[Value]) -> None:
-                start = e.at(partials, e.mul(i, e.real_bytes))
-
-                def load_partial(n: Value) -> Value:
-                    return storage.load(e, e.at(start, e.mul(n, stride)), real_dtype(e), lanes)
-
-                first = [load_partial(e.index(0))]
-                (total,) = e.loop(1, number, 1, first, lambda n, s: [b.fadd(s[0], load_partial(n))])
-                storage.store(e, total, e.at(out, e.mul(i, ITEM_BYTES[dtype])), dtype)
-
-            return add_up
-
-        whole = e.round_down(count, e.lanes)
-        e.loop(0, whole, e.lanes, [], adding(e.lanes))
-        e.loop(whole, count, 1, [], adding(0))
-    return function
 
 
 def _round_rows(
@@ -103,12 +78,15 @@ def _round_rows(
     e.loop(0, count, 1, [], round_row)
 
 
-def query_block_call(frame: BackwardFrame, function_of: Callable[[int], Value]) -> QueryBlockCall:
+def query_block_call(
+    frame: BackwardFrame, block_pass: type[QueryBlockPass], functions: dict[str, Value]
+) -> QueryBlockCall:
     """Emits a call for one vector of queries or for many, by the number of rows that are left."""
-    one = function_of(1)
-    if frame.shape.vectors == 1:
+    sizes = frame.block_sizes
+    all_sizes = [query_block_function(block_pass, frame, functions, size) for size in sizes]
+    one, many = all_sizes[0], all_sizes[-1]
+    if one is many:
         return lambda rows, arguments: frame.e.builder.call(one, arguments)
-    many = function_of(frame.shape.vectors)
     return lambda rows, arguments: frame.call_for_rows(rows, one, many, arguments)
 
 

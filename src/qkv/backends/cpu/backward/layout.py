@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from qkv.backends.cpu.compiler.compile import EmitFunction, Module
 from qkv.backends.cpu.emit.argument_block import COMMON_FIELDS, operand_fields
 from qkv.backends.cpu.forward.layout import STATS
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.layout import round_to_chunks
+from qkv.problem.language.derivative import ONE, derivative
+from qkv.problem.language.expressions import SCORE, Load, walk
 from qkv.problem.spec import Spec
 
 BLOCK_KV = 128
@@ -122,6 +126,46 @@ class BackwardKey:
     corrects_delta: bool = False
     wide: bool = False
     of_part: bool = False
+
+
+class Traits(NamedTuple):
+    """What a kernel does for its score mods and masks, whatever these are."""
+
+    plain: bool
+    """Whether there are no score mods, so that weights are computed with the products."""
+    applies_chain_rule: bool
+    """Whether score mods have derivatives, or a table has a gradient, so that dS is stored."""
+    may_forbid: bool
+
+
+def traits_of(key: BackwardKey) -> Traits:
+    """The traits of a kernel."""
+    score = key.spec.score
+    applies = bool(loads_with_gradients(key)) or derivative(score) != ONE
+    return Traits(score == SCORE, applies, key.spec.may_forbid)
+
+
+def loads_with_gradients(key: BackwardKey) -> tuple[Load, ...]:
+    """Where the score reads tables that get a gradient."""
+    names = {table.name for table in key.tables}
+    found = (node for node in walk(key.spec.score) if isinstance(node, Load))
+    return tuple([node for node in found if node.table in names])
+
+
+_EMIT_SUMS = EmitFunction("qkv.backends.cpu.backward.shared", "emit_sums")
+_EMIT_PRODUCTS = EmitFunction("qkv.backends.cpu.backward.shared", "emit_products")
+
+
+def shared_modules(key: BackwardKey, *, sums_rows: bool) -> tuple[Module, ...]:
+    """The modules of `shared` that a kernel is linked with, or with `sums_rows` the correction."""
+    spec, traits = key.spec.without_expressions, traits_of(key)
+    same = replace(key, spec=spec, int_bits=32, tables=())
+    of_sums = replace(same, corrects_delta=False, wide=False, of_part=False)
+    products = replace(same, spec=replace(spec, dropout=key.spec.dropout))
+    return (
+        Module(_EMIT_SUMS, (of_sums, Traits(False, False, traits.may_forbid))),
+        Module(_EMIT_PRODUCTS, (products, traits, sums_rows)),
+    )
 
 
 ROW_SUMS = ("row_max", "row_sum", "residual")

@@ -38,9 +38,9 @@ Maker: TypeAlias = Callable[..., Value]
 """`make(write, *arguments)`: a function that `write` writes, or its declaration."""
 
 
-def written(write: Callable[..., Value], *arguments: Any) -> Value:
+def written(write: Callable[..., Value], *arguments: Any, **options: Any) -> Value:
     """The function that `write` writes, as `StructuredCode.declared` gives its declaration."""
-    return write(*arguments)
+    return write(*arguments, **options)
 
 
 class _Declared(Exception):
@@ -91,14 +91,14 @@ class StructuredCode:
             self.builder.ret_void()
         self.builder = outside
 
-    def declared(self, write: Callable[..., Value], *arguments: Any) -> Value:
+    def declared(self, write: Callable[..., Value], *arguments: Any, **options: Any) -> Value:
         """The function that `write(*arguments)` writes into another module, declared in this one.
 
         `function` stops `write` before the body, so that names and types are said in one place.
         """
         self._declares = True
         try:
-            write(*arguments)
+            write(*arguments, **options)
         except _Declared as found:
             return found.function
         finally:

@@ -12,8 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.backward.layout import BLOCK_KV, TASK, BackwardKey, TableGradient
-from qkv.backends.cpu.compiler.compile import EmitFunction, Kernel, Runnable, build
+from qkv.backends.cpu.backward.layout import (
+    BLOCK_KV,
+    TASK,
+    BackwardKey,
+    TableGradient,
+    shared_modules,
+)
+from qkv.backends.cpu.compiler.compile import EmitFunction, Kernel, Module, Runnable, build
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.passes.forward import operations_of_a_pair
@@ -160,7 +166,10 @@ def gradient_dtype(problem: Problem) -> np.dtype[Any]:
 
 @lru_cache(maxsize=256)
 def _kernel(emit: EmitFunction, key: BackwardKey, here: Host) -> Kernel:
-    return Kernel(build(emit, (key,), here))
+    shared: tuple[Module, ...] = ()
+    if emit in (_EMIT_BACKWARD, _EMIT_DELTA_CORRECTION):
+        shared = shared_modules(key, sums_rows=emit == _EMIT_DELTA_CORRECTION)
+    return Kernel(build(emit, (key,), here, shared=shared))
 
 
 def _key_ranges(spec: Spec, *, in_tiles: bool = False) -> list[tuple[int, int]]:

@@ -90,11 +90,11 @@ class PackedPairs:
             finish, SumOrder(multiply_add_pairs, means_of_half), self.tile,
         )  # fmt: skip
 
-    def interleave_function(self, name: str) -> Value | None:
+    def interleave_function(self, name: str) -> Value:
         """A function `(rows, row, count, dim, to)` that makes of rows what `combine_rows` reads.
 
         Elements of two neighbouring rows become pairs; rows of pairs are padded to whole chunks.
-        None if rows are read as they lie.
+        Quads need none: they are interleaved as they are multiplied.
         """
         e = self.e
         with e.function(name, [POINTER, *[INT64] * 3, POINTER]) as (function, args):
@@ -221,9 +221,6 @@ class PackedQuads(PackedPairs):
             of_half and (lambda half: self._beside_totals(of_half(half))),
         )  # fmt: skip
         return self._in_rows(totals)[: len(rows) * vectors]
-
-    def interleave_function(self, name: str) -> None:
-        """Four elements of four rows are interleaved as they are multiplied."""
 
     def combine_rows(
         self,

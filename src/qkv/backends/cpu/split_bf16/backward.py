@@ -29,8 +29,9 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from qkv.backends.cpu.backward.frame import BackwardFrame
-from qkv.backends.cpu.backward.kernel import add_partials_function, emit_tasks, key_range_function
+from qkv.backends.cpu.backward.kernel import emit_tasks, key_range_function
 from qkv.backends.cpu.backward.layout import BLOCK_KV, BackwardKey
+from qkv.backends.cpu.backward.partials import add_partials_function
 from qkv.backends.cpu.backward.query_block import QueryBlockPass
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
