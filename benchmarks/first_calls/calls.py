@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 __all__ = ["CALLS", "COLUMNS", "Call"]
 
-COLUMNS = ("import", "first", "second", "third")
+COLUMNS = ("import", "first", "second", "third", "another mask")
+"""The last call is the first one with another mask, which allows the same pairs."""
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,11 @@ def measured(name: str, module: str) -> dict[str, float]:
     start = time.perf_counter()
     library = import_module(module)
     times = [time.perf_counter() - start]
-    compute: Callable[[], Array] | None = None
-    for _ in COLUMNS[1:]:
+    compute: Compute | None = None
+    for column in COLUMNS[1:]:
         start = time.perf_counter()
         compute = compute or built(library)
-        out = compute()
+        out = compute(column == "another mask")
         times.append(time.perf_counter() - start)
         expected = _from_the_definition(query, key, value)
         np.testing.assert_allclose(
@@ -59,17 +59,22 @@ def _from_the_definition(query: Array, key: Array, value: Array) -> Array:
     return np.asarray(weights / weights.sum(-1, keepdims=True) @ v)
 
 
-Built = Callable[[Any], Callable[[], Any]]
+Compute = Callable[[bool], Any]
+"""A call, with another mask if that is asked for."""
+Built = Callable[[Any], Compute]
 """Given the library that has been imported, what is called."""
 
 
 def _qkv(call: Call, query: Array, key: Array, value: Array) -> Built:
-    def built(qkv: Any) -> Callable[[], Any]:
-        def forward() -> Any:
-            return qkv.attention(query, key, value, qkv.Causal(), q_offset="end")
+    def built(qkv: Any) -> Compute:
+        def mask(other: bool) -> Any:
+            return qkv.SlidingWindow(_KEYS, 0) if other else qkv.Causal()
 
-        def both() -> Any:
-            out, pullback = qkv.vjp(query, key, value, qkv.Causal(), q_offset="end")
+        def forward(other: bool) -> Any:
+            return qkv.attention(query, key, value, mask(other), q_offset="end")
+
+        def both(other: bool) -> Any:
+            out, pullback = qkv.vjp(query, key, value, mask(other), q_offset="end")
             pullback(out)
             return out
 
@@ -79,21 +84,26 @@ def _qkv(call: Call, query: Array, key: Array, value: Array) -> Built:
 
 
 def _torch(call: Call, query: Array, key: Array, value: Array) -> Built:
-    def built(torch: Any) -> Callable[[], Any]:
+    allowed = np.tri(call.q_len, _KEYS, _KEYS - call.q_len, dtype=bool)
+
+    def built(torch: Any) -> Compute:
         tensors = [torch.from_numpy(array.astype(np.float32)) for array in (query, key, value)]
         tensors = [t.to(getattr(torch, call.dtype)).requires_grad_(call.backward) for t in tensors]
         attend = torch.nn.functional.scaled_dot_product_attention
 
-        def forward() -> Any:
+        def forward(other: bool) -> Any:
+            if other:
+                return attend(*tensors, attn_mask=torch.from_numpy(allowed))
             # One query after all keys sees them all.
             return attend(*tensors, is_causal=call.q_len > 1)
 
-        def both() -> Any:
-            out = forward()
+        def both(other: bool) -> Any:
+            out = forward(other)
             out.backward(out.detach())
             return out
 
-        return lambda: (both if call.backward else forward)().detach().float().numpy()
+        function = both if call.backward else forward
+        return lambda other: function(other).detach().float().numpy()
 
     return built
 
@@ -117,10 +127,11 @@ def _onnxruntime(call: Call, query: Array, key: Array, value: Array) -> Built:
     versions = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=versions, ir_version=8).SerializeToString()
 
-    def built(onnxruntime: Any) -> Callable[[], Any]:
+    def built(onnxruntime: Any) -> Compute:
         session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
 
-        def run() -> Any:
+        def run(other: bool) -> Any:
+            # Another mask would be another input of the same operation.
             (out,) = session.run(None, inputs)
             return out.reshape(1, -1, _HEADS, _DIM).swapaxes(1, 2)
 

@@ -38,7 +38,7 @@ def test_the_worker_imports_nothing_of_qkv_first() -> None:
 
 def test_a_wrong_result_is_not_timed(monkeypatch) -> None:
     monkeypatch.setitem(
-        worker._PREPARE, "qkv", lambda call, query, key, value: lambda qkv: lambda: value
+        worker._PREPARE, "qkv", lambda call, query, key, value: lambda qkv: lambda other: value
     )
     with pytest.raises(AssertionError):
         worker.measured("causal", "qkv")
@@ -56,7 +56,7 @@ def test_the_reference_is_the_definition() -> None:
 def test_a_table_of_a_call(capsys) -> None:
     assert main(["--rounds", "1", "decoding step"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert re.match(r"\| decoding step \| qkv, empty cache \|( \d+\.\d \|){4}", lines[4])
+    assert re.match(r"\| decoding step \| qkv, empty cache \|( \d+\.\d \|){5}", lines[4])
     assert "full cache" in lines[5]
 
 
