@@ -25,8 +25,8 @@ __all__ = [
 _MAGIC = b"qkv file 3\n"
 _DIGEST = 32
 
-KEPT_FILES = 2000
-"""Files that the folder keeps, about 30 KB each; the least recently used go first."""
+KEPT_FILES = 4000
+"""Files that the folder keeps, about 14 KB each; the least recently used go first."""
 _NAME = re.compile(r"([a-z]+-)?[0-9a-f]{64}|new-\w+")
 """The name of a file ends in a digest, which is all of the name of a kernel; a file that was never
 finished begins with "new-"."""
