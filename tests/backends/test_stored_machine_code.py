@@ -14,6 +14,7 @@ import pytest
 from processes import in_a_process
 from qkv.backends.cpu.compiler import compile as cpu_compile
 from qkv.backends.cpu.compiler import elf_object, stored_kernels
+from qkv.backends.cpu.emit.structured_code import INT64, StructuredCode
 from qkv.backends.cpu.machine import processor as described
 from qkv.backends.cpu.machine import stored_files
 from qkv.backends.cpu.machine.host import host
@@ -107,6 +108,25 @@ def test_a_module_calls_the_functions_of_another(link) -> None:
         code = link(objects, host(), ("job",))
     if code is not None:
         assert [function(code, "job", ctypes.c_int64)(n) for n in (2, 5)] == [12, 75]
+
+
+def test_what_is_declared_is_what_is_written() -> None:
+    code = StructuredCode("declared")
+    written = StructuredCode("written")
+
+    def square(into: StructuredCode):
+        with into.function("square", [INT64], INT64) as (function, args):
+            into.builder.ret(into.mul(args[0], args[0]))
+        return function
+
+    declaration, definition = code.declared(square, code), square(written)
+    assert declaration.function_type == definition.function_type
+    assert "define" not in str(code.module)
+    assert 'declare i64 @"square"(i64' in str(code.module)
+    assert 'define internal i64 @"square"(i64' in str(written.module)
+    assert 'define external i64 @"square"(i64' in written.sharing([definition])
+    with pytest.raises(TypeError, match="writes no function"):
+        code.declared(lambda: None)
 
 
 @on_linux_on_x86

@@ -25,11 +25,12 @@ and packages on one line do not import one another:
 What happens in a call of `qkv.attention`: `call` checks it and chooses `backend.CpuBackend.run`.
 For many queries that makes a `passes.forward.ForwardPass`: it asks `plan.schedule` which blocks of
 keys each block of queries needs, asks `machine.host` for the tile, and `compiler.compile.build` for
-the machine code of `forward.kernel.emit_forward`, or of one like it. `ForwardArguments` writes the
-addresses and strides of the arrays into an argument block, and `threads.jobs.run` runs the code on
-one or more threads, each of which takes tasks from a counter in the block. The kernel has then
-written `out` and `lse` into the arrays of a `Partial`, which `run` returns. Few queries go through
-`passes.decode` instead, gradients through `passes.gradient`, inspection through `passes.replay`.
+the machine code of `forward.kernel.emit_forward`, or of one like it, linked with the functions that
+kernels for all masks share (`forward.shared`). `ForwardArguments` writes the addresses and strides
+of the arrays into an argument block, and `threads.jobs.run` runs the code on one or more threads,
+each of which takes tasks from a counter in the block. The kernel has then written `out` and `lse`
+into the arrays of a `Partial`, which `run` returns. Few queries go through `passes.decode` instead,
+gradients through `passes.gradient`, inspection through `passes.replay`.
 
 The second call of a kind is prepared (`prepared`), and further ones go straight to
 `prepared.kernel.Attend.if_alike`: compiled code looks at the arrays, fills the block, and runs the
