@@ -1,4 +1,4 @@
-"""What is slow takes turns: one run takes some of the cases of a large suite, and a quarter of the
+"""What is slow takes turns: one run takes some of the cases of a large suite, and a fifth of the
 tests that take seconds."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import pytest
 
 T = TypeVar("T")
 
-SLOW_TESTS_ONE_IN = 4
-"""Runs that share out the slow tests: those with the seeds 4 n to 4 n + 3 for any n."""
+SLOW_TESTS_ONE_IN = 5
+"""Runs that share out the slow tests: those with the seeds 5 n to 5 n + 4 for any n."""
 
 
 def sample(config: pytest.Config, cases: Sequence[T], one_in: int) -> list[T]:
@@ -40,6 +40,6 @@ def is_turn_of(item: pytest.Item) -> bool:
     named = (config.invocation_params.dir / each.partition("::")[0] for each in config.args)
     if config.getoption("every_case") or any(item.path == path.resolve() for path in named):
         return True
-    # Another one of each four, so that every case of a suite that is sampled too has its turn.
-    four, seed = divmod(config.getoption("sample_seed"), SLOW_TESTS_ONE_IN)
-    return (crc32(f"{four} {item.nodeid}".encode()) + seed) % SLOW_TESTS_ONE_IN == 0
+    # Another one of each five, so that every case of a suite that is sampled too has its turn.
+    turns, seed = divmod(config.getoption("sample_seed"), SLOW_TESTS_ONE_IN)
+    return (crc32(f"{turns} {item.nodeid}".encode()) + seed) % SLOW_TESTS_ONE_IN == 0
