@@ -275,9 +275,9 @@ def test_a_row_of_huge_scores_attends_uniformly_backwards_too(backend) -> None:
 def test_no_kernel_is_built_for_another_length(sizes, kernels, monkeypatch) -> None:
     built = []
 
-    def count(*args, build=backward_pass.build):
+    def count(*args, build=backward_pass.build, **options):
         built.append(args)
-        return build(*args)
+        return build(*args, **options)
 
     monkeypatch.setattr(backward_pass, "build", count)
     backward_pass._kernel.cache_clear()

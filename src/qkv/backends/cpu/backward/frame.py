@@ -99,8 +99,6 @@ class BackwardFrame(Frame):
         self.applies_chain_rule = traits.applies_chain_rule or sums_rows
         """Whether score mods have derivatives, or a table has a gradient, so that dS is stored."""
         self.may_forbid = traits.may_forbid
-        self.block_sizes = (1, key.shape.vectors) if key.shape.vectors > 1 else (1,)
-        """Vectors of queries of the blocks that a task may have."""
         self.wide = key.wide and self.e.real == FLOAT
         """Whether dP is added in float64."""
         self.chain_of_products = _CHAIN_OF_PRODUCTS if key.corrects_delta else None

@@ -58,12 +58,6 @@ def query_block_function(
     vectors: int,
 ) -> Value:
     """A function `(arguments, task, block, scratch)` for blocks of `vectors` vectors of queries."""
-    own = f" {vectors}"
-    of_block = {
-        name.removesuffix(own): function
-        for name, function in functions.items()
-        if name.endswith(own)
-    }
     with frame.e.function(f"query_block_{vectors}", [POINTER] * 4) as (function, args):
-        block_pass(frame, vectors, {**functions, **of_block}, *args).emit()
+        block_pass(frame, vectors, functions, *args).emit()
     return function

@@ -82,7 +82,7 @@ def query_block_call(
     frame: BackwardFrame, block_pass: type[QueryBlockPass], functions: dict[str, Value]
 ) -> QueryBlockCall:
     """Emits a call for one vector of queries or for many, by the number of rows that are left."""
-    sizes = frame.block_sizes
+    sizes = frame.shape.block_sizes
     all_sizes = [query_block_function(block_pass, frame, functions, size) for size in sizes]
     one, many = all_sizes[0], all_sizes[-1]
     if one is many:

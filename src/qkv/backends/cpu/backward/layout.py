@@ -163,7 +163,8 @@ def shared_modules(key: BackwardKey, *, sums_rows: bool) -> tuple[Module, ...]:
     of_sums = replace(same, corrects_delta=False, wide=False, of_part=False)
     products = replace(same, spec=replace(spec, dropout=key.spec.dropout))
     return (
-        Module(_EMIT_SUMS, (of_sums, Traits(False, False, traits.may_forbid))),
+        # These functions read only `may_forbid`; kernels that differ in the rest share them.
+        Module(_EMIT_SUMS, (of_sums, traits._replace(plain=False, applies_chain_rule=False))),
         Module(_EMIT_PRODUCTS, (products, traits, sums_rows)),
     )
 

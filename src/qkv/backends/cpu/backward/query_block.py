@@ -236,14 +236,28 @@ class QueryBlockPass:
         held = self.areas(
             packed["key"], "lse", "lse_rest", "weights" if frame.plain else "products"
         )
-        self.call("products", self.arguments, key[0], *held, key[1], self.dims["key"], count)
+        self.call(
+            f"products {self.vectors}",
+            self.arguments,
+            key[0],
+            *held,
+            key[1],
+            self.dims["key"],
+            count,
+        )
         self._compute_weights(kv_start, count, partial)
         value = rows_of("value", self.values, kv_start, count)
         if frame.spec.dropout:
             self._call_by_vector("dropout", kv_start, count)
         held = self.areas(packed["value"], "delta", "weights", "factors", "score_grads")
         self.call(
-            "score_gradients", self.arguments, value[0], *held, value[1], self.dims["value"], count
+            f"score_gradients {self.vectors}",
+            self.arguments,
+            value[0],
+            *held,
+            value[1],
+            self.dims["value"],
+            count,
         )
         if frame.corrects_sums:
             with self.e.builder.if_then(self.sees_one_block):
@@ -288,7 +302,8 @@ class QueryBlockPass:
 
         def add_query(name: str, rows: tuple[Value, Value], grads: str = "score_grads") -> None:
             held = self.areas(grads, "weights", "query_sums")
-            self.call(name, rows[0], *held, rows[1], self.dims["key"], count)
+            where = rows[0], *held, rows[1], self.dims["key"], count
+            self.call(f"{name} {self.vectors}", *where)
 
         def add_to_query(rows: tuple[Value, Value] = key) -> None:
             if "interleave" in self.functions:
@@ -338,7 +353,7 @@ class QueryBlockPass:
         if frame.in_pairs:
             narrow = self.areas("weights_narrow", "score_grads_narrow", "score_grad_pairs")
             held = self.areas("weights", "score_grads")
-            self.call("round_pairs", *held, count, *narrow)
+            self.call(f"round_pairs {self.vectors}", *held, count, *narrow)
         allowed = add_allowed_pairs if frame.in_pairs else add_allowed
         if not frame.may_forbid:
             add_all()

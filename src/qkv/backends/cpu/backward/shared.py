@@ -66,14 +66,14 @@ def _sums(frame: BackwardFrame, make: Maker) -> dict[str, Value]:
         functions[f"pack {dtype}"] = make(pack_function, frame, dtype)
     for dtype in sorted({frame.dtypes["key"], frame.dtypes["value"]}):
         functions[f"copy {dtype}"] = make(copy_rows_function, e, dtype)
-    for vectors in frame.block_sizes:
+    for vectors in frame.shape.block_sizes:
         functions[f"query_sums {vectors}"] = make(query_sums_function, frame, vectors)
     if frame.in_pairs:
         functions["pair"] = make(pair_rows_function, frame)
         functions["narrow"] = make(narrow_function, frame)
         if not frame.shape.quads:
             functions["interleave"] = make(frame.packed_pairs().interleave_function, "interleave")
-        for vectors in frame.block_sizes:
+        for vectors in frame.shape.block_sizes:
             functions[f"round_pairs {vectors}"] = make(round_pairs_function, frame, vectors)
     if frame.may_forbid:
         functions |= _selected_sums(frame, make)
@@ -86,7 +86,7 @@ def _selected_sums(frame: BackwardFrame, make: Maker) -> dict[str, Value]:
         "all_finite": make(all_finite_function, frame.e),
         "selected_key_sums": make(selected_key_sums_function, frame),
     }
-    for vectors in frame.block_sizes:
+    for vectors in frame.shape.block_sizes:
         write = selected_query_sums_function
         functions[f"selected_query_sums {vectors}"] = make(write, frame, vectors)
     if frame.in_pairs:
@@ -97,7 +97,7 @@ def _selected_sums(frame: BackwardFrame, make: Maker) -> dict[str, Value]:
 
 def _products(frame: BackwardFrame, make: Maker) -> dict[str, Value]:
     functions = {}
-    for vectors in frame.block_sizes:
+    for vectors in frame.shape.block_sizes:
         functions[f"products {vectors}"] = make(products_function, frame, vectors)
         functions[f"score_gradients {vectors}"] = make(score_gradients_function, frame, vectors)
     if frame.corrects_sums:

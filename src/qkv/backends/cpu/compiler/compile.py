@@ -62,7 +62,8 @@ class _LinkedByLLVM:
         empty = llvm.parse_assembly("")
         # The engine deletes this machine when it goes.
         self._engine = llvm.create_mcjit_compiler(empty, _target_machine(host))
-        # Of functions with one name, LLVM finds the last, internal ones among them.
+        # LLVM finds the last function of a name, even an internal one, and `names` are those of
+        # the first object.
         for data in reversed(objects):
             self._engine.add_object_file(llvm.ObjectFileRef.from_data(data))
         # An engine needs a module to begin with; compiling the empty one takes longer than linking.

@@ -57,8 +57,6 @@ class ForwardFrame(Frame):
         self.dtypes = {"query": operand_dtype, "key": operand_dtype, "value": key.spec.dtype}
         self.plain = plain and self.score == SCORE
         """Whether there are no score mods, so that scores are the scaled products."""
-        self.block_sizes = 1, key.shape.vectors
-        """Vectors of queries of the blocks that a task may have."""
 
     @contextmanager
     def vector_function(self, name: str) -> Iterator[tuple[Value, ScoreVector]]:

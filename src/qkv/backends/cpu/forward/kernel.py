@@ -59,7 +59,7 @@ def emit_forward(key: ForwardKey) -> str:
         advance = advance_function(frame, vectors, functions, at_boundary)
         return QueryBlockFunctions(begin, advance, end)
 
-    attend = task_function(frame, *map(functions_of, frame.block_sizes))
+    attend = task_function(frame, *map(functions_of, frame.shape.block_sizes))
 
     def run_task(arguments: Value, number: Value, scratch: Value) -> None:
         e.builder.call(attend, [arguments, number, scratch])

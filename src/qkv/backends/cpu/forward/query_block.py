@@ -73,6 +73,7 @@ class QueryBlockFunctions(NamedTuple):
 
 
 _ARGUMENTS = *[POINTER] * 3, INT64
+"""Types of the arguments that all functions of `QueryBlockFunctions` have."""
 
 
 def begin_function(frame: ForwardFrame, vectors: int, functions: dict[str, Value]) -> Value:

@@ -46,7 +46,7 @@ def declare_shared(frame: ForwardFrame, *, may_forbid: bool) -> dict[str, Value]
 
 def _of_every_kernel(frame: ForwardFrame, make: Maker, functions: dict[str, Value]) -> list[Value]:
     shared = [make(hold_function, frame, functions)]
-    for vectors in frame.block_sizes:
+    for vectors in frame.shape.block_sizes:
         shared += [
             make(scores_function, frame, vectors),
             make(values_function, frame, vectors),
@@ -59,6 +59,6 @@ def _of_every_kernel(frame: ForwardFrame, make: Maker, functions: dict[str, Valu
 def _of_forbidding(frame: ForwardFrame, make: Maker) -> list[Value]:
     return [
         make(all_finite_function, frame.e),
-        *(make(selected_values_function, frame, vectors) for vectors in frame.block_sizes),
+        *(make(selected_values_function, frame, vectors) for vectors in frame.shape.block_sizes),
         *(make(steps_function, frame, n) for n in range(1, frame.shape.vectors + 1)),
     ]

@@ -58,6 +58,11 @@ class TileShape:
         return self.lanes * self.vectors
 
     @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Vectors of queries of the blocks for which kernels have code: one, and all of a tile."""
+        return (1, self.vectors) if self.vectors > 1 else (1,)
+
+    @property
     def products_at_once(self) -> int:
         """Number of products of rows that decoding computes at once, each in a vector."""
         return self.row_products or self.lanes
