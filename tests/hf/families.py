@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from inspect import signature
 from typing import Any
 
 import torch
 import transformers
 from torch.overrides import TorchFunctionMode
 
-CACHE = (
-    "cache"
-    if "cache" in signature(transformers.LlamaModel.forward).parameters
-    else "past_key_values"
-)
-"""What models call the cache that they are given; another name from transformers 5.24 on."""
 VOCABULARY = 61
 WINDOW = 5
 BATCH, LENGTH = 3, 14

@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from families import CACHE, InDouble, padding
+from families import InDouble, padding
 from model_types import CAUSAL, model_of_type
 
 import qkv
@@ -96,7 +96,7 @@ def _row(model: Any) -> dict[str, Any]:
 
             def through_cache(options: dict[str, Any] = options) -> float:
                 cache = qkv.hf.Cache(model.config, **options)
-                return _difference(generated("qkv", **{CACHE: cache}), steps)
+                return _difference(generated("qkv", cache=cache), steps)
 
             row[column] = _cell(through_cache)
     dense = run("eager", output_attentions=True).attentions

@@ -16,7 +16,6 @@ transformers = pytest.importorskip("transformers", reason=REASON)
 
 from families import (  # noqa: E402
     BATCH,
-    CACHE,
     DECODERS,
     FAMILIES,
     LENGTH,
@@ -160,7 +159,7 @@ def test_chunked_prefill(family: str, cache: str) -> None:
     else:
         kept = transformers.DynamicCache(config=config)
     parts = [
-        run(family, "qkv", at(start, end), **{CACHE: kept}).logits
+        run(family, "qkv", at(start, end), cache=kept).logits
         for start, end in ((0, 6), (6, 11), (11, 12), (12, LENGTH))
     ]
     close(seen(family, inputs, torch.cat(parts, 1)), seen(family, inputs, expected))

@@ -11,7 +11,6 @@ REASON = "the Hugging Face plug-in needs transformers: pip install transformers"
 torch = pytest.importorskip("torch", reason=REASON)
 transformers = pytest.importorskip("transformers", reason=REASON)
 
-from families import CACHE  # noqa: E402
 
 import qkv.hf  # noqa: E402
 
@@ -35,9 +34,9 @@ def cached(length: int, **options: Any) -> None:
     """Two tokens, then one after another."""
     cache = qkv.hf.Cache(MODEL.config, **options)
     with torch.no_grad():
-        MODEL(IDS[:, :2], **{CACHE: cache})
+        MODEL(IDS[:, :2], cache=cache)
         for n in range(2, length):
-            MODEL(IDS[:, n : n + 1], **{CACHE: cache})
+            MODEL(IDS[:, n : n + 1], cache=cache)
 
 
 WAYS = {

@@ -12,7 +12,6 @@ REASON = "the Hugging Face plug-in needs transformers: pip install transformers"
 torch = pytest.importorskip("torch", reason=REASON)
 pytest.importorskip("transformers", reason=REASON)
 
-from families import CACHE  # noqa: E402
 from smollm2 import HEADS, LAYERS, PACKAGE, SmolLM2, wheel  # noqa: E402
 
 import qkv.hf  # noqa: E402
@@ -65,9 +64,7 @@ def test_logits_and_all_weights_are_those_of_eager(smollm2: SmolLM2) -> None:
 def stepwise(smollm2: SmolLM2, implementation: str, ids: Any, cache: Any) -> Any:
     """Logits of all tokens: of a prompt of six, and of each that follows as a step of its own."""
     parts = [ids[:, :6], *ids[:, 6:].split(1, dim=1)]
-    return torch.cat(
-        [run(smollm2, implementation, part, **{CACHE: cache}).logits for part in parts], 1
-    )
+    return torch.cat([run(smollm2, implementation, part, cache=cache).logits for part in parts], 1)
 
 
 CACHES: dict[str, tuple[dict[str, Any], float]] = {
@@ -99,7 +96,7 @@ def test_generation(smollm2: SmolLM2, page_size: int | None) -> None:
     smollm2.model.set_attn_implementation("eager")
     expected = smollm2.model.generate(ids, do_sample=False, **options)
     smollm2.model.set_attn_implementation("qkv")
-    cache = {CACHE: qkv.hf.Cache(smollm2.model.config, page_size=page_size)}
+    cache = {"cache": qkv.hf.Cache(smollm2.model.config, page_size=page_size)}
     assert torch.equal(smollm2.model.generate(ids, do_sample=False, **cache, **options), expected)
 
 

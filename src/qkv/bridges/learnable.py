@@ -42,7 +42,17 @@ def refuse_constants(variants: Sequence[Any], is_tracked: Callable[[Any], bool])
         fields = getattr(type(variant), "constant_fields", {})
         for name, instead in fields.items():
             if is_tracked(getattr(variant, name, None)):
-                raise UnsupportedError(
-                    f"a gradient of {name} of {type(variant).__name__} is wanted; qkv has none.",
-                    action=f"Pass {name}.detach(), or {instead}.",
+                raise no_gradient(
+                    f"{name} of {type(variant).__name__}", f"{name}.detach()", instead
                 )
+
+
+def no_gradient(what: str, stopped: str, instead: str) -> UnsupportedError:
+    """The error where a gradient is wanted that qkv does not have.
+
+    `stopped` is the array without a gradient as the caller's library writes it, and `instead` what
+    to write for one that is learned.
+    """
+    return UnsupportedError(
+        f"a gradient of {what} is wanted; qkv has none.", action=f"Pass {stopped}, or {instead}."
+    )

@@ -113,7 +113,7 @@ class CheckedCall:
         return next((known for given, known in self.variants if given is variant), variant)
 
     def named(self, variant: Any, array: Any = None) -> tuple[Any, Any]:
-        """A variant as the problem knows it, and which of its arrays is meant, None if it has one.
+        """A variant as the problem knows it, and the array of it that is named, if any.
 
         A number in its place is that of a leaf of the bound call.
         """
@@ -125,9 +125,12 @@ class CheckedCall:
             raise ArgumentError(
                 f"{variant} is not a variant of this call.", action="Name the very object."
             )
-        owner = owners[variant]
-        several = sum(other is owner for other in owners) > 1
-        return owner, self.leaves[variant] if several else None
+        return owners[variant], self.leaves[variant]
+
+    def arrays_of(self, variant: Any) -> list[Any]:
+        """The arrays that a variant, as the problem knows it, holds."""
+        owned = [a for a, o in zip(self.leaves, self.unbound.owners, strict=True) if o is variant]
+        return owned or list(getattr(variant, "__dict__", {}).values())
 
     def rows(self, array: Array, trailing: int = 0) -> Any:
         """A statistic `(..., num_heads, q_len)` with as many dimensions as the call has."""

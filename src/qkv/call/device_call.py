@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from qkv.arrays import library_of
 from qkv.backends import DeviceBackend, choose, device_backend
 from qkv.call.binding.bound import BoundCall, Structure
-from qkv.call.binding.variant_arrays import made
+from qkv.call.binding.variant_arrays import check_given, made
 from qkv.call.checked import CheckedCall, check_call, checked_problem
 from qkv.errors import UnsupportedError
 from qkv.partial import Partial
@@ -149,13 +149,19 @@ def _device_arrays(
     origins = dict(operands.origins)
     if operands.sink_origin is not None:
         origins["sinks"] = operands.sink_origin
-    for name, origin in origins.items():
-        if name in operands.tables and operands.tables[name].dtype.kind in "biu":
-            continue
+    floating = {
+        name: origin
+        for name, origin in origins.items()
+        if name not in operands.tables or operands.tables[name].dtype.kind not in "biu"
+    }
+    for n, owner in enumerate(owners):
+        if n >= 3 and owner is not None and getattr(bound.leaves[n], "requires_grad", False):
+            own_origins = [origin for origin in floating.values() if made(origin, owner)]
+            check_given(owner, own_origins, [views[n]] if own_origins else [])
+    for name, origin in floating.items():
         own = [n for n, owner in enumerate(owners) if n >= 3 and made(origin, owner)]
-        own = [n for n in own if views[n].dtype.kind not in "biu"]
-        if len(own) > 1:
-            own = [n for n in own if views[n] is origin.array]
-        if own and hasattr(bound.leaves[own[0]], "requires_grad"):
-            arrays[name] = bound.leaves[own[0]]
+        held = [bound.leaves[n] for n in own if origin.holds(views[n])]
+        if held and hasattr(held[0], "requires_grad"):
+            leaf = held[0]
+            arrays[name] = leaf if origin.given is None else leaf.expand(origin.spread).flatten()
     return arrays

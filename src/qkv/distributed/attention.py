@@ -154,7 +154,9 @@ def inspect(
     Parameters
     ----------
     query, key, value, *variants, mesh, dim, order, kv_order, timeout
-        As for `qkv.distributed.attention`, in the layout "bhld".
+        As for `qkv.distributed.attention`.
+    layout : "bhld"
+        Heads before rows; no other layout is taken.
     scale, q_offset, kv_offset, backend : optional
         As for `qkv.attention`.
 

@@ -34,11 +34,10 @@ _WINDOWS = ("sliding_attention", "chunked_attention")
 class Cache(DynamicCache):
     """Keys and values of a model's layers, in pages or as int8, read in place by "qkv".
 
-    Pass it as `cache` (`past_key_values` before transformers 5.24) to a model or to `generate`:
-    greedy and beam search, sampling and assisted generation work as with `DynamicCache`, whose
-    place it takes. Layers with a sliding window keep a `qkv.cache.RollingCache`, others a
-    `PagedCache` or a `ContiguousCache`; layers that hold no keys (linear attention) keep what
-    transformers keeps for them.
+    Pass it as `cache` to a model or to `generate`: greedy and beam search, sampling and assisted
+    generation work as with `DynamicCache`, whose place it takes. Layers with a sliding window keep
+    a `qkv.cache.RollingCache`, others a `PagedCache` or a `ContiguousCache`; layers that hold no
+    keys (linear attention) keep what transformers keeps for them.
 
     Parameters
     ----------

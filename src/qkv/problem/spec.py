@@ -189,11 +189,37 @@ class Angles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """The origin of a table: the variant, the index among its tables, and its array."""
+    """The origin of a table: the variant, the index among its tables, and its array.
+
+    Where that array is one entry for each batch row, `given` is the array that was broadcast to
+    `spread`, the shape of the batch.
+    """
 
     variant: Any
     place: int
     array: Array
+    given: Array | None = None
+    spread: tuple[int, ...] = ()
+
+    @property
+    def source(self) -> Array:
+        """The array that the variant gave."""
+        return self.array if self.given is None else self.given
+
+    def holds(self, array: Array) -> bool:
+        """Whether the variant gave this array as it is, and not one that it computed."""
+        return self.source is array or _memory(self.source) == _memory(array)
+
+
+def _memory(array: Array) -> tuple[Any, ...]:
+    """Where the entries of an array lie, and in which order."""
+    if not array.size:
+        return (array.dtype,)
+    lies = array.__array_interface__["data"][0], array.dtype
+    if array.flags.c_contiguous:
+        return (*lies, array.size)
+    squeezed = array.squeeze()
+    return (*lies, squeezed.shape, squeezed.strides)
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,6 +188,10 @@ class MultiHeadAttention(nn.Module):
         Whether projections have one.
     kv_dim : int, optional
         Width of what is attended to, `embed_dim` unless given.
+    device : torch.device or str, optional
+        Where the weights are; torch's default unless given.
+    dtype : torch.dtype, optional
+        Of the weights; torch's default unless given.
 
     Raises
     ------

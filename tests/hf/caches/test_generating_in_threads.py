@@ -12,7 +12,7 @@ REASON = "the Hugging Face plug-in needs transformers: pip install transformers"
 torch = pytest.importorskip("torch", reason=REASON)
 transformers = pytest.importorskip("transformers", reason=REASON)
 
-from families import CACHE, VOCABULARY, attending, model_of  # noqa: E402
+from families import VOCABULARY, attending, model_of  # noqa: E402
 
 import qkv.hf  # noqa: E402
 
@@ -40,13 +40,13 @@ def test_each_thread_generates_what_it_does_alone(eager_switches: None) -> None:
 
     with attending(model_of("llama"), "qkv") as model, torch.no_grad():
         prompt = qkv.hf.Cache(model.config, page_size=2)
-        model(input_ids=ids[:1, :PROMPT], **{CACHE: prompt})
+        model(input_ids=ids[:1, :PROMPT], cache=prompt)
 
         def generate(request: int, cache: Any) -> list[int]:
             with torch.no_grad():
                 output = model.generate(
                     input_ids=ids[request : request + 1],
-                    **{CACHE: cache},
+                    cache=cache,
                     max_new_tokens=TOKENS,
                     min_new_tokens=TOKENS,
                     do_sample=False,

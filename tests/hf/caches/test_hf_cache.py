@@ -13,7 +13,7 @@ REASON = "the Hugging Face plug-in needs transformers: pip install transformers"
 torch = pytest.importorskip("torch", reason=REASON)
 transformers = pytest.importorskip("transformers", reason=REASON)
 
-from families import CACHE, SIZES, VOCABULARY, attending, model_of  # noqa: E402
+from families import SIZES, VOCABULARY, attending, model_of  # noqa: E402
 
 import qkv  # noqa: E402
 import qkv.hf  # noqa: E402
@@ -60,7 +60,7 @@ def generated(
         torch.manual_seed(0)  # The first call has made the model, with random numbers.
         output = model.generate(
             **inputs,
-            **{CACHE: cache},
+            cache=cache,
             max_new_tokens=10,
             output_logits=True,
             return_dict_in_generate=True,
@@ -120,7 +120,7 @@ def test_512_tokens_one_by_one_have_the_logits_of_all_at_once(
     with torch.no_grad():
         with attending(model_of(family), "qkv") as model:
             output = model.generate(
-                ids, **{CACHE: cache}, num_beams=beams, do_sample=False, min_new_tokens=500,
+                ids, cache=cache, num_beams=beams, do_sample=False, min_new_tokens=500,
                 max_new_tokens=500, return_dict_in_generate=True, output_logits=True,
                 output_scores=True,
             )  # fmt: skip
@@ -162,7 +162,7 @@ def test_one_prompt_for_many_requests(family: str) -> None:
     whole[:, :9] = whole[:1, :9]
     prompt = qkv.hf.Cache(config_of(family), **PAGED)
     with attending(model_of(family), "qkv") as model, torch.no_grad():
-        model(input_ids=whole[:1, :9], **{CACHE: prompt})
+        model(input_ids=whole[:1, :9], cache=prompt)
     full = [layer.cache for layer in prompt.layers if not layer.is_sliding]
     assert [cache.pages_held for cache in full] == [3] * len(full)
     for row in range(4):
@@ -208,14 +208,14 @@ def test_a_conversation_goes_on_and_is_taken_back() -> None:
     with attending(model_of("llama"), "qkv") as model, torch.no_grad():
         expected = model(**inputs).logits
         ids = inputs["input_ids"]
-        first = model(input_ids=ids[:, :7], **{CACHE: cache}).logits
-        model(input_ids=ids[:, :4], **{CACHE: cache})
+        first = model(input_ids=ids[:, :7], cache=cache).logits
+        model(input_ids=ids[:, :4], cache=cache)
         cache.crop(-4)
-        rest = model(input_ids=ids[:, 7:], **{CACHE: cache}).logits
+        rest = model(input_ids=ids[:, 7:], cache=cache).logits
         close(torch.cat([first, rest], 1), expected)
         cache.reset()
         assert cache.get_seq_length() == cache.nbytes == 0
-        close(model(input_ids=ids, **{CACHE: cache}).logits, expected)
+        close(model(input_ids=ids, cache=cache).logits, expected)
 
 
 @pytest.mark.parametrize("config", [True, False], ids=["config", "no config"])
@@ -248,8 +248,8 @@ def test_inspecting_with_a_cache() -> None:
     found = []
     for cache in (qkv.hf.Cache(config_of("llama"), **PAGED), transformers.DynamicCache()):
         with attending(model_of("llama"), "qkv") as model, torch.no_grad():
-            model(input_ids=tokens[:, :7], **{CACHE: cache})
-            output = model(input_ids=tokens[:, 7:], **{CACHE: cache}, output_attentions=True)
+            model(input_ids=tokens[:, :7], cache=cache)
+            output = model(input_ids=tokens[:, 7:], cache=cache, output_attentions=True)
             found.append([weights[..., :9] for weights in output.attentions])
     for got, expected in zip(*found, strict=True):
         close(got, expected)
@@ -268,14 +268,14 @@ def test_int8_changes_logits_a_little(family: str, options: dict[str, Any]) -> N
     with torch.no_grad():
         exact = model(input_ids=tokens).logits
         parts = [
-            model(input_ids=tokens[:, a:b], **{CACHE: cache}).logits
+            model(input_ids=tokens[:, a:b], cache=cache).logits
             for a, b in ((0, 30), (30, 31), (31, 40))
         ]
     change = torch.cat(parts, 1) - exact
     assert 1e-4 < float(change.norm() / (exact - exact.mean(-1, keepdim=True)).norm()) < 0.03
     whole = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids=tokens, **{CACHE: whole})
+        model(input_ids=tokens, cache=whole)
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in whole.layers)
     if not options and family != "gemma2":
         dim = whole.layers[0].keys.shape[-1]
@@ -295,9 +295,9 @@ class TestErrors:
         for family, options in (("llama", {}), ("llama", PAGED), ("mistral", {})):
             cache = qkv.hf.Cache(config_of(family), **options)
             with attending(model_of(family), "qkv") as model, torch.no_grad():
-                model(input_ids=prompts(2)["input_ids"], **{CACHE: cache})
+                model(input_ids=prompts(2)["input_ids"], cache=cache)
                 with pytest.raises(qkv.ShapeError, match=r"a batch of 3, .* one of 2") as found:
-                    model(input_ids=prompts(3)["input_ids"], **{CACHE: cache})
+                    model(input_ids=prompts(3)["input_ids"], cache=cache)
             said.add(found.value.fact + found.value.action)
         assert len(said) == 1
 
@@ -314,7 +314,7 @@ class TestErrors:
         inputs = {**prompts(), "max_new_tokens": 5, "do_sample": False}
         with torch.no_grad():
             expected = model.generate(**inputs)
-            found = model.generate(**inputs, **{CACHE: qkv.hf.Cache(config)})
+            found = model.generate(**inputs, cache=qkv.hf.Cache(config))
         assert torch.equal(found, expected)
 
     def test_out_of_pages(self) -> None:
@@ -322,16 +322,16 @@ class TestErrors:
         ids = prompts(1, 12)["input_ids"]
         with attending(model_of("llama"), "qkv") as model, torch.no_grad():
             expected = model(input_ids=ids).logits
-            model(input_ids=ids[:, :10], **{CACHE: cache})
+            model(input_ids=ids[:, :10], cache=cache)
             with pytest.raises(qkv.ShapeError, match="1 pages are needed and 0 of 3 are free"):
-                model(input_ids=ids[:, :3], **{CACHE: cache})
-            rest = model(input_ids=ids[:, 10:], **{CACHE: cache}).logits
+                model(input_ids=ids[:, :3], cache=cache)
+            rest = model(input_ids=ids[:, 10:], cache=cache).logits
         close(rest, expected[:, 10:])
 
     def test_training(self) -> None:
         refused = pytest.raises(qkv.UnsupportedError, match="no way back")
         with attending(model_of("llama"), "qkv") as model, refused:
-            model(**prompts(), **{CACHE: qkv.hf.Cache()})
+            model(**prompts(), cache=qkv.hf.Cache())
 
     def test_crops_and_orders_that_do_not_fit(self) -> None:
         cache = qkv.hf.Cache(**PAGED)

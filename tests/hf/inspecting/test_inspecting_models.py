@@ -15,7 +15,7 @@ REASON = "inspecting models of transformers needs it: pip install transformers"
 torch = pytest.importorskip("torch", reason=REASON)
 transformers = pytest.importorskip("transformers", reason=REASON)
 
-from families import CACHE, InDouble, attending, model_of  # noqa: E402
+from families import InDouble, attending, model_of  # noqa: E402
 
 import qkv  # noqa: E402
 import qkv.hf  # noqa: E402
@@ -290,8 +290,8 @@ def test_a_cache_of_earlier_tokens() -> None:
     whole = inspected(model, input_ids=IDS)
     with InDouble(), torch.no_grad():
         model.set_attn_implementation("eager")
-        past = model(IDS[:, :10], use_cache=True)[CACHE]
-    record = inspected(model, input_ids=IDS[:, 10:], **{CACHE: past})
+        past = model(IDS[:, :10], use_cache=True)["cache"]
+    record = inspected(model, input_ids=IDS[:, 10:], cache=past)
     for layer, long in zip(record, whole, strict=True):
         for name, row in layer.rows.items():
             if name in ("duplicate", "induction"):
@@ -304,7 +304,7 @@ def test_a_static_cache_is_longer_than_its_tokens() -> None:
     model = model_of("llama")
     expected = inspected(model, input_ids=IDS)
     cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-    found = inspected(model, input_ids=IDS, **{CACHE: cache})
+    found = inspected(model, input_ids=IDS, cache=cache)
     assert found[0].received.shape[-1] == 32
     assert_same(found, expected)
     before = found[0].weights[..., :14]

@@ -11,7 +11,7 @@ REASON = "the Hugging Face plug-in needs transformers: pip install transformers"
 torch = pytest.importorskip("torch", reason=REASON)
 transformers = pytest.importorskip("transformers", reason=REASON)
 
-from families import CACHE, VOCABULARY, attending, model_of  # noqa: E402
+from families import VOCABULARY, attending, model_of  # noqa: E402
 
 import qkv.hf  # noqa: E402
 
@@ -66,7 +66,7 @@ def test_static_caches_of_windows(family: str) -> None:
 def test_beams(page_size: int | None) -> None:
     """They change places, and give pages back."""
     cache = qkv.hf.Cache(model_of("llama").config, page_size=page_size)
-    found = attentions("llama", "qkv", num_beams=3, **{CACHE: cache})
+    found = attentions("llama", "qkv", num_beams=3, cache=cache)
     expected = attentions("llama", "eager", num_beams=3)
     # With pages there are keys that are not tokens yet.
     close([got[..., : want.shape[-1]] for got, want in zip(found, expected)], expected)  # noqa: B905
@@ -78,9 +78,9 @@ def test_tokens_that_are_taken_back(cache: str) -> None:
         expected = model(IDS, output_attentions=True).attentions
     with attending(model_of("llama"), "qkv") as model, torch.no_grad():
         kept = CACHES[cache](model.config)
-        found = model(IDS, output_attentions=True, **{CACHE: kept}).attentions
+        found = model(IDS, output_attentions=True, cache=kept).attentions
         kept.crop(-4)
-        model(OTHERS[:, :4], **{CACHE: kept})
+        model(OTHERS[:, :4], cache=kept)
         close([torch.as_tensor(layer[...])[..., :7] for layer in found], list(expected))
 
 
@@ -99,10 +99,10 @@ def test_observed_calls(cache: str, without_gradients: Any) -> None:
         expected = model(IDS, output_attentions=True).attentions
         store = CACHES[cache](model.config)
         with qkv.hf.observe(observe):
-            model(IDS, **{CACHE: store})
+            model(IDS, cache=store)
         assert seen[0].inspect().weights[...][..., :7] == pytest.approx(expected[0].numpy())
         store.crop(-4)
-        model(OTHERS[:, :4], **{CACHE: store})
+        model(OTHERS[:, :4], cache=store)
         for compute in (seen[0].inspect, seen[0].output, seen[0].kept):
             with pytest.raises(qkv.UnsupportedError, match="written to"):
                 compute()

@@ -13,7 +13,7 @@ REASON = "the Hugging Face plug-in needs transformers: pip install transformers"
 torch = pytest.importorskip("torch", reason=REASON)
 transformers = pytest.importorskip("transformers", reason=REASON)
 
-from families import CACHE, VOCABULARY, attending, model_of  # noqa: E402
+from families import VOCABULARY, attending, model_of  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 
@@ -300,7 +300,7 @@ def test_images_inside_text_attend_both_ways() -> None:
             config=model.config,
             inputs_embeds=torch.zeros(1, 8, 1),
             attention_mask=None,
-            **{CACHE: None},
+            cache=None,
             block_sequence_ids=ids,
         )
     assert isinstance(mask, StatedMask)

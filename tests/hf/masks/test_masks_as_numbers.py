@@ -11,7 +11,7 @@ REASON = "the Hugging Face plug-in needs transformers: pip install transformers"
 torch = pytest.importorskip("torch", reason=REASON)
 transformers = pytest.importorskip("transformers", reason=REASON)
 
-from families import CACHE, InDouble, padding  # noqa: E402
+from families import InDouble, padding  # noqa: E402
 from test_masks import PATTERNS  # noqa: E402
 from transformers.masking_utils import eager_mask, sdpa_mask  # noqa: E402
 
@@ -104,7 +104,7 @@ def test_a_model_that_changes_the_values_of_its_cache(options: dict[str, Any]) -
         with torch.no_grad():
             parts = [ids[:, :6], ids[:, 6:7], ids[:, 7:8], ids[:, 8:]]
             cache = cache or transformers.DynamicCache(config=config)
-            found[name] = torch.cat([model(part, **{CACHE: cache}).logits for part in parts], 1)
+            found[name] = torch.cat([model(part, cache=cache).logits for part in parts], 1)
     bound = 0.02 if "dtype" in options else 1e-4
     largest = float(found["eager"].abs().max())
     assert float((found["qkv"] - found["eager"]).abs().max()) < bound * largest
@@ -180,7 +180,7 @@ def test_a_mask_of_the_users_over_pages() -> None:
         model.set_attn_implementation("qkv")
         cache = qkv.hf.Cache(config, page_size=4)
         with torch.no_grad():
-            first = model(ids[:, :7], attention_mask=mask[:, :, :7, :7], **{CACHE: cache}).logits
-            rest = model(ids[:, 7:], attention_mask=mask[:, :, 7:], **{CACHE: cache}).logits
+            first = model(ids[:, :7], attention_mask=mask[:, :, :7, :7], cache=cache).logits
+            rest = model(ids[:, 7:], attention_mask=mask[:, :, 7:], cache=cache).logits
         found = torch.cat([first, rest], 1)
         assert float((found - expected).abs().max()) < 1e-4 * float(expected.abs().max())

@@ -35,6 +35,7 @@ from jax.interpreters import ad, batching, mlir
 
 from qkv.bridges.jax.operations import Operation
 from qkv.bridges.jax.rules import Shapes, call_operation, shapes_of_results, stand_in, varying
+from qkv.bridges.learnable import no_gradient
 from qkv.call.binding.bound import BoundCall, Structure
 from qkv.errors import UnsupportedError
 
@@ -298,14 +299,14 @@ def _split(arrays: Sequence[Any], *at: int) -> list[Sequence[Any]]:
 def _refuse_constants(operation: Operation, values: Sequence[Any], wanted: Sequence[int]) -> None:
     """Raise an error if a gradient of an array without one is wanted: it would train nothing."""
     structure = Structure.from_text(operation.structure)
-    owners = BoundCall(structure, list(map(stand_in, values))).unflatten().owners
+    leaves = list(map(stand_in, values))
+    owners = BoundCall(structure, leaves).unflatten().owners
     for n in wanted:
-        owner = owners[n]
-        constant: list[str] = list(getattr(owner, "constant_fields", ()))
-        if n >= 3 and (owner is None or constant):
-            what = "scale" if owner is None else f"{constant[0]} of {type(owner).__name__}"
-            raise UnsupportedError(
-                f"a gradient of {what} was asked for; qkv has none.",
-                action=f"Stop it with jax.lax.stop_gradient({what.split()[0]})"
-                + (", or scale the query." if what == "scale" else "."),
-            )
+        owner, leaf = owners[n], leaves[n]
+        fields: dict[str, str] = {} if n < 3 else {"scale": "scale the query"}
+        if owner is not None:
+            constant: dict[str, str] = getattr(type(owner), "constant_fields", {})
+            fields = {name: do for name, do in constant.items() if getattr(owner, name) is leaf}
+        for name, instead in fields.items():
+            what = name if owner is None else f"{name} of {type(owner).__name__}"
+            raise no_gradient(what, f"jax.lax.stop_gradient({name})", instead)

@@ -10,11 +10,21 @@ from numpy.typing import NDArray
 
 from qkv.arrays.views import view
 from qkv.call.binding.bound import BoundCall
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, UnsupportedError
 from qkv.problem.backward import reads
+from qkv.problem.building.builder import FLOATS
 from qkv.problem.spec import Origin, Problem
 
-__all__ = ["as_given", "briefly", "by_origin", "made", "own_arrays", "wanted", "without_repeats"]
+__all__ = [
+    "as_given",
+    "briefly",
+    "by_origin",
+    "check_given",
+    "made",
+    "own_arrays",
+    "wanted",
+    "without_repeats",
+]
 
 Array = NDArray[Any]
 
@@ -101,11 +111,41 @@ def by_origin(gradients: Sequence[tuple[Origin, Array]]) -> list[tuple[Origin, A
 
 
 def as_given(origin: Origin, gradient: Array) -> Array:
-    """A gradient with shape and dtype of the array; of one sink for all heads, the sum."""
-    if origin.array.ndim == 0:
-        gradient = gradient.sum()
+    """A gradient with shape and dtype of the array; of an entry that several rows or heads read,
+    the sum."""
+    source = origin.source
+    if origin.given is not None:
+        gradient = gradient.reshape(origin.spread)
+    if gradient.size != source.size:
+        inserted = tuple(range(gradient.ndim - source.ndim))
+        gradient = gradient.sum(axis=inserted)
+        repeated = [n for n, size in enumerate(source.shape) if size != gradient.shape[n]]
+        gradient = gradient.sum(axis=tuple(repeated), keepdims=True)
     with np.errstate(all="ignore"):
-        return np.asarray(gradient).reshape(origin.array.shape).astype(origin.array.dtype)
+        return np.asarray(gradient).reshape(source.shape).astype(source.dtype)
+
+
+def check_given(variant: Any, origins: Sequence[Origin], arrays: Sequence[Any]) -> None:
+    """Raise an error if a variant computed its tables, since theirs are not gradients of `arrays`.
+
+    Parameters
+    ----------
+    variant : Variant
+    origins : sequence of Origin
+        Those of its floating tables.
+    arrays : sequence
+        The arrays that it holds.
+    """
+    floating = [a for a in arrays if isinstance(a, np.ndarray) and a.dtype.name in FLOATS]
+    if not floating or any(origin.holds(array) for origin in origins for array in floating):
+        return
+    name = type(variant).__name__
+    raise UnsupportedError(
+        f"{name}.lower computes the array that scores read, and qkv has no gradient through that.",
+        [("computed", f"{o.array.dtype} {o.array.shape}") for o in origins],
+        f"Compute the array before {name} is made of it, or compute with its entries in lower, as "
+        'in 2 * builder.per_head(self.slope, "slope").',
+    )
 
 
 def briefly(thing: Any) -> str:

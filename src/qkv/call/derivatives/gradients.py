@@ -11,7 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends import Differentiable
-from qkv.call.binding.variant_arrays import as_given, briefly, by_origin, made, wanted
+from qkv.call.binding.variant_arrays import (
+    as_given,
+    briefly,
+    by_origin,
+    check_given,
+    made,
+    wanted,
+)
 from qkv.call.checked import CheckedCall
 from qkv.call.derivatives.cotangents import cotangent_of_lse, cotangent_of_out, like_operand
 from qkv.errors import ArgumentError
@@ -83,10 +90,13 @@ class Gradients:
         if self._call is not None:
             known, array = self._call.named(variant, array)
         own = [(o, g) for o, g in self._of_variants if made(o, known)]
+        if self._call is not None and own:
+            arrays = self._call.arrays_of(known) if array is None else [array]
+            check_given(known, [o for o, _ in own], arrays)
         if array is not None:
-            own = [(o, g) for o, g in own if o.array is array]
-        if len(own) == 1:
-            return own[0][1]
+            own = [(o, g) for o, g in own if o.holds(array)]
+        if len(own) == 1 or (own and array is not None):
+            return sum((g for _, g in own[1:]), start=own[0][1])
         if not own:
             raise ArgumentError(
                 f"there is no gradient of {briefly(variant if array is None else array)}.",

@@ -16,7 +16,14 @@ from qkv.arrays.views import view
 from qkv.backends.blocked import BLOCK_KV, BLOCK_Q
 from qkv.call.binding.bound import BoundCall, bind
 from qkv.call.binding.options import Options, option_values, with_options
-from qkv.call.binding.variant_arrays import briefly, by_origin, own_arrays, wanted, without_repeats
+from qkv.call.binding.variant_arrays import (
+    briefly,
+    by_origin,
+    check_given,
+    own_arrays,
+    wanted,
+    without_repeats,
+)
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.derivatives.cotangents import cotangent_of_lse, cotangent_of_out, fits, shapes_of
 from qkv.call.derivatives.gradients import Gradients, arranged
@@ -287,6 +294,8 @@ def _direction(
             if name is None:
                 sinks = np.broadcast_to(seen.astype(np.float64), call.problem.spec.num_heads)
             else:
+                if origin.given is not None:
+                    seen = np.broadcast_to(seen, origin.spread)
                 tables[name] = seen.reshape(operands.tables[name].shape)
     return OperandTangents(query, key, value, tables, sinks)
 
@@ -310,9 +319,11 @@ def _places(call: CheckedCall, variant: Any, array: Any) -> Iterator[tuple[str |
     places: list[tuple[str | None, Origin]] = [*tables]
     if sinks is not None:
         places.append((None, sinks))
+    arrays = call.arrays_of(variant) if array is None else [array]
+    check_given(variant, [origin for _, origin in places], arrays)
     if array is not None:
-        places = [(name, origin) for name, origin in places if origin.array is array]
-    if len({origin.place for _, origin in places}) == 1:
+        places = [(name, origin) for name, origin in places if origin.holds(array)]
+    if len({origin.place for _, origin in places}) == 1 or (places and array is not None):
         return iter(places)
     count = f"{len(places)} arrays" if places else "no such array"
     raise ArgumentError(
@@ -323,10 +334,10 @@ def _places(call: CheckedCall, variant: Any, array: Any) -> Iterator[tuple[str |
 
 
 def _check_own(call: CheckedCall, tangent: Array, origin: Origin, variant: Any) -> None:
-    if tangent.shape != origin.array.shape:
+    if tangent.shape != origin.source.shape:
         raise ShapeError(
             f"a tangent has shape {tangent.shape}, the array of {briefly(variant)} "
-            f"{origin.array.shape}.",
+            f"{origin.source.shape}.",
             action="Pass a tangent for each entry of the array.",
         )
     if tangent.dtype.name not in FLOATS:

@@ -15,7 +15,7 @@ from qkv.bridges.learnable import refuse_constants
 from qkv.bridges.torch.operands import as_tensor, is_tracked, kept_tensor
 from qkv.call.binding.bound import bind
 from qkv.call.binding.options import OptionValues
-from qkv.call.binding.variant_arrays import as_given, wanted
+from qkv.call.binding.variant_arrays import as_given, check_given, wanted
 from qkv.call.checked import CheckedCall, check_call, views_of
 from qkv.call.derivatives.gradients import gradient_of_sinks
 from qkv.distributed.calls.parts import Residuals
@@ -137,8 +137,10 @@ class ShardedCall:
         for place in self.arrays.places:
             owner, array = self.call.named(place)
             of_tables, of_sinks = wanted(self.call.problem, [owner])
-            tables += [(place, n, o) for n, o in of_tables if array is None or o.array is array]
-            if of_sinks is not None:
+            origins = [o for _, o in of_tables] + ([] if of_sinks is None else [of_sinks])
+            check_given(owner, origins, [array])
+            tables += [(place, n, o) for n, o in of_tables if o.holds(array)]
+            if of_sinks is not None and of_sinks.holds(array):
                 sinks.append((place, of_sinks))
         return tables, sinks
 

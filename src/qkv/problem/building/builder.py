@@ -188,15 +188,18 @@ class Builder:
         """One value for each batch row: a number, or an array over the leading dimensions."""
         array = np.asarray(values)
         if array.ndim == 0:
-            return self.scalar(array[()], label)
-        rows = self.batch_rows(array, label, 0)
-        return self.table(rows, label).entry(self.batch)
+            return self.scalar(array, label)
+        table = self.table(self.batch_rows(array, label, 0), label)
+        origin = self.origins[table.name]
+        spread = self.shape.batch_shape
+        self.origins[table.name] = replace(origin, given=array, spread=spread)
+        return table.entry(self.batch)
 
     def per_head(self, values: ArrayLike, label: str) -> Expr:
         """One value for each query head: a number or `(num_heads,)`."""
         array = np.asarray(values)
         if array.ndim == 0:
-            return self.scalar(array[()], label)
+            return self.scalar(array, label)
         if array.shape != (self.shape.num_heads,):
             raise ShapeError(
                 f"{label} has shape {array.shape}; there are {self.shape.num_heads} query heads.",
@@ -341,7 +344,7 @@ class Builder:
                 [("variant", self._label)],
                 "Pass one number, or one for each query head.",
             )
-        self.sinks = np.broadcast_to(array, (self.shape.num_heads,))
+        self.sinks = np.broadcast_to(array.astype(np.float64), (self.shape.num_heads,))
         self.sink_origin = Origin(self._variant, 0, array)
 
     def drop(self, p: float, seed: int) -> None:
@@ -354,9 +357,11 @@ class Builder:
 
 
 def real_numbers(values: ArrayLike, label: str) -> Array:
-    """Numbers as float64; nothing else is taken for one."""
+    """An array of numbers: a floating one as it is, others as float64."""
     try:
         given = np.asarray(values)
+        if given.dtype.name in FLOATS and given.dtype.isnative:
+            return given
         if given.dtype.kind not in "cOSUMm":
             return np.asarray(given, np.float64)
         seen = f"dtype {given.dtype}"

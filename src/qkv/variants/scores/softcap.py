@@ -55,9 +55,11 @@ class Softcap(Variant):
     def __post_init__(self) -> None:
         try:
             cap = as_constant(self.cap)
+            cap = cap.detach() if hasattr(cap, "detach") else cap
             positive = isfinite(cap) and cap > 0
-        except (TypeError, ValueError, OverflowError, RuntimeError):
-            positive = False
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            # JAX tells the value of a number that it traces only when the call runs.
+            positive = isinstance(error, TypeError) and _is_traced(self.cap)
         if not positive:
             raise ArgumentError(
                 f"Softcap cap={shown(self.cap)} is not a positive number.",
@@ -75,3 +77,8 @@ class Softcap(Variant):
     @classmethod
     def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[Softcap]:
         return (cls(2.0), cls(50.0))
+
+
+def _is_traced(number: object) -> bool:
+    is_number = hasattr(number, "dtype") and getattr(number, "shape", None) == ()
+    return is_number and not isinstance(number, np.ndarray | np.generic)
