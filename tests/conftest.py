@@ -89,7 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For `-n auto`: one for each core; single files are run here, which is sooner."""
+    """The workers for `-n auto`: one for each core, and none for single files, which is sooner."""
     folders = any((config.invocation_params.dir / name).is_dir() for name in config.args)
     return min(usable_cores(), MOST_WORKERS) if folders else 0
 

@@ -11,11 +11,11 @@ from sampling import sample
 OF_X86 = ("amx", "avx512-bf16", "avx512", "avx2", "sse")
 OF_ARM = ("neon-bf16", "neon-fhm", "neon")
 WITH_BFLOAT16 = ("amx", "avx512-bf16", "neon-bf16")
-"""Those that multiply bfloat16."""
+"""Instruction sets that multiply bfloat16."""
 
 
 EMULATED_HERE = (*OF_X86, "neon-bf16")
-"""Those that are tested where the machine lacks them."""
+"""Instruction sets that are tested where the machine lacks them."""
 
 
 @cache

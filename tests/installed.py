@@ -54,5 +54,5 @@ def needed(path: Path) -> frozenset[str]:
 
 
 def missing(path: Path) -> list[str]:
-    """Those that are not installed."""
+    """The packages that a test file needs and that are not installed."""
     return sorted(name for name in needed(path) if importlib.util.find_spec(name) is None)

@@ -16,7 +16,7 @@ PASSES = (forward, backward, decode, replay)
 
 @contextmanager
 def rebuilt_kernels() -> Iterator[list[tuple[EmitFunction, Any]]]:
-    """Inside, no kernel is used that was built before; outside, none that was built inside.
+    """Use only kernels that are built inside, and forget these afterwards.
 
     Gives a list of what is built, the function that emits and the key that it is given, so that a
     test can tell that the broken kernel was the one that ran.

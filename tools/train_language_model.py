@@ -288,7 +288,7 @@ def held_out_loss(model: Transformer, ids: Ids, every: int = 1) -> float:
 
 @torch.no_grad()
 def loss_without(model: Transformer, ids: Ids) -> list[list[float]]:
-    """By layer and head, how much more is lost on a quarter of the text when that head is off."""
+    """How much more is lost on a quarter of the text when a head is off, by layer and head."""
     with_all = held_out_loss(model, ids, every=4)
     found = []
     for layer in range(NUM_LAYERS):

@@ -46,7 +46,8 @@ LENGTHS = (40, 100, 60, 80)
 """Tokens of the sequences."""
 _WARM = 4
 _TOLERANCE = {"int8": 0.1, "": 1e-5}
-"""Of outputs in float32, of inputs of unit variance; int8 keeps 8 bits of the largest in a row."""
+"""The largest error of outputs in float32, of inputs of unit variance; int8 keeps 8 bits of the
+largest number in a row."""
 
 
 def measured(name: str) -> dict[str, float]:

@@ -77,7 +77,7 @@ class Contender:
 
     @property
     def version(self) -> str | None:
-        """Of the package; None if it is not installed."""
+        """The version of the package; None if it is not installed."""
         return version_of(self.package)
 
     def prepare(self, workload: Workload, inputs: Inputs, threads: int) -> Prepared:

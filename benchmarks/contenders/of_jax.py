@@ -18,7 +18,7 @@ Array = NDArray[Any]
 
 
 def prepare(workload: Workload, inputs: Inputs, threads: int) -> Prepared:
-    """With the library's own words for masks; the threads are set before it is loaded."""
+    """Prepare a call with JAX's own words for masks; the threads are set before it is loaded."""
     import jax
 
     options = _options(workload)

@@ -20,7 +20,7 @@ _PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 def prepare(workload: Workload, inputs: Inputs, threads: int) -> Prepared:
-    """With its causal flag; heads of a group share their keys by broadcasting."""
+    """Prepare a call with OpenVINO's causal flag; heads of a group share keys by broadcasting."""
     import openvino
 
     if workload.dtype not in _PRECISIONS or workload.direction != "forward":

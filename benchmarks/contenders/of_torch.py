@@ -20,7 +20,7 @@ Array = NDArray[Any]
 
 
 def prepare(workload: Workload, inputs: Inputs, threads: int) -> Prepared:
-    """With the causal flag where that is all, else a dense mask, which is all it takes."""
+    """Prepare a call with the causal flag where that is all, else with a dense mask."""
     import torch
 
     torch.set_num_threads(threads)

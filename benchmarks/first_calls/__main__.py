@@ -32,7 +32,7 @@ class _Row(NamedTuple):
 
 
 def _rows(names: Sequence[str], folder: Path, there: Revision | None) -> Iterator[_Row]:
-    """In the order in which they run: a full cache is what the row before it has left behind."""
+    """The rows in the order in which they run: a full cache is what the row before it has left."""
     revisions: list[tuple[str, dict[str, str]]] = [("qkv", {})]
     if there:
         revisions.append((f"qkv at {there.name}", there.environment))

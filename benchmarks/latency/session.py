@@ -18,7 +18,7 @@ __all__ = ["KIND", "STEP", "Settings", "choose", "measure"]
 
 KIND = "latency"
 TURNS = 3
-"""Of each of two revisions in turns, since a shared machine's speed changes within seconds."""
+"""Turns of each of two revisions, since a shared machine's speed changes within seconds."""
 STEP = "step "
 """How the names of decoding times begin; those of whole calls have no prefix."""
 

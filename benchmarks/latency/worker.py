@@ -29,7 +29,7 @@ MANY = 9
 """Batch rows of the large call. What eight more of them cost, divided by eight, is the kernel."""
 
 _LARGEST_ERROR = 2e-4
-"""Of an output in float32, of inputs of unit variance."""
+"""The largest error of an output in float32, of inputs of unit variance."""
 _LEAST_CALLS, _MOST_CALLS = 3, 40
 
 

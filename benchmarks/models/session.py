@@ -130,7 +130,9 @@ def _row(
 def largest_difference(
     found: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]]
 ) -> float:
-    """Of all outputs, as a share of the largest value; infinite if one is not finite.
+    """The largest difference of all outputs, as a share of the largest value.
+
+    It is infinite if an output is not finite.
 
     Where tokens were generated, rows are compared up to the first token in which they differ,
     which two almost equal logits may decide; what comes after answers another question.

@@ -19,7 +19,7 @@ _T = TypeVar("_T", bound=_Named)
 
 
 def named(known: Sequence[_T], names: Sequence[str], kind: str) -> tuple[_T, ...]:
-    """Those of these names, or whose names begin with one that is nobody's whole name.
+    """The things of these names, or whose names begin with one that is nobody's whole name.
 
     Raises
     ------

@@ -123,7 +123,7 @@ Compute: TypeAlias = Callable[[Rounded], dict[str, Array]]
 
 
 def _rounding(dtype: np.dtype[Any]) -> Rounded:
-    """To a type, and back to the one in which its arithmetic is done."""
+    """The rounding to a type, and back to the one in which its arithmetic is done."""
     arithmetic = np.float64 if dtype == np.float64 else np.float32
 
     def rounded(array: Array) -> Array:

@@ -76,7 +76,7 @@ class Workload:
 
     @cached_property
     def operations(self) -> int:
-        """Of the matrix products over allowed pairs: two forward, and five backward."""
+        """The operations of matrix products over allowed pairs: two forward, and five backward."""
         forward = attention_operations(self.pairs, self.shape.head_dim, self.shape.v_head_dim)
         return forward if self.direction == "forward" else round(forward * 7 / 2)
 

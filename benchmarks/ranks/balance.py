@@ -45,7 +45,7 @@ def balance(length: int, seed: int = 0) -> None:
 
 
 def documents(length: int, seed: int = 0) -> dict[str, Array]:
-    """For each packed sequence the number of each row's document."""
+    """The number of each row's document in some packed sequences, by their names."""
     rng = np.random.default_rng(seed)
 
     def packed(count: int) -> Array:
@@ -64,7 +64,7 @@ def documents(length: int, seed: int = 0) -> dict[str, Array]:
 
 
 def _orders(ids: Array, ranks: int) -> dict[str, Any]:
-    """For each order a function that gives the rows of each rank."""
+    """A function for each order, which gives the rows of each rank."""
     length = len(ids)
 
     def ours(order: Order) -> Iterator[Array]:

@@ -45,7 +45,7 @@ class _Cells:
 
 
 def tables(run: Run) -> list[Table]:
-    """Of a run of any kind, plain, `--latency` or `--models`."""
+    """The tables of a run of any kind, plain, `--latency` or `--models`."""
     kind = run.settings.get("kind")
     if kind == latency_session.KIND:
         return latency_report.tables(run)

@@ -32,7 +32,7 @@ def three_digits(number: float) -> str:
 
 
 def markdown(table: Table) -> Iterator[str]:
-    """Its lines.
+    """The lines of a table in Markdown.
 
     Examples
     --------

@@ -60,7 +60,7 @@ def _isa() -> str:
 
 
 def _caches() -> dict[str, str]:
-    """Of one core, from the system's description of it."""
+    """The caches of one core, from the system's description of it."""
     found = {}
     for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         try:

@@ -78,7 +78,7 @@ def test_layouts_of_kernels_import_no_emitters() -> None:
 
 
 def test_import_qkv_testing_imports_no_test_framework() -> None:
-    """So that a backend of another package may use any."""
+    """A backend of another package may use any test framework beside `qkv.testing`."""
     assert not imported("import qkv.testing") & {"pytest", "hypothesis", "torch"}
 
 
@@ -128,7 +128,7 @@ def test_modules_are_attributes() -> None:
 
 @pytest.mark.slow
 def test_torch_s_compiler_is_imported_only_to_compile() -> None:
-    """It takes longer to import than torch itself."""
+    """torch's compiler takes longer to import than torch itself."""
     program = """
 import torch, qkv
 x = torch.ones(1, 2, 8, 4, requires_grad=True)

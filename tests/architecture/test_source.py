@@ -42,6 +42,27 @@ def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
     assert path.stem not in {"utils", "common", "helpers", "misc", "util", "base_utils"}
 
 
+FRAGMENTS = (
+    "Above", "After", "Against", "Along", "Also", "And", "As", "At", "Before", "Below", "Beside",
+    "Beyond", "By", "Else", "For", "From", "In", "It", "Its", "Like", "Nor", "Not", "Of", "On",
+    "Over", "So", "That of", "Their", "Then", "They", "Those", "To", "With", "Within", "Without",
+)  # fmt: skip
+"""Words that begin documentation which only its neighbours explain, such as "Of the keys."."""
+
+
+@pytest.mark.parametrize("folder", ["src/qkv", "benchmarks", "tests", "tools", "examples"])
+def test_documentation_names_what_it_is_about(folder: str) -> None:
+    """Docstrings, and strings after what they document, are read without their neighbours."""
+    begins = re.compile(rf"\s*({'|'.join(FRAGMENTS)})[\s,:]")
+    found = []
+    for path in sorted((BENCHMARKS.parent / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Expr(ast.Constant(str(text))) if begins.match(text):
+                    found.append(f"{shown(path)}:{node.lineno} {text.strip().splitlines()[0]}")
+    assert found == [], "begin with the thing, or with what a function does"
+
+
 FUZZ = BENCHMARKS.parent / "tests/hardening/fuzz"
 FOLDERS = sorted(
     file.parent for root in (SOURCE, BENCHMARKS, FUZZ) for file in root.rglob("__init__.py")
@@ -115,7 +136,10 @@ def test_examples_in_docstrings_run(name: str) -> None:
 
 
 def test_every_error_names_one_thing_to_do() -> None:
-    """Of those that `qkv.errors` has; what a page of the lab sends is written by no reader."""
+    """Every error of `qkv.errors` is raised with an action, except in `lab/messages.py`.
+
+    That file is about what a page of the lab sends, which no reader writes.
+    """
     silent = []
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

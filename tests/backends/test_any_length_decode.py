@@ -75,7 +75,7 @@ def first_call(query, key, value, variants, **keywords):
 @pytest.mark.sampled("name", list(VARIANTS), one_in=4)
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_a_step_gives_the_bits_of_a_first_call(name, q_len) -> None:
-    """And those are right: another backend says the same."""
+    """The bits of the first call are right: another backend says the same."""
     variants, (keys, values) = VARIANTS[name], caches()
     query = normal(2, 4, q_len, 24)
     steps = prepared(query, keys[:, :, :20], values[:, :, :20], variants, q_offset="end")

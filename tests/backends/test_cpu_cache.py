@@ -60,7 +60,7 @@ def compiled(monkeypatch):
 
 
 def forget_kernels() -> None:
-    """And calls that hold one."""
+    """Forget all kernels, and the calls that hold one."""
     forward_pass._kernel.cache_clear()
     forget_prepared_calls()
 
@@ -168,7 +168,7 @@ def test_the_least_recently_used_kernels_go(monkeypatch, folder, compiled) -> No
 
 
 def test_a_kernel_that_another_process_deletes_meanwhile(monkeypatch, folder, compiled) -> None:
-    """It was in the list of files, and is gone when its age is asked for; nobody is warned."""
+    """The kernel is in the list of files, and gone when its age is asked for; nobody is warned."""
     monkeypatch.setattr(stored_files, "KEPT_FILES", 0)
     gone = folder / f"{1:064x}"
     listed = stored_files._our_files
@@ -256,7 +256,7 @@ def finish(process) -> tuple[int, str]:
 
 @pytest.mark.skipif(os.name != "posix", reason="limits of POSIX")
 def test_files_that_may_not_grow(tmp_path) -> None:
-    """Like a disk that fills up in the midst of a file."""
+    """A disk that fills up in the midst of a file does the same."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))"
     assert finish(start(tmp_path, limit + SCRIPT))[0] == MASKED_MODULES
     assert stored_files.kernel_files(tmp_path) == []
@@ -305,7 +305,7 @@ def imported(file: Path) -> set[Path]:
 
 
 def test_whatever_emits_code_is_digested() -> None:
-    """From the modules that emit kernels on, through whatever they import."""
+    """The digest covers the modules that emit kernels, and whatever they import."""
     package = Path(qkv.__file__).parent
     digested = stored_kernels.emitter_files(package)
     reached = set().union(*map(imported, digested)) - set(digested)
@@ -408,7 +408,7 @@ def test_code_that_cannot_be_built(folder, emit) -> None:
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_garbage_is_not_collected_while_a_kernel_is_emitted(folder, monkeypatch, wanted) -> None:
-    """And afterwards the collector is as it was, also if there is no kernel."""
+    """The collector is as it was afterwards, also if there is no kernel."""
     (gc.enable if wanted else gc.disable)()
     states = []
 

@@ -224,7 +224,7 @@ def test_nan_is_no_best_key_and_spoils_only_what_it_meets() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("bias", [-1e9, 40.0, 3e4])
 def test_rows_of_large_lse_are_summed_again(products: str, bias: float, monkeypatch) -> None:
-    """With the replay's own scores: all rows where the forward pass has others, on tiles."""
+    """The replay sums with its own scores: all rows where tiles give the forward pass others."""
     query, key, value = arrays(Shape((), 2, 2, 200, 90, 8, 8))
     rows = np.zeros((200, 1), np.float32)
     rows[[3, 130]] = bias

@@ -143,7 +143,7 @@ def test_any_head_dim(head_dim, dtype) -> None:
 @pytest.mark.parametrize("size", [1.0, 2.0**-90, 2.0**90])
 @pytest.mark.parametrize("isa", ["avx512-bf16", "neon-bf16"])
 def test_scores_of_bfloat16_pairs(isa, head_dim, size, monkeypatch) -> None:
-    """By an instruction, and by its emulation to the same bits; in pages, in tiles of 4, 2, 1."""
+    """An instruction and its emulation give the same bits, in pages and in tiles of 4, 2 and 1."""
     shapes = (1, 7, 1, head_dim), (1, 1, 60, head_dim), (1, 1, 60, 40)
     query, key, value = (
         normal(*shape, seed=n).astype(ml_dtypes.bfloat16) for n, shape in enumerate(shapes)

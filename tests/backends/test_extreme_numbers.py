@@ -35,7 +35,7 @@ def weights(query: np.ndarray, key: np.ndarray) -> np.ndarray:
 def test_values_that_tiles_cannot_multiply(
     monkeypatch: pytest.MonkeyPatch, size: float, grows: float
 ) -> None:
-    """Also where later scores are larger, so that the weights of earlier keys are rescaled."""
+    """Larger scores may come later, so that the weights of earlier keys are rescaled."""
     monkeypatch.setenv("QKV_ISA", as_it_runs("amx"))
     rng = np.random.default_rng(1)
     query, key = normal(rng, 2, 192, 64), normal(rng, 2, 256, 64)

@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 PROBLEMS = 25
 KINDS = ("nothing", "bias", "softcap")
 SIZES = list(product([1, 13, 40], [64, 257]))
-"""Of queries, few and many, and head_dim."""
+"""Numbers of queries, few and many, each with a head_dim."""
 
 
 def problem(seed: int, q_len: int, head_dim: int, dtype: str) -> tuple[list[Array], Array]:

@@ -131,7 +131,7 @@ def test_what_is_declared_is_what_is_written() -> None:
 
 @on_linux_on_x86
 def test_code_may_not_be_written_and_variables_not_executed() -> None:
-    """And both are private: a forked child has variables of its own."""
+    """Code and variables are private: a forked child has variables of its own."""
     code = elf_object.load([cpu_compile._compile(SOURCE, host())], NAMES)
     assert code is not None
     allowed = {}
@@ -263,7 +263,7 @@ def test_sources_that_changed_a_moment_ago_are_not_trusted(tmp_path, monkeypatch
 
 
 def test_every_emit_function_is_there() -> None:
-    """They are named by texts, which no type checker reads."""
+    """Emit functions are named by texts, which no type checker reads."""
     from importlib import import_module
     from pathlib import Path
 

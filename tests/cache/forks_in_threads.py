@@ -23,7 +23,7 @@ from qkv.problem.stored_rows import as_stored_rows, whole_rows
 PAGE = 3
 HEADS, DIM = 2, 64
 REQUESTS = 6
-"""Of each thread on one pool; a new pool grows again."""
+"""Requests of each thread on one pool; a new pool grows again."""
 
 
 @dataclass

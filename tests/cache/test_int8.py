@@ -188,7 +188,7 @@ def test_two_forks_of_an_empty_pool_keep_one_offset(
 @pytest.mark.parametrize("v_head_dim", [16, 24], ids=["one size", "two sizes"])
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_keys_and_values_change_by_half_a_step_of_their_own(library: str, v_head_dim: int) -> None:
-    """Also those of a parameter, and with a row that holds infinity beside them."""
+    """Keys may be a parameter, and a row may hold infinity."""
     key, exact_key = rows_of(library, "float32")
     exact_value = np.tile(exact_key[..., :1], v_head_dim)
     exact_value[0, 0, 3, 1] = np.inf

@@ -13,7 +13,7 @@ RNG = np.random.default_rng(0)
 
 
 def expected(query: Any, key: Any, value: Any, allowed: Any, bias: Any) -> Any:
-    """From the definition, sequence by sequence."""
+    """Attention by its definition, sequence by sequence."""
     out = np.zeros((*query.shape[:-1], value.shape[-1]))
     for index in np.ndindex(query.shape[:-1]):
         batch, head, row = index

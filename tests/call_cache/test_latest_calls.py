@@ -78,7 +78,7 @@ def test_a_repeated_call_looks_nothing_up(watched, lengths, variants) -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
 def test_calls_take_turns(dtype, layout) -> None:
-    """Those of one structure share one place, whatever their lengths, dtypes and strides."""
+    """Calls of one structure share one place, whatever their lengths, dtypes and strides."""
     for seed, lengths, kind in product(range(4), LENGTHS[:5], [dtype, "float32"]):
         arrays = arrays_of(*lengths, seed=seed, dtype=kind)
         if layout == "bhld":
@@ -104,7 +104,7 @@ def test_keys_that_grow(batch) -> None:
 
 
 def test_as_many_queries_as_keys_are_no_step() -> None:
-    """Then a causal mask needs no alignment; for other lengths it is an error."""
+    """A causal mask needs no alignment for them, and is an error for other lengths."""
     for length in range(2, 6):
         near(arrays_of(length, length), qkv.Causal())
         with pytest.raises(QkvError):
@@ -163,8 +163,9 @@ def test_sums_that_overflow_are_found(lengths) -> None:
 
 @pytest.fixture(params=["no reading of arrays", "no lock"])
 def what_makes_it_quick_is_missing(request, monkeypatch, no_prepared_calls) -> None:
-    """As with another NumPy, whose arrays compiled code cannot read, and with a Python that has no
-    global lock: no setting brings these about, and no such interpreter runs all tests.
+    """Run without compiled code that reads NumPy's arrays, or without Python's global lock.
+
+    No setting takes these away, and no interpreter that lacks them runs all tests.
     """
     if request.param == "no lock":
         monkeypatch.setattr(prepared_kernel, "has_gil", lambda: False)
@@ -257,7 +258,7 @@ def rotated(array):
 @pytest.mark.parametrize("lengths", [(16, 16), (64, 64), (200, 200), (20, 300)])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_rotation_and_sinks_around_a_repeated_call(watched, lengths, dtype) -> None:
-    """And sinks with other values are other calls."""
+    """A call whose sinks have other values is another call."""
     sinks = [normal(4, seed=n) for n in range(2)]
 
     def check(seed, values) -> None:

@@ -228,7 +228,7 @@ FEW_NUMBERS = {
     one_in=4,
 )
 def test_few_numbers_are_compared(watched, name, q_len) -> None:
-    """They may be others in the same array, even while a call is remembered."""
+    """Numbers in the same array may change, even while a call is remembered."""
     kind, numbers = FEW_NUMBERS[name]
     key = normal(2, 2, 16, 4)
     query = key[:, :, :q_len]

@@ -58,7 +58,7 @@ def may_have_any_number_of_keys(*given, **keywords) -> bool:
     one_in=15,
 )
 def test_a_cache_that_grows(watched, name, q_len, kind) -> None:
-    """In a buffer, whose strides stay, and anew each time; what it holds changes too."""
+    """The cache is a buffer, whose strides stay, or made anew each time; what it holds changes."""
     dtype, layout = kind
     variants, keywords = VARIANTS[name]
     for batch, heads, kv_heads in (((2,), 4, 2), ((2, 1), 3, 3)):
@@ -133,7 +133,7 @@ def test_a_step_gives_what_a_first_call_gives(watched, name) -> None:
 
 
 def test_offsets_that_grow(watched) -> None:
-    """As a model says where it is, whether all keys are there or a window of them."""
+    """A model says where its query is, whether all keys are there or a window of them."""
     cache = normal(1, 2, 200, 16)
     query = normal(1, 2, 1, 16, seed=1)
     for place in (99, 100, 101, 5, 101, 190, 0, 2**31 - 1, -3):
@@ -154,7 +154,7 @@ def test_offsets_that_grow(watched) -> None:
 
 
 def test_keys_of_each_batch_row_stand_somewhere_else() -> None:
-    """From the third step on, keys of all batch rows were rotated from where the first stood."""
+    """The third step once rotated the keys of all batch rows from where the first stood."""
     cache = normal(3, 2, 20, 16)
     for length in range(12, 20):
         query = normal(3, 2, 2, 16, seed=length)
@@ -226,7 +226,7 @@ def test_a_machine_that_changes_is_seen(monkeypatch) -> None:
 
 
 def test_slopes_are_compared(watched) -> None:
-    """They may be others in the same array."""
+    """Slopes in the same array may change between steps."""
     cache = normal(1, 2, 60, 16)
     query = normal(1, 2, 1, 16)
     held = np.zeros(2)
@@ -275,7 +275,7 @@ def test_key_lengths_of_each_step(watched, name, q_offset, batch) -> None:
 
 
 def test_a_length_that_is_a_number_stays() -> None:
-    """It is part of the structure: the queries stand at its end, however many keys there are."""
+    """The length is part of the structure: queries stand at its end, however many keys come."""
     query, cache = normal(1, 2, 1, 16), normal(1, 2, 60, 16, seed=1)
     for kv_len in (30, 31, 32, 40):
         given = (

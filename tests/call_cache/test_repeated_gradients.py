@@ -20,8 +20,8 @@ from watched import Watched, forget_prepared_calls
 pytestmark = pytest.mark.usefixtures("no_prepared_calls")
 
 TURNS = 6
-"""Of calls that are alike, from the third on the pullback is asked for its own sake; it is prepared
-in the fourth and recalled in the fifth."""
+"""The number of calls that are alike. The pullback is asked for its own sake from the third on; it
+is prepared in the fourth and recalled in the fifth."""
 
 
 def operands(seed, dtype=np.float32, q_len=40, kv_len=48, heads=(4, 2), dims=(24, 16), lead=(2,)):
@@ -193,7 +193,7 @@ def test_residuals_of_any_order(watched) -> None:
 
 
 def test_what_is_of_another_type_or_shape_is_refused(watched) -> None:
-    """Also by what was prepared, which reads memory as that which it was prepared for."""
+    """What was prepared refuses it too, although it reads memory as what it was prepared for."""
     for seed in range(TURNS):
         q, k, v, grad_out, grad_lse = arrays = operands(seed)
         _, pullback = qkv.vjp(q, k, v, backend="cpu")

@@ -65,7 +65,7 @@ def test_rotation_restarts_in_each_segment(arrays: Callable[[Any], Any], q_len: 
 def test_a_stated_position_of_each_batch_row(
     arrays: Callable[[Any], Any], batch: tuple[int, ...], paged: bool
 ) -> None:
-    """Also where all rows stand at the same one when the step is prepared."""
+    """All rows may stand at the same position when the step is prepared, and not later."""
     rng = np.random.default_rng(0)
     for call in range(8):
         kv_len = 96 if paged else 100 + call

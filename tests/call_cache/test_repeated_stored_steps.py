@@ -91,7 +91,7 @@ def defined(query, rows, allowed) -> np.ndarray:
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.one_in(2)
 def test_a_cache_that_grows(watched, kind, mask, is_ragged, dtype) -> None:
-    """By one token at a time, through new pages and new memory; two steps of a form are checked."""
+    """A cache grows token by token, into new pages and memory; two steps of a form are checked."""
     dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
     (variants, allowed), cache = MASKS[mask], CACHES[kind]()
     first = normal(BATCH, KV_HEADS, 10, DIM, dtype=dtype)
@@ -116,7 +116,7 @@ def test_a_cache_that_grows(watched, kind, mask, is_ragged, dtype) -> None:
 @pytest.mark.parametrize("is_ragged", [False, True], ids=["together", "of several lengths"])
 @pytest.mark.parametrize("kind", CACHES)
 def test_tensors_in_a_cache_that_grows(watched, kind, is_ragged) -> None:
-    """Also a query of other strides; one that wants a gradient gets it, or an error."""
+    """The query may have other strides; one that wants a gradient gets it, or an error."""
     cache, lens = CACHES[kind](), np.array([9, 10]) if is_ragged else None
     first = torch.from_numpy(normal(BATCH, KV_HEADS, 10, DIM))
     cache.append(first, first, lens)

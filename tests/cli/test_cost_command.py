@@ -104,7 +104,7 @@ def test_the_textbook_mechanism_takes_495_operations(output_of) -> None:
 
 @pytest.mark.parametrize("context", ["1", "40", "900", "33000", "600000", "10000000", "90000000"])
 def test_times_are_said_in_the_unit_that_fits(output_of, context: str) -> None:
-    """From nanoseconds to years, with three digits and no exponent."""
+    """Times from nanoseconds to years have three digits and no exponent."""
     words = "cost", "--model", "gpt-2", "--context", context, "--machine", "m4"
     (machine,) = strict(output_of(*words, "--json"))["machines"]
     times = [machine[name]["seconds"] for name in ("all_tokens", "one_more_token")]

@@ -259,7 +259,7 @@ def test_a_page_of_a_sentence_or_a_layer_opens_where_the_page_finds_something(
 def test_every_head_opens(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where there are more heads than their queries have room for."""
+    """All heads open also where there is only room for some of their queries."""
     monkeypatch.chdir(tmp_path)
     for room, queries in ((1 << 18, 12), (60, 5)):
         monkeypatch.setattr("qkv.lab.document._MOST_ROWS", room)
@@ -427,7 +427,7 @@ def test_without_transformers(
 
 
 def test_a_missing_extra_is_installed_as_qkv_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its folder out of a checkout, and by name after a wheel."""
+    """The command names the folder of a checkout, and the package after a wheel."""
 
     class Installed:
         written: str | None = None

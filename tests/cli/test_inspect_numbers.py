@@ -282,7 +282,7 @@ def test_heads_of_groups_alone(
 def test_a_far_key_behind_heavier_near_ones(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """With k = I the scores are q: three near keys of row 12 weigh more than the far one."""
+    """The scores are q, since k = I: three near keys of row 12 weigh more than the far one."""
     weights = np.full((16, 16), 1 / 16)
     weights[12] = 1e-6
     weights[12, [11, 12, 13, 4]] = [0.3, 0.26, 0.22, 0.2199]

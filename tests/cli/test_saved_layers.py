@@ -60,7 +60,7 @@ def test_the_weights_are_those_of_the_definition(
 def test_it_prints_what_the_model_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also of a layer that `--layer` kept when the record was saved."""
+    """The same is printed of a layer that `--layer` kept when the record was saved."""
     text, path = "the cat and the cat", str(tmp_path / "r.safetensors")
     tiny_model().inspect(text, keep="weights").save(path)
     of_model = ["--model", "tiny", "--text", text, "--layer", "1"]

@@ -21,7 +21,7 @@ BIAS = RNG.normal(size=(20, 25)).astype(np.float32)
 
 @pytest.fixture(scope="module")
 def record() -> qkv.Record:
-    """Of tensors, in the other layout, with variants and options of every kind."""
+    """A record of tensors, in the other layout, with variants and options of every kind."""
     query, key = torch.from_numpy(Q), torch.from_numpy(K)
     return qkv.inspect(
         query,

@@ -1,4 +1,6 @@
-"""Beside one call: gradients, inspection, prepared calls, decoding and tensors, on every backend.
+"""What the suite asks of every backend beside one call.
+
+It asks for gradients, inspection, prepared calls, decoding and tensors.
 
 The cases are those of the suite, and those of variants that live outside `qkv.variants`.
 """
@@ -91,7 +93,7 @@ class WrongWhenPrepared(BlockedBackend):
 
 
 class WrongSteps(BlockedBackend):
-    """Its second step is the first again."""
+    """A backend whose second step is the first again."""
 
     name = "wrong-steps"
 

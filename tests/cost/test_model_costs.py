@@ -179,7 +179,7 @@ CONFIGS = [
 def test_parameters_are_those_that_transformers_makes(
     kind: str, extra: dict[str, object], tmp_path: Path
 ) -> None:
-    """Its own class writes the config and its own model says how many numbers it learns."""
+    """The config's own class writes it, and its own model says how many numbers it learns."""
     import torch
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 

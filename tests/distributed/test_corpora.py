@@ -34,7 +34,7 @@ def model() -> Any:
 
 
 def texts() -> list[Any]:
-    """Of several lengths; text 3 is a batch with padding, text 5 has no repeated token."""
+    """Texts of several lengths; text 3 is a batch with padding, text 5 has no repeated token."""
     generator = torch.Generator().manual_seed(1)
     found: list[Any] = [
         torch.randint(1, 11, (1, 9 + 3 * n), generator=generator) for n in range(TEXTS)

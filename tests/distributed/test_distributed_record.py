@@ -244,7 +244,7 @@ def decode_far_apart(rank: int, ranks: int) -> float:
 
 
 def test_a_value_that_is_not_finite_reaches_every_rank(group: Any) -> None:
-    """As in one process, though its weight, exp(-2000), is 0 in every type."""
+    """The value counts as in one process, though its weight, exp(-2000), is 0 in every type."""
     assert np.isnan(group(3)(decode_far_apart)).all()
 
 

@@ -140,6 +140,6 @@ def permuted(rank: int, ranks: int) -> str:
 
 
 def test_a_mesh_whose_ranks_fall(group: Any) -> None:
-    """Its first rows lie on its first rank, which is the last of the process group."""
+    """The first rows lie on the mesh's first rank, which is the last of the process group."""
     for said in group(2)(permuted):
         assert "its rows on the ranks [1, 0], and the call is made over the ranks [0, 1]" in said

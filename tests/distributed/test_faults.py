@@ -244,7 +244,7 @@ def test_messages_of_different_passes_are_not_confused(tmp_path: Path, what: str
 
 
 def test_long_words_of_ranks_are_cut_and_still_differ() -> None:
-    """They were cut in the middle of what was sent, which no rank could read then."""
+    """Long words were once cut in the middle of what was sent, which no rank could read then."""
     from types import SimpleNamespace
 
     from qkv.distributed.messages.agreement import compare, tell

@@ -67,7 +67,7 @@ def second_gradient(rank: int, ranks: int, strategy: str) -> str:
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_a_second_gradient_is_refused(group: Any, strategy: str) -> None:
-    """It was left out of the sum in silence."""
+    """A second gradient was once left out of the sum in silence."""
     for said in group(RANKS)(second_gradient, strategy):
         assert "UnsupportedError: a second gradient of attention over ranks is wanted" in said
 

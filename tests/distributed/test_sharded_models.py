@@ -108,7 +108,7 @@ def on_ranks(rank: int, ranks: int, name: str, case: str, checkpoint: bool) -> A
 def test_a_model_over_ranks_is_the_model(
     group: Any, name: str, case: str, checkpoint: bool
 ) -> None:
-    """Its logits, its loss and every gradient are those of one process with torch's attention."""
+    """Logits, loss and every gradient are those of one process with torch's attention."""
     from qkv.distributed import Order
 
     model = made(name).train()
@@ -150,7 +150,7 @@ def whole_of(length: int, packed: bool) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
 def test_frequencies_that_depend_on_the_length(group: Any, name: str, packed: bool) -> None:
-    """They are those of the whole sequence, on ranks that hold early rows as well."""
+    """The frequencies are those of the whole sequence, on ranks that hold early rows as well."""
     from qkv.distributed import Order
 
     model = made(name).eval()

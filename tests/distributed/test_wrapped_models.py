@@ -40,7 +40,7 @@ def tokens() -> torch.Tensor:
 
 
 def gradients(rank: int, ranks: int, wrapper: str, over_ranks: bool) -> list[torch.Tensor]:
-    """Of weight and sinks, as the wrapper leaves them: means over ranks."""
+    """The gradients of weight and sinks, as the wrapper leaves them: means over ranks."""
     model: Any = Layer(over_ranks=over_ranks)
     own = tokens().chunk(ranks, dim=1)[rank] if over_ranks else tokens()
     if wrapper == "FSDP":

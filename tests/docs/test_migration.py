@@ -21,7 +21,7 @@ BLOCK = re.compile(r"```python( compare)?\n(.*?)```", re.DOTALL)
 
 
 def softmax_attention(q, k, v, allowed, bias=0.0, softcap=0.0):
-    """From the definition, in float64; `(heads, length, dim)`."""
+    """Attention by its definition, in float64; `(heads, length, dim)`."""
     scores = q.double() @ k.double().mT * q.shape[-1] ** -0.5
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
@@ -104,7 +104,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are not installed, by their documentation."""
+    """Let stand-ins that follow their documentation replace libraries that are not installed."""
     missing = {n for n in ("flash_attn", "xformers") if importlib.util.find_spec(n) is None}
     for name, members in STAND_INS.items():
         if name.partition(".")[0] in missing:

@@ -64,7 +64,7 @@ README = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
 
 @pytest.mark.parametrize("n", range(len(README)))
 def test_a_block_of_the_readme_runs_in_a_new_interpreter(n: int, tmp_path: Path) -> None:
-    """As a stranger pastes it: nothing was imported before, and nothing warns."""
+    """A stranger pastes it so: nothing was imported before, and nothing warns."""
     block, shown = README[n]
     ran = subprocess.run(
         [sys.executable, "-"],

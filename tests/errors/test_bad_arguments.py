@@ -618,7 +618,7 @@ def test_bad_input_leaves_the_arrays_alone() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", ml_dtypes.bfloat16])
 @pytest.mark.one_in(4)
 def test_what_is_not_finite_behind_a_mask_stays_there(value, dtype) -> None:
-    """And raises no warning."""
+    """Numbers behind a mask change no output, and raise no warning."""
     clean = FLAT.astype(dtype)
     dirty = clean.copy()
     dirty[4:] = value

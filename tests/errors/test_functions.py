@@ -137,7 +137,7 @@ def test_a_list_is_to_be_an_array() -> None:
 
 
 def test_functions_of_a_mask_read_arrays_of_their_own() -> None:
-    """They were left alone, and the array was not found, unless they had a closure."""
+    """Functions without a closure were once left alone, and their array was not found."""
     found = qkv.attention(X, X, X, qkv.Mask(lambda b, h, q, k: near(b, h, q, k) & odd(q + k)))
     odd_pair = (ROWS + KEYS) % 2 == 1
     np.testing.assert_array_equal(found, qkv.attention(X, X, X, (abs(ROWS - KEYS) < 3) & odd_pair))

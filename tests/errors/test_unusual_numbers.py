@@ -108,7 +108,7 @@ def test_an_unknown_instruction_set_is_not_answered_by_another_backend() -> None
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 8), (1, 2, 64, 8)], ids=["one task", "many"])
 def test_a_wrong_number_of_threads_is_an_error_of_the_first_call(shape: tuple[int, ...]) -> None:
-    """Also of one that a single thread computes, which never asks for their number."""
+    """A call that a single thread computes never asks for their number, and refuses it too."""
     x = f"x = np.ones({shape}, np.float32)"
     output = in_a_process(
         f"import numpy as np, qkv; {x}; qkv.attention(x, x, x)", QKV_NUM_THREADS="abc"

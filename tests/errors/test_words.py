@@ -54,7 +54,7 @@ _DROP_INS = {
 def test_a_stand_in_answers_with_a_call_too(
     library: str, name: str, value: Any, written: str
 ) -> None:
-    """With what it was given besides; JAX's own `local_window_size` is no other library's."""
+    """The call has what else was given; JAX's own `local_window_size` is no other library's."""
     if (library, name) == ("jax", "local_window_size"):
         _DROP_INS[library](local_window_size=value if isinstance(value, int) else (5, 1))
         return

@@ -160,7 +160,7 @@ class Dense:
     def gradients(
         self, grad_out: Array, grad_lse: Array | None, own: Sequence[int] = ()
     ) -> list[Array]:
-        """Of query, key and value, then of the arrays of some variants, in float64."""
+        """The gradients of query, key and value, then of arrays of some variants, in float64."""
         seen = self.out
         total = (seen * torch.as_tensor(np.array(grad_out, np.float64)).to(seen.dtype)).sum()
         if grad_lse is not None:

@@ -19,7 +19,7 @@ ORDERS = 12
 
 @dataclass(frozen=True)
 class Errors:
-    """Of dQ, dK and dV: our largest error, the plain one in each order, and a unit."""
+    """Errors of dQ, dK and dV: our largest, the plain one in each order, and a unit."""
 
     ours: Array
     plain: Array
@@ -32,7 +32,7 @@ class Errors:
 
     @property
     def ratios(self) -> Array:
-        """Beside the plain error in an order that is neither lucky nor unlucky."""
+        """Our errors divided by the plain ones, in an order that is neither lucky nor unlucky."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.asarray(self.ours / np.median(self.plain, axis=0))
 
@@ -45,7 +45,7 @@ def errors(
     grad_lse: Array | None = None,
     orders: int = ORDERS,
 ) -> Errors:
-    """Of the gradients that `qkv.vjp` gives, and of the plain ones in so many orders."""
+    """The errors of the gradients that `qkv.vjp` gives, and of the plain ones in so many orders."""
     known = truth(*arrays, variants)
     computed = [("float64", 0), *((dtype, order) for order in range(orders))]
     exact, *plain = (

@@ -20,9 +20,9 @@ Array = np.ndarray[Any, Any]
 
 PROBLEMS = 80
 LARGEST, SIZES, COTANGENTS = 30.0, 20.0, 100.0
-"""Of scores; how far the sizes of queries, and of their cotangents, are apart."""
+"""The largest factor of scores, and how far sizes of queries and of their cotangents are apart."""
 MANY_ORDERS = 100
-"""As in the fuzz: of many problems, a few are lucky in twelve."""
+"""The orders that the fuzz takes, too: of many problems, a few are lucky in twelve."""
 
 
 def problem(

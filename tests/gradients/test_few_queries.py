@@ -58,7 +58,7 @@ def test_sharp_rows(dtype: str, q_len: int) -> None:
 @pytest.mark.slow
 @pytest.mark.sampled("dtype", ["float32", "float16", "bfloat16"], one_in=3)
 def test_sharp_rows_among_rows_without_keys(dtype: str) -> None:
-    """Of many queries, those that see any key may still be few."""
+    """Few of many queries may see any key."""
     for seed in range(PROBLEMS):
         rng = np.random.default_rng([seed, 21])
         q_len = int(rng.integers(13, 300))
@@ -76,7 +76,9 @@ def test_sharp_rows_among_rows_without_keys(dtype: str) -> None:
     one_in=3,
 )
 def test_sharp_rows_beside_plain_ones(dtype: str, median: float, most: float) -> None:
-    """Not only within a bound that one order in twelve may set: of dQ and dK, in most problems.
+    """Errors of dQ and dK are small in most problems, not only within a bound.
+
+    One order in twelve may set the bound.
 
     In 16 bits the plain computation rounds what lies between, and loses more.
     """
@@ -166,7 +168,7 @@ def test_threads_and_calls_change_no_bit() -> None:
 
 @pytest.mark.parametrize("kv_len", [2, 3, 20])
 def test_values_that_hardly_differ(kv_len: int) -> None:
-    """Of dO . V, nearly all is the same for all keys and goes: what is left is not rounding."""
+    """Nearly all of dO . V is the same for all keys and goes: what is left is not rounding."""
     for seed in range(PROBLEMS):
         rng = np.random.default_rng([seed, 3])
         sizes = (1, 16), (kv_len, 16), (1, 8), (kv_len, 8), (1, 8)

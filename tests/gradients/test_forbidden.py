@@ -25,7 +25,7 @@ HIDING = [case for case in cases() if hides(case)]
 
 
 def gradients(case: Case, inputs: Inputs, grad_out, backend: str) -> list[np.ndarray]:
-    """In the order (..., heads, length, dim)."""
+    """The gradients in the order (..., heads, length, dim)."""
     _, pullback = qkv.vjp(*inputs.arrays, *inputs.variants, backend=backend, **inputs.keywords)
     found = pullback(case.arrange(grad_out))
     return [case.plain_order(g) for g in (found.query, found.key, found.value)]

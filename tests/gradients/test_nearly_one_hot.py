@@ -32,7 +32,7 @@ pytestmark = [
 SHARP = 16.0
 TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 LENGTHS = [(13, 130), (64, 300), (200, 600)]
-"""Of queries, from where on no row is summed again, and of keys, more than one block of them."""
+"""Numbers of queries, from where on no row is summed again, and of keys, more than one block."""
 CASES = [(*lengths, dtype) for lengths, dtype in product(LENGTHS, TYPES)][:-1]
 """Matrix tiles round weights of bfloat16, which shows in some of so many rows."""
 
@@ -47,7 +47,7 @@ def problem(seed: int, q_len: int, kv_len: int, dtype: str) -> list[Array]:
 
 
 def exact(query: Array, key: Array, value: Array, grad_out: Array, sink: Any = None) -> list[Array]:
-    """By autograd of the definition in float64."""
+    """The gradients by autograd of the definition in float64."""
     arrays = (query, key, value, grad_out)
     *leaves, cotangent = (torch.tensor(array.astype(np.float64)) for array in arrays)
     q, k, v = (leaf.requires_grad_() for leaf in leaves)
@@ -59,7 +59,7 @@ def exact(query: Array, key: Array, value: Array, grad_out: Array, sink: Any = N
 
 
 def hold(found: Sequence[Any], truth: Sequence[Array], dtype: str) -> None:
-    """To three units in the last place, which the bound has beside the plain error."""
+    """Require errors of at most the three units in the last place that the bound adds."""
     for name, ours, true in zip(("query", "key", "value"), found, truth, strict=True):
         error = np.abs(np.asarray(ours, np.float64) - true).max()
         unit = ulp(float(np.abs(true).max()), dtype)
@@ -71,7 +71,7 @@ def attention(*arrays: Any, **keywords: Any) -> Any:
 
 
 def by_vjp(query: Array, key: Array, value: Array, grad_out: Array) -> list[Any]:
-    """Of a call that was prepared for after the first two."""
+    """The gradients of a call that was prepared for after the first two."""
     for _ in range(4):
         _, pullback = qkv.vjp(query, key, value, backend="cpu")
         found = pullback(grad_out)
@@ -104,7 +104,7 @@ def by_vmap(*arrays: Array) -> list[Any]:
 
 
 def by_rows_first(query: Array, key: Array, value: Array, grad_out: Array) -> list[Any]:
-    """In the other layout."""
+    """The gradients in the other layout."""
     arrays = [array.swapaxes(0, 1) for array in (query, key, value, grad_out)]
     found = by_torch(lambda *leaves: attention(*leaves, layout="blhd"))(*arrays)
     return [gradient.transpose(0, 1) for gradient in found]
@@ -164,7 +164,7 @@ def test_lengths(q_len: int, kv_len: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_with_a_sink(dtype: str) -> None:
-    """Which takes its share of the output in a pass of its own; checked, and prepared for."""
+    """A sink takes its share of the output in a pass of its own; checked, and prepared for."""
     arrays = problem(2, *LENGTHS[0], dtype)
     truth = exact(*arrays, sink=2.0)
     for _ in range(4):
@@ -175,7 +175,7 @@ def test_with_a_sink(dtype: str) -> None:
 
 @pytest.mark.parametrize(("q_len", "kv_len", "dtype"), CASES)
 def test_as_the_readable_backend(q_len: int, kv_len: int, dtype: str) -> None:
-    """Where it is lucky three times its error, and three units, as in the bound."""
+    """The error is at most three times that of the readable backend, and three units."""
     for seed in range(4):
         query, *arrays, grad_out = problem(seed, q_len, kv_len, dtype)
         query = query * query.dtype.type(1.5)
@@ -194,7 +194,7 @@ def test_as_the_readable_backend(q_len: int, kv_len: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_within_the_bound(dtype: str) -> None:
-    """That of the plain computation, which is not given a rounded output either."""
+    """The bound is that of the plain computation, which is not given a rounded output either."""
     for seed in range(12):
         *arrays, grad_out = problem(seed, 13 + 5 * seed, 130 + 20 * seed, dtype)
         found = errors(arrays, grad_out, dtype, orders=ORDERS)

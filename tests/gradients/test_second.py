@@ -102,7 +102,7 @@ class Second:
         return qkv.Tangents(query, key, value, [(v, None, t) for v, t in own])
 
     def turned(self, array: Array) -> Array:
-        """As the call has it, without the case's way of lying in memory."""
+        """The array as the call has it, without the case's way of lying in memory."""
         if not self.case.head_axis:
             return array[0]
         return array.swapaxes(-3, -2) if self.case.layout == "blhd" else array
@@ -148,7 +148,7 @@ def test_double_backward_in_float64(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype"), ROUNDED)
 def test_double_backward_in_narrow_types(case: Case, dtype: str) -> None:
-    """Within three times the error of the formula in the same type, and three units."""
+    """Errors are within three times that of the formula in the same type, and three units."""
     second = Second(case, dtype)
     exact = second.by_torch("float64")
     errors = [0.0] * len(exact)
@@ -322,7 +322,7 @@ def test_rows_change_gradients_of_their_own_keys_alone(poison: float, own: tuple
 
 
 def test_rows_without_keys() -> None:
-    """Their cotangents are never used, even where nothing is behind them."""
+    """The cotangents of such rows are never used, even where nothing is behind them."""
     q, k, v, grad_out, *along = (draw(2, 40, 8) for _ in range(7))
     mask = RNG.random((40, 40)) < 0.5
     mask[[3, 17]] = False
@@ -364,7 +364,7 @@ def test_what_rounding_took_of_lse_is_given_back(level: float) -> None:
 @pytest.mark.parametrize("size", [1e8, 1e12, 1e30])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_scores_whose_last_bit_is_more_than_a_weight(size: float, dtype: str) -> None:
-    """Those of the backend and those of NumPy differ by thousands: tangents were NaN, or 0."""
+    """Scores of the backend and of NumPy differ by thousands: tangents were once NaN, or 0."""
     k, v, q, grad_out, dk, dv, dq = (draw(n, 24).astype(dtype) for n in (40, 40, 5, 5, 40, 40, 5))
     q *= np.asarray(size, dtype)
     sink = qkv.Sinks(np.zeros(1))

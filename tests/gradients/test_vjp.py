@@ -178,7 +178,7 @@ def written_out(q: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.ndarray) -> l
 @pytest.mark.parametrize(("q_len", "kv_len"), [(6, 40), (40, 300)])
 @pytest.mark.parametrize(("spread", "offset"), [(1.5, 0.0), (1.0, 9.0)])
 def test_rows_where_one_key_has_nearly_all_the_weight(spread, offset, q_len, kv_len, sinks) -> None:
-    """As exact as the formula in float32: what rounding takes from lse must not show."""
+    """Gradients are as exact as the formula in float32: rounding of lse must not show."""
     rng = np.random.default_rng(0)
     for _ in range(6):
         q, k, v, g = (rng.normal(size=(2, n, 8)) for n in (q_len, kv_len, kv_len, q_len))

@@ -77,7 +77,7 @@ def taken(size: int) -> Any:
 
 
 def set_up(side: str) -> None:
-    """From here on, whatever compiled code is given lies at a fence."""
+    """Let whatever compiled code is given from here on lie at a fence."""
     fence = Fence(side)
     aligned = arguments.page_aligned
     for name, module in list(sys.modules.items()):

@@ -17,7 +17,7 @@ _MPROTECT = {"x86_64": 10, "aarch64": 226}
 
 
 def refuse(way: str) -> None:
-    """In one of `WAYS`; where the system has none of its own, qkv's question is answered.
+    """Refuse execution in one of `WAYS`; qkv's own question is answered where the system has none.
 
     `mdwe` is Linux's from 6.3 on, `seccomp` what systemd does to older ones.
     """

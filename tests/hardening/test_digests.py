@@ -39,7 +39,7 @@ def test_bits_are_those_of_before(
 def test_real_and_emulated_tiles_agree(
     case: Case, monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None
 ) -> None:
-    """Within the rounding of the type; without tiles, emulation agrees with narrower vectors."""
+    """Results agree within the rounding of the type; without tiles, with narrower vectors."""
     found = []
     for isa in ("amx" + EMULATED, "amx" if runs_here("amx") else as_it_runs("avx2")):
         monkeypatch.setenv("QKV_ISA", isa)

@@ -109,7 +109,7 @@ def test_scattered_arrays_keep_their_values() -> None:
 
 
 def test_score_mods_as_a_user_writes_them() -> None:
-    """Of float32, every step is rounded; derivatives are those of differences."""
+    """Every step in float32 is rounded; derivatives are those of differences."""
     rng = np.random.default_rng(0)
     scores = rng.normal(size=200)
     for n in range(60):
@@ -130,7 +130,7 @@ def test_score_mods_as_a_user_writes_them() -> None:
 
 
 def test_the_oracle_is_like_the_one_of_every_variant() -> None:
-    """That of `qkv.testing` is slow, and shares the variants; both were written by themselves."""
+    """`qkv.testing` has a slow one, which shares the variants; both were written by themselves."""
     compared = 0
     for p in drawn(80, 1):
         if p.kv_lens or any(v.name == "ScoreMod" for v in p.variants):

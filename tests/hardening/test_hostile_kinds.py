@@ -154,7 +154,7 @@ def test_additive_weights_of_no_rows_are_none() -> None:
 @pytest.mark.parametrize("tokens", [[0], [0, 1, 6], [3, 11]])
 @pytest.mark.parametrize("window", [1, 4])
 def test_the_pairs_of_a_long_window_are_counted_without_rows(window: int, tokens: Any) -> None:
-    """Against a loop over pairs; for 2^31 tokens too, for which there are no arrays."""
+    """A loop counts the same pairs; 2^31 tokens, for which there are no arrays, are counted too."""
     layer, n = qkv.mechanisms.Longformer(8, window=window, global_tokens=tokens), 9
     pairs = sum(
         abs(i - j) <= window or i in tokens or j in tokens for i in range(n) for j in range(n)

@@ -20,7 +20,7 @@ def normal(*shape, dtype=np.float32, seed=0):
 @pytest.mark.parametrize("backend", ["cpu", "blocked", "reference"])
 @pytest.mark.sampled(("q_len", "side"), list(product([1, 30], ["left", "right"])), one_in=4)
 def test_windows_wider_than_32_bits(backend, q_len, side) -> None:
-    """They were cut to 2**31 - 1, though positions may be up to 2**32 apart."""
+    """Windows were once cut to 2**31 - 1, though positions may be up to 2**32 apart."""
     query, key = normal(q_len, 4), normal(40, 4, seed=1)
     sign = 1 if side == "left" else -1
     offsets = {"q_offset": sign * FARTHEST, "kv_offset": -sign * FARTHEST}
@@ -126,7 +126,7 @@ def test_means_of_the_largest_number(backend, dtype, q_len, sinks) -> None:
 @pytest.mark.parametrize("q_len", [1, 40])
 @pytest.mark.sampled("variant", ["none", "causal", "sinks", "rope", "dropout"], one_in=5)
 def test_large_values_beside_variants(backend, q_len, variant) -> None:
-    """Of values of 1, and of values of 2**125, the output has the same digits."""
+    """The output has the same digits for values of 1 and for values of 2**125."""
     variants = {
         "none": (), "causal": (qkv.Causal(align="end"),), "sinks": (qkv.Sinks(1.0),),
         "rope": (qkv.RoPE(), qkv.Causal(align="end")), "dropout": (qkv.Dropout(0.25, 1),),
@@ -144,7 +144,7 @@ def test_large_values_beside_variants(backend, q_len, variant) -> None:
 @pytest.mark.parametrize("backend", ["cpu", "blocked"])
 @pytest.mark.parametrize("q_len", [1, 40])
 def test_infinite_values_stay_infinite(backend, q_len) -> None:
-    """And large ones beside them finite; a query without keys gives zeros."""
+    """Large values beside them stay finite; a query without keys gives zeros."""
     value = np.full((500, 6), 1e36, np.float32)
     value[7, 0], value[9, 1], value[11, 2] = np.inf, -np.inf, np.nan
     mask = np.ones((q_len, 500), bool)

@@ -248,7 +248,7 @@ def test_sixteen_thousand_tokens_take_sixteen_mebibytes(kind, dtype) -> None:
     one_in=4,
 )
 def test_a_hundred_and_thirty_thousand_tokens_take_sixteen_mebibytes(kind, dtype, item) -> None:
-    """Of few dimensions, which what is beside the operands does not depend on."""
+    """The tokens have few dimensions, which what is beside the operands does not depend on."""
     length, dim = 131_072, 4
     output = length * (dim * item + 4) / 2**20
     assert growth(kind, dtype, "forward", 1, length, length, dim) - output < BEYOND
@@ -266,14 +266,14 @@ def test_a_step_against_eight_million_keys_takes_sixteen_mebibytes(kind) -> None
 @LINUX
 @pytest.mark.sampled("kind", ["window", "segments"], one_in=2)
 def test_gradients_of_sixteen_thousand_tokens_take_a_few_arrays(kind) -> None:
-    """At most eight like query, as `vjp` says, and sixteen mebibytes."""
+    """Memory grows by at most eight arrays like query, as `vjp` says, and sixteen mebibytes."""
     length = 16_384
     arrays = 8 * 2 * length * 64 * 4 / 2**20
     assert growth(kind, "float32", "backward", 2, length, length, 64) < arrays + BEYOND
 
 
 ROWS = 46_400
-"""Their square is beyond 2**31."""
+"""A number of rows whose square is beyond 2**31."""
 
 
 def few_keys() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -285,7 +285,7 @@ def few_keys() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @pytest.mark.slow
 def test_a_mask_of_more_than_two_to_the_31_entries() -> None:
-    """It repeats a row, and takes no memory; forward, backward and inspected."""
+    """The mask repeats a row, and takes no memory; forward, backward and inspected."""
     seen, rows, expected = few_keys()
     mask = np.lib.stride_tricks.as_strided(seen, (1, ROWS, ROWS), (0, 0, 1))
     assert mask.size > 2**31

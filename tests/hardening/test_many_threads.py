@@ -22,7 +22,7 @@ from watched import Watched, forget_prepared_calls
 
 THREADS, ROUNDS = 8, 12
 SECONDS = 30.0
-"""After which a thread that waits for another gives up."""
+"""Seconds after which a thread that waits for another gives up."""
 
 
 @pytest.fixture(autouse=True)
@@ -199,7 +199,7 @@ class Halved(qkv.Variant, metaclass=LetsOthersIn):
 
 
 class Interruption:
-    """Once, where a call is looked up for so many times, another thread forgets everything.
+    """Another thread forgets everything once, where a call is looked up for so many times.
 
     It goes on after a while, because the other thread may have to wait for it.
     """
@@ -256,9 +256,9 @@ def test_everything_is_forgotten_while_a_call_is_looked_up(monkeypatch: pytest.M
 def test_everything_is_forgotten_while_an_old_call_is_dropped(
     watched: Any, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    """It is gone then. The old one is the only one that is interrupted where it is looked up.
+    """The old call is gone then. No other is interrupted where it is looked up.
 
-    From Python 3.14 on tuples keep their hashes, so that nothing of a variant runs there.
+    Tuples keep their hashes from Python 3.14 on, so that nothing of a variant runs there.
     """
     x = normal(1, 1, 17, 2, seed=0)
     for _ in range(2):
@@ -343,7 +343,7 @@ class Loud(ReferenceBackend):
 
 
 class Overtaken(Watched):
-    """While it prepares a call, another thread registers another backend, and uses it."""
+    """A backend that is overtaken: while it prepares a call, a thread registers another one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ def test_a_plan_for_few_queries_without_keys(kv_len) -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "blocked", "reference"])
 def test_a_sink_beside_large_scores(backend) -> None:
-    """Its share was a quotient of two numbers that had lost their digits to the scores."""
+    """The share was once a quotient of two numbers that had lost their digits to the scores."""
     query, key, value = 30 * normal(1, 200, 1), normal(1, 1, 1, seed=1), normal(1, 1, 3, seed=2)
     call_variants = (qkv.Sinks(3.5),)
     found = qkv.attention(query, key, value, *call_variants, backend=backend)
@@ -69,7 +69,7 @@ def test_two_dense_masks_of_bfloat16() -> None:
 @pytest.mark.parametrize("q_len", [2, 200])
 @pytest.mark.parametrize("kv_len", [2, 3, 5])
 def test_lse_near_zero(q_len, kv_len) -> None:
-    """Its logarithm was rounded before the largest score took most of it away."""
+    """The sum's logarithm was once rounded before the largest score took most of it away."""
     query = (-np.log(kv_len) + 1e-3 * normal(q_len, 1)).astype(np.float32)
     ones = np.ones((kv_len, 1), np.float32)
     _, lse = qkv.attention(query, ones, ones, return_lse=True)
@@ -81,7 +81,7 @@ def test_lse_near_zero(q_len, kv_len) -> None:
 @pytest.mark.parametrize("q_len", [2, 200])
 @pytest.mark.parametrize("cap", [2.0, 5.1, 50.0])
 def test_a_capped_score_is_rounded_about_once(q_len, cap) -> None:
-    """It was divided, taken to tanh and multiplied, with an error in each step."""
+    """A score was once divided, taken to tanh and multiplied, with an error in each step."""
     query = normal(q_len, 1)
     one = np.ones((1, 1), np.float32)
     capped = (qkv.Softcap(cap), qkv.ScoreMod(lambda s, b, h, q, k: np.tanh(s / cap) * cap))

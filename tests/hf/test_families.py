@@ -63,7 +63,7 @@ def no_dense_mask(monkeypatch: Any) -> Iterator[None]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eager_attention_is_far_from_uniform(family: str) -> None:
-    """Else a wrong mask, scale or window would pass everything below."""
+    """A wrong mask, scale or window would otherwise pass everything below."""
     output = run(family, "eager", inputs_of(family), output_attentions=True)
     layers = [
         layer
@@ -281,7 +281,7 @@ def test_activation_checkpointing(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.sampled("family", ["llama", "gemma3", "bert"], one_in=3)
 def test_compiled_models(family: str) -> None:
-    """While torch traces, masks are dense: nothing can be read from a padding mask then."""
+    """Masks are dense while torch traces: nothing can be read from a padding mask then."""
     inputs = inputs_of(family, "left")
     expected = run(family, "qkv", inputs).logits
     model = model_of(family)

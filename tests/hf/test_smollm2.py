@@ -36,7 +36,7 @@ def run(smollm2: SmolLM2, implementation: str, ids: Any, **more: Any) -> Any:
 
 @pytest.mark.slow
 def test_it_says_what_is_known(smollm2: SmolLM2) -> None:
-    """Else the file was read wrongly, and nothing below would mean much."""
+    """If it said something else, the file was read wrongly, and nothing below would mean much."""
     logits = run(smollm2, "eager", smollm2.ids("The capital of France is")).logits
     assert smollm2.words(logits[0, -1:].argmax(-1)) == " Paris"
     assert float(logits[0, -1].softmax(-1).max()) > 0.7
@@ -44,7 +44,7 @@ def test_it_says_what_is_known(smollm2: SmolLM2) -> None:
 
 @pytest.mark.slow
 def test_logits_and_all_weights_are_those_of_eager(smollm2: SmolLM2) -> None:
-    """In a batch of two rows, one of which is padded on the left."""
+    """The batch has two rows, one of which is padded on the left."""
     ids = smollm2.ids("The capital of France is a city in the north of the country and")
     mask = torch.ones(2, ids.shape[1], dtype=torch.long)
     mask[1, :5] = 0

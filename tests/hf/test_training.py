@@ -64,7 +64,7 @@ def model_of(family: str) -> Any:
 
 
 def loss_of(model: Callable[..., Any]) -> Any:
-    """Of rows of which some are padded."""
+    """The loss of rows of which some are padded."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=generator)
     real = torch.ones(BATCH, LENGTH, dtype=torch.long)
@@ -116,7 +116,7 @@ WAYS = {
 @pytest.mark.slow
 @pytest.mark.sampled(("family", "way"), list(product(["gpt2", "bert", "llama"], WAYS)), one_in=5)
 def test_gradients_are_those_of_what_was_dropped(family: str, way: str) -> None:
-    """Of the very weights that the forward pass has dropped, in each layer others."""
+    """Gradients use the very weights that the forward pass has dropped, in each layer others."""
     reentrant, compiled = WAYS[way]
     model = model_of(family)
     calls: list[qkv.hf.LayerCall] = []

@@ -83,7 +83,7 @@ def test_another_implementation_is_named() -> None:
 
 def test_one_layer_that_does_not_call_it_is_named() -> None:
     class Own(torch.nn.Module):
-        """Not an attention layer of transformers."""
+        """A module that is no attention layer of transformers."""
 
         def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
             return hidden_states, None

@@ -46,7 +46,7 @@ VARIANTS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("calls", [1, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_weights_of_a_record(variant: str, calls: int) -> None:
-    """Also of calls that are prepared, as those are that repeat one another."""
+    """Calls that repeat one another are prepared, and their weights stay as well."""
     for _ in range(calls):
         query, key, bias = arrays()
         expected = softmax(query @ key.swapaxes(1, 2) / 2 + bias)
@@ -117,7 +117,7 @@ ARRAYS: dict[str, Callable[[qkv.Record], Any]] = {
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_what_a_record_hands_out_is_the_callers(library: str, backend: str, tmp_path: Path) -> None:
-    """As in `e = record.entropy; e /= np.log(2)`, after which the file held bits."""
+    """A caller may write `e = record.entropy; e /= np.log(2)`: the file once held bits then."""
     x: Any = arrays()[0]
     if library == "torch":
         x = pytest.importorskip("torch", reason="pip install torch").from_numpy(x)
@@ -190,7 +190,7 @@ def test_nobody_writes_to_the_problem_of_a_record(keys: str) -> None:
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_variants_of_a_record_are_those_that_it_is_of(library: str, tmp_path: Path) -> None:
-    """Also where the caller has changed an array since, or changes one that was handed out."""
+    """The caller may have changed an array since, or change one that was handed out."""
     x, _, bias = arrays()
     expected = softmax(x @ x.swapaxes(1, 2) / 2 + bias)
     given: list[Any] = [x, bias]
@@ -215,7 +215,7 @@ def test_variants_of_a_record_are_those_that_it_is_of(library: str, tmp_path: Pa
 
 
 def test_nobody_writes_to_a_trace() -> None:
-    """Its arrays lie in one another: the cotangent of a row in that of the problem."""
+    """The arrays of a trace lie in one another: the cotangent of a row in that of the problem."""
     x = RNG.normal(size=(3, 3))
     projections = qkv.Projections(x, x + 1, x - 1, 2 * x)
     trace = qkv.explain(*projections.heads(), grad=True, projections=projections)

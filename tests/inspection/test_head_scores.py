@@ -122,7 +122,7 @@ def test_scores_are_those_of_the_definition(case: str, dtype: str) -> None:
 
 
 def test_a_token_whose_only_follower_is_padding_is_no_induction() -> None:
-    """Such queries were counted, with a weight of 0."""
+    """Such queries were once counted, with a weight of 0."""
     variants, allowed, segment, real = cases()["a hole"]
     query, key, ids = arrays(2)
     ids = np.where(np.arange(LENGTH) == 8, 9, ids % 2)

@@ -51,7 +51,7 @@ def test_weights_are_replayed_from_the_file(name: str, tmp_path: Path) -> None:
 
 
 def test_weights_elsewhere_are_those_of_the_definition(tmp_path: Path) -> None:
-    """In another process, from the file alone."""
+    """The weights are those in another process too, from the file alone."""
     record = ModelRecord("m", keep="weights")
     record.add(Q, K, qkv.Causal(), name="layer 0")
     path = tmp_path / "r.safetensors"

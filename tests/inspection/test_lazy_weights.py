@@ -131,7 +131,7 @@ AXES = [None, -1, -2, 0, (-2, -1), (0, -1)]
 @pytest.mark.parametrize("ndim", SHAPES)
 @pytest.mark.parametrize("name", ["sum", "mean", "max", "min", "argmax"])
 def test_reductions_equal_those_of_the_dense_matrix(name, ndim, axis, monkeypatch) -> None:
-    """Also over tiles smaller than the matrix, and through NumPy's own functions."""
+    """Reductions go over tiles smaller than the matrix, and through NumPy's own functions."""
     if name == "argmax" and isinstance(axis, tuple):
         return
     monkeypatch.setattr(weight_reductions, "TILE", 20)
@@ -156,7 +156,7 @@ def test_argmax_of_equal_weights_and_of_nan_is_numpy_s() -> None:
 
 
 def test_reductions_of_weights_too_large_for_memory(monkeypatch) -> None:
-    """They need no more than their result; the weights are uniform, so it is known."""
+    """Reductions need no more than their result, which is known, since the weights are uniform."""
     x = np.zeros((3000, 4), np.float32)
     weights = qkv.inspect(x, x, x).weights
     monkeypatch.setattr(lazy, "DENSE_LIMIT", 100_000)

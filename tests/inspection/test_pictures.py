@@ -58,7 +58,7 @@ def test_long_rows_show_the_largest_of_blocks(
 
 
 def test_progress_of_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told to the caller, or drawn in a terminal; once it is whole."""
+    """Progress is told to the caller, or drawn in a terminal; once it is whole."""
     monkeypatch.setattr("qkv.inspection.weights.weight_blocks.PAIRS", 32)
     told: list[tuple[int, int]] = []
     record = qkv.inspect(X, X, X, qkv.Causal(), progress=lambda *share: told.append(share))
@@ -82,7 +82,7 @@ def test_progress_of_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("count", [6, 106])
 def test_a_picture_in_axes_of_the_caller(count: int) -> None:
-    """Without a file; of many names some are written, and the axis says of how many."""
+    """No file is written; some of many names are shown, and the axis says of how many."""
     from matplotlib.figure import Figure
 
     x = RNG.normal(size=(count, 4))

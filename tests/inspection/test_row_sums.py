@@ -23,7 +23,7 @@ KEYS = 1100
 CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-6}
 
 Reading = Callable[[Any, int], np.ndarray]
-"""Of weights (2, queries, keys) and a query, all weights of both heads (2, keys)."""
+"""A way to read weights (2, queries, keys) at a query: all weights of both heads (2, keys)."""
 READINGS: dict[str, Reading] = {
     "whole": lambda w, i: w[:, i],
     "in parts": lambda w, i: np.concatenate(
@@ -62,7 +62,7 @@ def definition(q: np.ndarray, k: np.ndarray, first: int) -> np.ndarray:
 def test_rows_add_up_to_one_however_they_are_read(
     isa: str, dtype: str, monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None
 ) -> None:
-    """Less the sinks; in kernels with tiles, in others, and through NumPy, torch and JAX."""
+    """Rows add up to one less the sinks, in all kernels, and through NumPy, torch and JAX."""
     monkeypatch.setenv("QKV_ISA", as_it_runs(isa))
     q, k, v = arrays(DTYPES[dtype])
     first = KEYS - 80
@@ -145,7 +145,7 @@ def test_received_weight_and_best_keys_add_up_on_tiles(
 
 @pytest.mark.parametrize("backend", ["cpu", "blocked"])
 def test_parts_of_rows_that_few_keys_or_none_are_left_of(backend: str) -> None:
-    """Against whole matrices: biases of -1e9 and lower, windows, empty rows, NaN and infinity."""
+    """Whole matrices say the same: biases of -1e9 and lower, windows, empty rows, NaN, infinity."""
     rng = np.random.default_rng(1)
     q, k = (rng.normal(size=(2, n, 8)).astype(np.float32) for n in (40, 60))
     bias = rng.choice([0.0, -1e9, -3e38, -np.inf], size=(40, 60)).astype(np.float32)

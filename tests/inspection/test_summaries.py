@@ -26,7 +26,7 @@ def of_command_line(tmp_path, capsys, q, k, v, *options: str) -> str:
 
 
 def body(text: str) -> list[str]:
-    """Without the title, and the command to try next."""
+    """The lines without the title, and without the command to try next."""
     return [line for line in text.rstrip("\n").split("\n")[1:] if not line.startswith("Next:")]
 
 

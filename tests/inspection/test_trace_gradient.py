@@ -167,7 +167,7 @@ def test_gradients_equal_autograd(name: str) -> None:
     ids=lambda case: case.name,
 )
 def test_gradients_equal_finite_differences(case: Case) -> None:
-    """Along one random direction of each argument, in the caller's own shapes and layout."""
+    """Each argument moves along a random direction, in the caller's own shapes and layout."""
     call = case.build("float64")
     rng = np.random.default_rng(1)
     arrays = [np.array(a) for a in call.arrays]

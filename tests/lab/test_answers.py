@@ -74,7 +74,7 @@ LISTINGS = {
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 @pytest.mark.parametrize("name", LISTINGS)
 def test_the_code_that_is_shown_computes_what_is_shown_beside_it(library: str, name: str) -> None:
-    """And what the mechanism of that name computes, which holds other code."""
+    """The code computes what the mechanism of that name does, which holds other code."""
     module = pytest.importorskip(library)
     mechanism: Any = mechanism_class(name).example()
     found = ask(Session(), "code")["listings"][name]

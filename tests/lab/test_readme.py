@@ -16,7 +16,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_command_that_the_readme_gives_opens_the_lab() -> None:
-    """It installs what the server needs, is in the environment that was made, and serves a page."""
+    """The command installs what the server needs where the lab then starts, and serves a page."""
     blocks = re.findall(r"```\n(.*?)```", README, re.DOTALL)
     (line,) = [line for block in blocks for line in block.splitlines() if "qkv lab" in line]
     install, started = (shlex.split(part) for part in line.split("&&"))

@@ -441,8 +441,10 @@ def test_the_command_prints_its_address_and_ends_quietly() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there another process may not take the port")
 def test_a_port_is_free_again_when_the_server_ends() -> None:
-    """Also the one that the system chose, with a browser that was connected: so that `--port` of
-    the address in its history opens the lab again."""
+    """The port that the system chose is free, although a browser was connected.
+
+    So `--port` of the address in the browser's history opens the lab again.
+    """
     opened = listen()
     opened.listen()
     port = opened.getsockname()[1]

@@ -71,7 +71,7 @@ def test_prompts_and_copies() -> None:
 
 
 def test_a_model_of_transformers(tmp_path: Path) -> None:
-    """Against the model's own losses, and its logits with a hook that switches the head off."""
+    """The model's own losses are the same, also with a hook that switches the head off."""
     torch = pytest.importorskip("torch", reason="the extra hf is not installed")
     transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
     from tokenizers import Tokenizer, models, pre_tokenizers

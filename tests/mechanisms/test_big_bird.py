@@ -86,7 +86,7 @@ def test_blocks_that_do_not_exist_are_refused(ask: str, entry: int) -> None:
 
 
 def test_given_blocks_are_seen_and_counted() -> None:
-    """Against a loop: every entry from -1, which is none, to the last block."""
+    """A loop sees the same: every entry from -1, which is none, to the last block."""
     blocks = np.array([[[2, 3], [3, -1], [-1, 0], [4, 4], [1, -1]]])
     for causal in (False, True):
         layer = BigBird(4, block=2, random_blocks=blocks, causal=causal)

@@ -97,7 +97,7 @@ def test_blocks_of_attention_to_all_tokens_change_nothing(cls: Any) -> None:
 
 
 def test_keys_whose_features_differ_by_more_than_the_exponent_range() -> None:
-    """Divided by the largest of all keys, nothing would be left of the features of the first."""
+    """Nothing would be left of the first key's features, divided by the largest of all keys."""
     mechanism, x = made(Performer), draw(N, 8)
     x[:1] *= 200
     right = mechanism(x[:1])

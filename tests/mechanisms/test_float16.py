@@ -71,7 +71,7 @@ NORMS: list[tuple[str, Callable[[Any], Any], Callable[[torch.Tensor], torch.Tens
 def test_norms_of_any_size(
     ours: Callable[[Any], Any], theirs: Callable[[torch.Tensor], torch.Tensor], size: float
 ) -> None:
-    """Of large numbers, whose squares overflow, and of small ones, whose squares vanish."""
+    """Squares of large numbers overflow, and squares of small ones vanish."""
     rng = np.random.default_rng(0)
     x = torch.tensor(size * rng.normal(size=(5, 8))).half()
     if size > 10000:
@@ -166,7 +166,7 @@ STATEFUL: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("size", [1.0, 300.0])
 @pytest.mark.parametrize("name", STATEFUL)
 def test_states_hold_what_float16_does_not(name: str, size: float) -> None:
-    """Beside the same mechanism in float64, which other tests compare with its definition."""
+    """Results are near those in float64, which other tests compare with the definition."""
     make = STATEFUL[name]
     weights = {key: np.float16(w) for key, w in make().weights.items()}
     layer = make(weights=weights)

@@ -168,7 +168,7 @@ def test_performer_reads_rows_of_any_size(factor: int, chunk_size: int) -> None:
 
 @pytest.mark.parametrize("factor", [1, 10, 30])
 def test_gradients_of_performer_are_finite_for_rows_of_any_size(factor: int) -> None:
-    """Those of float32 beside differences of the formula in float64."""
+    """Gradients in float32 are near differences of the formula in float64."""
     mechanism = large_performer()
     x = np.random.default_rng(0).normal(size=(N, WIDTH)) * factor
     x[1::3] /= factor

@@ -17,7 +17,7 @@ from qkv.mechanisms.linear_time.recurrences.recurrent import RecurrentMechanism
 Array = NDArray[Any]
 WIDTH, N = 8, 7
 SHARED = {"self", "embed_dim", "num_heads", "head_dim", "options", "weights", "seed"}
-"""Those of all mechanisms, which other tests try."""
+"""Parameters of all mechanisms, which other tests try."""
 SIZES: dict[str, dict[str, Any]] = {
     "grouped-query": {"num_kv_heads": 1},
     "multi-head-latent": {

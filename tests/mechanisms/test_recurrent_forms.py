@@ -244,7 +244,7 @@ def test_linear_attention_without_a_mask_gives_what_the_definition_gives() -> No
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("name", CASES)
 def test_no_number_that_is_not_finite_reaches_an_earlier_token(name: str, poison: float) -> None:
-    """In any of the inputs, and the definition says which tokens are not reached."""
+    """The number is in any of the inputs, and the definition says which tokens are not reached."""
     module, definition, inputs = CASES[name]
     own = {key: a if key in WITHOUT_TOKENS else a[(0,) * (a.ndim - 2)] for key, a in inputs.items()}
     for key in inputs.keys() & WITHOUT_FEATURES.get(name, set()):

@@ -242,7 +242,7 @@ def test_torch_s_threads_are_found_on_macos(monkeypatch, tmp_path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a library of Linux stands for the others'")
 def test_torch_s_threads_are_left_alone_on_windows(monkeypatch, tmp_path) -> None:
-    """Its OpenMP library has no functions that are called as GNU's, and `os` no RTLD_NOLOAD."""
+    """torch's OpenMP library there lacks the functions of GNU's, and `os` has no RTLD_NOLOAD."""
     from qkv.bridges.torch.openmp import torch_openmp
 
     linked_as(monkeypatch, tmp_path, "torch_cpu.dll", "win32")

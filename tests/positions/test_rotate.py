@@ -49,7 +49,7 @@ def test_pairs_one_at_a_time(rope) -> None:
 @each_rope
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_attention_over_rotated_rows_is_attention_with_the_variant(rope, dtype) -> None:
-    """To the last bit: a cache of rotated keys changes nothing."""
+    """Both agree to the last bit: a cache of rotated keys changes nothing."""
     q, k, v = (rows(2, n, 9, 8, seed=n).astype(dtype) for n in (4, 2, 2))
     at = np.arange(11, 20)
     got = qkv.attention(rope.rotate(q, at), rope.rotate(k, at), v, backend="blocked")

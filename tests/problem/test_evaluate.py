@@ -52,7 +52,7 @@ def test_floating_arithmetic_runs_in_the_type_of_computation() -> None:
 
 
 def test_positions_are_exact_far_out() -> None:
-    """Beyond 2**24, where float32 would lose them."""
+    """Positions beyond 2**24 stay exact, where float32 would lose them."""
     node = as_node(Q - K)
     got = evaluate(node, {"q_pos": np.int64(2**31), "kv_pos": np.int64(2**31 - 1)}, {},
                    np.dtype(np.float32))  # fmt: skip

@@ -35,7 +35,7 @@ def test_counters_broadcast() -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
 def test_the_share_that_is_dropped_is_p(p: float) -> None:
-    """Within four standard deviations of a binomial."""
+    """The share is within four standard deviations of a binomial."""
     n = 400
     factors = dropout_factors(
         Dropout(p, 42), 0, 0, np.arange(n)[:, None], np.arange(n)[None], np.dtype(np.float64)

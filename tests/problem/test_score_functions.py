@@ -200,7 +200,7 @@ def test_windows_that_double_from_head_to_head(backend) -> None:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("function", [np.sin, np.cos])
 def test_angles_of_far_positions(function, backend) -> None:
-    """In float32 the error was 3e-4 at 12,000 and 4e-3 at 100,000."""
+    """The error in float32 was once 3e-4 at 12,000 and 4e-3 at 100,000."""
     for offset in (0, 12_000, 100_000, 800_000):
         found = each_alone(function, 100, offset, np.float32, backend)
         exact = function(np.arange(offset, offset + 100).astype(np.float64))
@@ -220,7 +220,7 @@ OF_SCORES: dict[str, Mod] = {
 @pytest.mark.parametrize("backend", ["cpu", "blocked"])
 @pytest.mark.sampled("name", list(OF_SCORES), one_in=2)
 def test_elementary_functions_of_scores(name, backend) -> None:
-    """Their values in float32, and their derivatives in float64, also of scores of exactly 0."""
+    """Values in float32 and derivatives in float64 are right, also of scores of exactly 0."""
     mod, query = OF_SCORES[name], np.clip(QUERY, -1, 1)
     query[:, ::3] = 0
     as_tensors = [torch.tensor(array, requires_grad=True) for array in (query, KEY, VALUE)]

@@ -143,7 +143,7 @@ def test_output_lies_between_the_smallest_and_largest_value(backend, d):
 @BACKENDS
 @given(d=drawn(), sink=st.floats(-3, 3))
 def test_weights_of_a_row_add_up(backend, d, sink):
-    """To one; to one minus the sink's share; to zero when empty."""
+    """Weights add up to one; to one minus the sink's share; to zero when the row is empty."""
     mask = d.rng.random(d.score_shape) < 0.5
     empty = ~mask.any(axis=-1)
     plain = qkv.attention(d.query, d.key, identity_value(d), mask, backend=backend)
@@ -324,7 +324,7 @@ def test_an_array_of_offsets_is_one_call_for_each_row(backend, d, offsets):
 @pytest.mark.parametrize("kind", ["lengths", "blocks"])
 @pytest.mark.parametrize("batch", [3, 70])
 def test_a_row_of_a_batch_is_the_row_alone(kind, batch):
-    """In bits, in a small batch, and in one whose arrays are read to find tiles to leave out."""
+    """Both are the same bits, in a small batch, and in one whose arrays say which tiles to skip."""
     rng = np.random.default_rng(7)
     arrays = [rng.normal(size=(batch, 2, n, 32)).astype(np.float32) for n in (33, 120, 120)]
     lengths, blocks = rng.integers(0, 121, batch), rng.random((5, 8)) < 0.4
@@ -367,7 +367,7 @@ def test_a_mask_and_a_bias_of_minus_infinity_are_the_same(backend, d):
 @BACKENDS
 @given(d=drawn(), factor=st.sampled_from([0.25, 2.0, 8.0]))
 def test_scale_moves_between_query_and_scale(backend, d, factor):
-    """Exactly, for powers of two."""
+    """Both are exactly the same for powers of two."""
     factored = (d.query * d.query.dtype.type(factor), d.key, d.value)
     bits(
         qkv.attention(*factored, scale=0.5 / factor, backend=backend),

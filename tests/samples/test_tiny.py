@@ -128,8 +128,11 @@ def test_what_each_layer_attends_with() -> None:
 
 
 def head_scores(model: TinyModel, period: int) -> tuple[Array, Array]:
-    """Of the heads of layer 0, the weight on the previous character; of those of layer 1, in the
-    second half, the weight on the character after the earlier occurrence of the present one."""
+    """The weight of each head on the character that a head of its layer looks for.
+
+    A head of layer 0 looks for the previous character; one of layer 1, in the second half, for the
+    one after the earlier occurrence of the present one.
+    """
     previous, induction = np.zeros((2, HEADS))
     for seed in HELD_OUT:
         (first, second), _ = written_out(model.repeated_sequence(period, seed))
@@ -140,7 +143,7 @@ def head_scores(model: TinyModel, period: int) -> tuple[Array, Array]:
 
 @pytest.mark.parametrize("period", [32, 200])
 def test_a_head_looks_back_and_a_head_finds_what_came_next(period: int) -> None:
-    """At the length it was trained on, and at six times that."""
+    """The period is the one that the model was trained on, or six times that."""
     previous, induction = head_scores(tiny_model(), period)
     assert previous.max() >= 0.8
     assert induction.max() >= 0.6

@@ -168,7 +168,7 @@ def test_a_text_is_read_as_it_is_meant(text: str, wanted: list[Any]) -> None:
     "text", [*WRITTEN["unclear"], *WRITTEN["endless"], *WRITTEN["mixed"], "", " \n"]
 )
 def test_a_text_that_means_nothing_is_not_checked_and_says_why(text: str) -> None:
-    """Nor is it called wrong: what it was meant to say may be right."""
+    """Such a text is not called wrong either: what it was meant to say may be right."""
     words = "could not be read as a number or a list of numbers"
     if text in WRITTEN["endless"]:
         words = "a finite number"
@@ -212,7 +212,7 @@ def test_a_text_of_any_depth_is_read_at_once(text: str) -> None:
     ],
 )
 def test_a_text_of_another_form_is_not_checked(name: str, text: str, why: str) -> None:
-    """It may be a right answer that was read in another way than it was meant."""
+    """The text may be a right answer that was read in another way than it was meant."""
     verdict = check(name, text)
     assert not verdict.checked
     assert why in verdict.why

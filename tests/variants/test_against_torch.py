@@ -69,7 +69,7 @@ def test_scale(backend) -> None:
 @BACKENDS
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_sixteen_bits(backend, name) -> None:
-    """As far as torch's float32 result, rounded."""
+    """The result agrees with torch's float32 one, rounded."""
     import ml_dtypes
 
     dtype = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[name]
@@ -82,7 +82,7 @@ def test_sixteen_bits(backend, name) -> None:
 
 @BACKENDS
 def test_sinks_are_one_more_column_of_the_softmax(backend) -> None:
-    """As gpt-oss writes it: concatenate, softmax, drop the column."""
+    """gpt-oss writes it so: concatenate, softmax, drop the column."""
     q, k, v = normal(7, (4, 9, 8), (4, 12, 8), (4, 12, 8))
     sinks = np.random.default_rng(8).normal(size=4).astype(np.float32)
     scores = torch.from_numpy(q) @ torch.from_numpy(k).transpose(-1, -2) * 8**-0.5
@@ -208,7 +208,7 @@ def test_rope_depends_on_the_distance_alone(layout) -> None:
 
 
 def test_rope_leaves_the_rest_of_a_row_alone() -> None:
-    """With rotary_dim=4 entries 4 on are as without."""
+    """Entries from 4 on are the same with rotary_dim=4 as without a rotation."""
     q, k, v = normal(15, (1, 9, 12), (1, 9, 12), (1, 9, 12), dtype=np.float64)
     q[..., :4] = 0
     rotated = qkv.attention(q, k, v, qkv.RoPE(rotary_dim=4))

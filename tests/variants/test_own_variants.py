@@ -73,7 +73,7 @@ def test_decoding_steps_at_new_lengths(watched, name) -> None:
 @pytest.mark.sampled("name", list(VARIANTS), one_in=4)
 @pytest.mark.one_in(2)
 def test_gradients(watched, name) -> None:
-    """Against differences of the definition in one direction."""
+    """Gradients agree with differences of the definition in one direction."""
     make, words, declared = VARIANTS[name]
     for seed in range(4):
         arrays = [a.astype(np.float64) for a in operands(seed)]

@@ -108,7 +108,7 @@ def test_attributes_of_their_classes_are_watched() -> None:
 
 
 class OfNoModule:
-    """Its module is None, which Python allows."""
+    """A class whose module is None, which Python allows."""
 
     def __call__(self, b, h, i, j):
         return (i >= j) & (i - j < 4)

@@ -30,7 +30,7 @@ def random(*shape: int, seed: int = 1) -> Any:
 
 
 def mask(*shape: int) -> Any:
-    """With a key for every row."""
+    """A random mask with a key for every row."""
     return (random(*shape, seed=2) < 0.5).at[..., 0].set(True)
 
 
@@ -62,7 +62,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 DIFFERENTIATED = ("bias", "all")
-"""Those for which a backward kernel is made, too."""
+"""Cases for which a backward kernel is made, too."""
 
 
 def close(got: Any, right: Any, atol: float = 3e-6) -> None:
@@ -209,7 +209,7 @@ def test_signature() -> None:
     ],
 )
 def test_what_does_not_fit_is_a_value_error(change: dict[str, Any], message: str) -> None:
-    """As in JAX; the exceptions of qkv are ValueErrors."""
+    """JAX raises the same; the exceptions of qkv are ValueErrors."""
     arguments = {**dict(zip(("query", "key", "value"), arrays(), strict=True)), **change}
     with pytest.raises(ValueError, match=message):
         qkv.jax.dot_product_attention(**arguments)

@@ -140,7 +140,7 @@ def test_stored_rows() -> None:
 
 
 def test_results_lie_where_jax_takes_them() -> None:
-    """Without a copy: their memory begins at a multiple of 64 bytes."""
+    """Results are taken without a copy: their memory begins at a multiple of 64 bytes."""
     from qkv.arrays import jax_arrays, library_of
 
     library = library_of(X, "x")

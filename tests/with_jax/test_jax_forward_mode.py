@@ -74,7 +74,7 @@ def linearize(f: Function) -> Any:
 
 
 def transposed(f: Function) -> Any:
-    """Back along what `jax.linearize` gives, which is what `jax.vjp` gives."""
+    """The derivative back along what `jax.linearize` gives, which is what `jax.vjp` gives."""
     results, linear = jax.linearize(f, *arrays())
     return jax.linear_transpose(linear, *arrays())(results)
 
@@ -105,7 +105,7 @@ def jvp_of_mapped(f: Function) -> Any:
 
 
 def through_scan(f: Function) -> Any:
-    """Of layers that are computed again on the way back."""
+    """Derivatives of layers that are computed again on the way back."""
     (q, *others), (dq, *_) = arrays(), arrays(1)
 
     @jax.checkpoint
@@ -156,7 +156,7 @@ def reverse_over_reverse(f: Function) -> Any:
 
 
 def reverse_over_forward(f: Function) -> Any:
-    """Of tangents of output and lse, by what is moved and by the direction."""
+    """Gradients of tangents of output and lse, by what is moved and by the direction."""
 
     def moved(given: Any, along: Any) -> Any:
         return total(lambda *_: jax.jvp(f, given, along)[1])()
@@ -402,5 +402,5 @@ print(len(jax.devices()))
 
 @pytest.mark.slow
 def test_shard_map() -> None:
-    """On two devices, outside of jit and inside, and derivatives on either side of it."""
+    """A call on two devices works outside of jit and inside, with derivatives on either side."""
     run_on_devices(SHARDED, 2, JAX_ENABLE_X64="1")

@@ -145,7 +145,7 @@ SECOND = [
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("variant", SECOND, ids=lambda v: type(v).__name__)
 def test_second_derivatives(variant: Any) -> None:
-    """Of a function of all gradients, by everything that they depend on."""
+    """A function of all gradients is differentiated by everything that they depend on."""
     q, k, v = operands()
     known = truth(q, k, v, [variant, qkv.Causal()], q_offset="start")
     field = OWN.get(type(variant), "")
@@ -335,7 +335,7 @@ def test_rows_without_keys_have_gradient_zero() -> None:
 @pytest.mark.slow
 @pytest.mark.sampled("dtype", ["bfloat16", "float16"], one_in=2)
 def test_16_bits(dtype: str) -> None:
-    """Within three times the error of the formula in that type, in the worst of a few orders."""
+    """Errors are within three times that of the formula in the type, the worst of a few orders."""
     shape = Shape((2,), 4, 2, 24, 24, 16, 16)
     arrays = [jnp.asarray(np.asarray(a), dtype) for a in operands(shape)]
     along = jnp.asarray(np.random.default_rng(5).normal(size=(2, 4, 24, 16)), dtype)

@@ -28,7 +28,7 @@ SIMPLE = {
 
 
 def header() -> str:
-    """It without comments, with the names that jax 0.11 and later has."""
+    """JAX's header without comments, with the names that jax 0.11 and later has."""
     path = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     text = path.read_text().replace("XLA_FFI_Extension_Base", "XLA_FFI_InternalExtension")
     return re.sub(

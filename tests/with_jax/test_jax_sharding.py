@@ -95,7 +95,7 @@ print(len(jax.devices()))
 
 @pytest.mark.slow
 def test_the_sharding_in_the_type_of_an_array() -> None:
-    """With a mesh of explicit axes: carried through a scan, differentiated in jit and outside."""
+    """A mesh of explicit axes is carried through a scan, and differentiated in jit and outside."""
     run_on_devices(TYPES, 4)
 
 

@@ -91,7 +91,7 @@ def test_layout_and_shapes() -> None:
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_vmap_is_a_stack_of_calls(depth: int, layout: str) -> None:
-    """Of matrices, and of what has heads; gradients as well."""
+    """Matrices and arrays with heads are stacked, and gradients as well."""
     q, k, v = arrays(2, 3, 3) if depth == 1 else arrays(2, 3)
     q, k, v = (a.swapaxes(-3, -2) if layout == "blhd" and a.ndim > 4 else a for a in (q, k, v))
 
@@ -213,7 +213,7 @@ def test_values_that_jit_knows_are_constants() -> None:
 
 
 def test_a_compiled_score_mod_is_prepared(watched) -> None:
-    """It keeps the constants that it was compiled with, as everything does under jit."""
+    """The function keeps the constants it was compiled with, as everything does under jit."""
     slope = 0.1
 
     def mod(score: Any, batch: Any, head: Any, q_pos: Any, kv_pos: Any) -> Any:
@@ -282,7 +282,7 @@ print("done")
 @pytest.mark.parametrize("arguments", [("async", "wait"), ("sync", "wait"), ("async", "leave")])
 @pytest.mark.one_in(2)
 def test_a_process_ends(arguments: tuple[str, str]) -> None:
-    """Also while calls are under way."""
+    """The process ends even while calls are under way."""
     command = [sys.executable, "-W", "error", "-c", PROGRAM, *arguments]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr

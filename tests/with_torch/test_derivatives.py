@@ -218,7 +218,7 @@ def test_vmap(in_dims, variants) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("arrays", [(), ((HEADS, Q_LEN, KV_LEN),)], ids=["plain", "bias"])
 def test_batches_of_cotangents(arrays, batch: int) -> None:
-    """Which `torch.autograd` makes without `torch.func`, of first and second derivatives."""
+    """`torch.autograd` takes them without `torch.func`, for first and second derivatives."""
     inputs = [*operands(), *(normal(*shape, seed=4) for shape in arrays)]
     along = normal(batch, BATCH, HEADS, Q_LEN, V_DIM, seed=5)
 
@@ -312,7 +312,7 @@ NAIVE = {
     one_in=8,
 )
 def test_gradients_as_near_as_three_times_the_naive_ones(name: str, dtype: torch.dtype) -> None:
-    """And three units in the last place of the largest."""
+    """The bound adds three units in the last place of the largest."""
     function, exact = case(name)
     rounded = [t.to(dtype) for t in exact]
     cotangent = normal(BATCH, HEADS, Q_LEN, V_DIM, seed=8).to(dtype)

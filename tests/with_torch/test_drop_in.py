@@ -201,7 +201,7 @@ def test_heads_that_no_group_fits() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 def test_compiled_calls_name_heads_that_do_not_broadcast() -> None:
-    """In compiled code the error was one of torch's compiler."""
+    """The error in compiled code was once one of torch's compiler."""
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
     query, key = normal(2, 6, 7, 8), normal(2, 3, 9, 8)
     with pytest.raises(Exception, match="Pass enable_gqa=True if groups of query heads share"):
@@ -227,7 +227,7 @@ class TestTheModuleOfTheTexts:
         assert all(g.isfinite().all() for g in found)
 
     def test_scale_is_what_scores_are_divided_by(self) -> None:
-        """As in `qkv.ScaledDotProductAttention`; another one reaches weights and output."""
+        """`qkv.ScaledDotProductAttention` has this scale; another reaches weights and output."""
         layer = ScaledDotProductAttention(4)
         assert layer.scale == 2.0 == qkv.ScaledDotProductAttention(4).scale
         q, k, v = (normal(2, 5, 4, seed=n) for n in range(3))

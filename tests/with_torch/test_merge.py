@@ -24,7 +24,7 @@ def written_out(query, key, value, layout):
 
 
 def joined(query, key, value, layout, backend="auto"):
-    """In three parts of keys, one of which is empty."""
+    """Attention in three parts of keys, one of which is empty, merged."""
     axis = -2 if layout == "bhld" else -3
     sizes = [4, 0, key.shape[axis] - 4]
     parts = zip(key.split(sizes, axis), value.split(sizes, axis), strict=True)
@@ -83,7 +83,7 @@ def test_rows_without_keys_have_gradient_0() -> None:
 
 @pytest.mark.parametrize("hidden", [torch.nan, torch.inf])
 def test_an_allowed_value_that_is_not_finite_is_kept(hidden: float) -> None:
-    """Its share underflows to 0, and 0 times NaN is NaN, as in attention over both keys."""
+    """The value's share underflows to 0, and 0 times NaN is NaN, as in attention over both keys."""
     seen = torch.ones(1, 1), torch.tensor([1000.0])
     odd = torch.full((1, 1), hidden), torch.tensor([-1000.0])
     for parts in ((seen, odd), (odd, seen)):

@@ -87,7 +87,7 @@ def test_frequencies_that_are_to_be_learned_are_refused_at_once() -> None:
 
 @pytest.mark.slow
 def test_a_learned_soft_cap_is_refused_and_its_advice_learns_it() -> None:
-    """It trained nothing, in silence."""
+    """Such a soft cap once trained nothing, in silence."""
     cap = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
     with pytest.raises(qkv.UnsupportedError, match=r"gradient of cap of Softcap(.|\n)*ScoreMod"):
         qkv.attention(Q, K, V, qkv.Softcap(cap))

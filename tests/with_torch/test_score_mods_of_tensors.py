@@ -335,7 +335,7 @@ NEAR = qkv.ScoreMod(lambda s, b, h, i, j: s - 0.5 * abs(i - j))
 # torch counts what the reading of the function notes as a side effect of the model.
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
 def test_exported_programs_hold_the_expression(mod: Any, strict: bool, tmp_path: Any) -> None:
-    """They held a number, which stood for another score mod in another process."""
+    """Programs once held a number, which stood for another score mod in another process."""
     module = Exported(mod)
     torch.save((QUERY, module(QUERY).detach()), tmp_path / "values.pt")
     program = torch.export.export(module, (QUERY,), strict=strict)

@@ -111,7 +111,7 @@ def test_data_parallel_passes_gradients_through() -> None:
 
 
 def test_replicas_of_data_parallel_run_at_once() -> None:
-    """As on several devices: shallow copies in threads, whose parameters are not parameters."""
+    """Replicas on devices are shallow copies in threads, whose parameters are no parameters."""
     module = made("rotated, causal")
     expected = module(ROWS)
 

@@ -51,5 +51,5 @@ class NumpyArrays:
         return False
 
     def in_words(self, advice: str) -> str:
-        """As it is."""
+        """Return the advice unchanged: it is already in NumPy's words."""
         return advice

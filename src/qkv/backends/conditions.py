@@ -16,12 +16,12 @@ _changes = 0
 
 
 def conditions() -> Conditions:
-    """Those of now."""
+    """The conditions under which a call prepared now stays valid."""
     return _changes, _isa()
 
 
 def backends_changed() -> None:
-    """To be called when a backend was registered or unregistered."""
+    """Invalidate prepared calls, because a backend was registered or unregistered."""
     global _changes
     _changes += 1
 

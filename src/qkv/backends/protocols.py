@@ -15,7 +15,7 @@ from qkv.problem.spec import Problem, Spec
 
 Array = NDArray[Any]
 Progress: TypeAlias = Callable[[int, int], object]
-"""Told of `(done, total)`."""
+"""A function that is told how much is done: it is called with `(done, total)`."""
 WeightBlocks: TypeAlias = Callable[[int, int, slice, slice, int], "tuple[Array, Array] | None"]
 """The largest weight, and the sum of the weights, of each `block` x `block` pairs of a head.
 

@@ -20,7 +20,8 @@ from qkv.process.forks import importing
 __all__ = ["bridge_of"]
 
 _loaded: dict[type, Any] = {}
-"""By type of array. Importing what is imported takes longer than attention to a few tokens."""
+"""The bridge of torch, by type of tensor. Importing what is imported takes longer than attention to
+a few tokens."""
 
 
 def bridge_of(type_of_array: type) -> Any:

@@ -108,7 +108,7 @@ class Latest:
     def alike(
         self, key: Any, value: Any, first: RowFormat | None, held: tuple[int, ...]
     ) -> tuple[RowFormat, Memory, tuple[Any, Any], Lengths] | None:
-        """Their format, memory, rows and numbers, None if they have to be checked."""
+        """The format, memory, rows and numbers of such tokens; None if they have to be checked."""
         known = self._known
         if known is None:
             return None

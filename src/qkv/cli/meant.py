@@ -17,7 +17,7 @@ _MEANT = {
     "lab": ("serve", "page", "tour", "heatmap", "tiles", "open", "export", "notebook", "widget"),
     "info": ("version", "doctor", "check", "machine", "env"),
 }
-"""For each command, other words that people try for it."""
+"""Other words that people try for each command."""
 
 _ELSEWHERE = {
     "exercises": "Exercises are a panel of qkv lab, and qkv.exercises in Python. ",

@@ -262,7 +262,10 @@ def _rate(name: str, dtype: str) -> tuple[float, str]:
 
 @cache
 def _measured_rate(dtype: str, threads: int) -> float:
-    """That of `qkv.attention` of 2,048 tokens on this machine, with the threads of this process."""
+    """The operations a second of `qkv.attention` of 2,048 tokens on this machine.
+
+    It runs with the threads of this process.
+    """
     import ml_dtypes
 
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)

@@ -19,7 +19,7 @@ Array = NDArray[Any]
 T = TypeVar("T")
 
 _KEY = "qkv"
-"""Of the metadata."""
+"""The key under which the metadata of a file describe it."""
 
 _READERS = {"qkv-record": "qkv.Record.load", "qkv-model-record": "qkv.ModelRecord.load"}
 """What reads the files of each schema."""
@@ -129,7 +129,7 @@ def reader_of(metadata: Mapping[str, str]) -> str | None:
 
 
 def _arrays(path: str | os.PathLike[str]) -> dict[str, Array]:
-    """Not by `safetensors.numpy`, which writes bfloat16 and does not read it."""
+    """Read the arrays of a file; `safetensors.numpy` writes bfloat16, but does not read it."""
     from ml_dtypes import bfloat16
     from safetensors import deserialize
 

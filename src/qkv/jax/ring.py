@@ -218,7 +218,7 @@ def _attend(ring: _Ring, query: Any, key: Any, value: Any, leaves: list[Any]) ->
         of_whole = (d_out * out.astype(wide)).sum(-1)
 
         def gradients(number: Any, k: Any, v: Any) -> Any:
-            """Of one step, of its own result: d out_i = w d out, with the weight w of the step."""
+            """Gradients by one step's result: d out_i = w d out, with the weight w of the step."""
 
             def step(q: Any, k: Any, v: Any, learned: Any) -> Any:
                 own = iter(learned)

@@ -58,7 +58,7 @@ def positive(name: str, value: Any) -> float:
 
 
 _MOST_ENTRIES = 2**24
-"""Of a row that is rotated."""
+"""The most entries of a row that are rotated."""
 
 
 def checked_rotary_dim(rotary_dim: Any, name: str = "rotary_dim") -> int:

@@ -105,7 +105,8 @@ def _began_as_fork() -> bool:
 
 
 _is_fork = _began_as_fork()
-"""To ask the system for the number of the process takes longer than to write a row."""
+"""Whether this process is a fork. To ask the system for the number of the process takes longer than
+to write a row."""
 
 
 def is_forked() -> bool:

@@ -159,7 +159,7 @@ PROTECTED = """
 @pytest.mark.skipif(sys.platform == "win32", reason="mprotect is of POSIX")
 @pytest.mark.sampled(("isa", "dtype"), KERNELS, one_in=5)
 def test_tiles_of_keys_that_no_query_may_see_are_not_read(isa: str, dtype: str) -> None:
-    """By the forward pass, the backward pass and the replays, at both ends."""
+    """The forward pass, the backward pass and the replays read no such tile, at either end."""
     in_a_process(
         PROTECTED
         + """
@@ -206,7 +206,7 @@ def test_tiles_of_keys_that_no_query_may_see_are_not_read(isa: str, dtype: str) 
 @pytest.mark.skipif(sys.platform == "win32", reason="mprotect is of POSIX")
 @pytest.mark.skipif(mmap.PAGESIZE != 4096, reason="16 rows have to be a page")
 def test_keys_that_no_query_may_see_are_not_read():
-    """By the forward pass over elements, but for those within 16 of one that is seen."""
+    """The forward pass over elements reads no such key, except within 16 of one that is seen."""
     in_a_process(
         PROTECTED
         + """

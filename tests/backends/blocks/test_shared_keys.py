@@ -31,7 +31,7 @@ MEMORY = [("float32", "plain"), ("float32", "strided"), ("float16", "plain"), ("
 
 @pytest.fixture(autouse=True)
 def two_threads(monkeypatch):
-    """With more threads, tasks would be smaller; with one, a head alone would share keys too."""
+    """Set two threads: more make tasks smaller, and with one a head alone would share keys too."""
     monkeypatch.setenv("QKV_ISA", as_it_runs("avx2"))
     before = qkv.get_num_threads()
     qkv.set_num_threads(2)

@@ -60,7 +60,7 @@ def test_bfloat16_is_multiplied_as_it_is(isa) -> None:
 
 
 def test_tiles_that_the_system_refuses(monkeypatch) -> None:
-    """On a processor that has them; nothing is compiled for it."""
+    """The processor has tiles, and the system refuses them; nothing is compiled for it."""
     features = dict.fromkeys(cpu_host._REQUIRED["amx"], True)
     described = replace(processor(), features=features)
     monkeypatch.setattr(cpu_host, "processor", lambda: described)
@@ -255,7 +255,7 @@ def test_what_is_not_finite_reaches_only_rows_that_may_see_it(isa) -> None:
 
 
 def test_an_infinite_value_alone(isa) -> None:
-    """Without a mask and with one, infinity stays infinity, and two signs make NaN."""
+    """Infinity stays infinity without a mask and with one, and two signs make NaN."""
     query, key, value = (normal(1, 80, 16, seed=s) for s in range(3))
     value[0, 10, 3] = np.inf
     value[0, 11, 4], value[0, 12, 4] = np.inf, -np.inf
@@ -420,7 +420,7 @@ def test_threads_and_children_have_tiles_of_their_own(isa) -> None:
 
 
 def test_tiles_are_released(monkeypatch) -> None:
-    """In the code: between where they are set up and each return.
+    """The code releases tiles between where they are set up and each return.
 
     A machine with tiles is also asked which registers are in use (XGETBV 1) after a job.
     """

@@ -48,7 +48,7 @@ def with_a_late_large_key(
 
 
 def gaps(query: Array, key: Array) -> Array:
-    """By how much the score of key 150 exceeds those of the first group of keys."""
+    """How far the score of key 150 exceeds those of the first group of keys."""
     scores = query[0].astype(float) @ key[0].astype(float).T / 8
     return scores[:, 150] - scores[:, :32].max(axis=-1)
 
@@ -107,7 +107,7 @@ def test_statistics_are_those_of_the_largest_score(dtype: np.dtype[Any], near: f
 @ON_TILES
 @DTYPES
 def test_rows_that_see_their_first_key_late(dtype: np.dtype[Any]) -> None:
-    """Within one block of keys, rows begin in the first, the second and the third group of 32."""
+    """Rows begin in the first, the second and the third group of 32 of one block of keys."""
     allowed = np.zeros((48, 130), bool)
     for row in range(48):
         allowed[row, 5 * (row % 24) : 5 * (row % 24) + 9] = True

@@ -45,7 +45,7 @@ def gradients(arrays: dict[str, np.ndarray], *variants: object) -> list[np.ndarr
 def formula(
     arrays: dict[str, np.ndarray], allowed: np.ndarray | None = None, kind=torch.float64
 ) -> list[np.ndarray]:
-    """By torch's derivative of softmax(Q K^T / sqrt(d)) V."""
+    """The gradients by torch's derivative of softmax(Q K^T / sqrt(d)) V."""
     q, k, v, grad_out = (torch.tensor(a.astype(np.float64)).to(kind) for a in arrays.values())
     leaves = [x.requires_grad_() for x in (q, k, v)]
     scores = q @ k.mT / DIM**0.5
@@ -78,7 +78,7 @@ CAUSAL = np.tri(Q_LEN, KV_LEN, dtype=bool)
 @pytest.mark.slow
 @pytest.mark.sampled(("causal", "keys"), list(product([False, True], [KV_LEN, 299, 257])), one_in=2)
 def test_within_the_bound(keys, causal) -> None:
-    """Also where the last pair of keys has one, and blocks are not whole."""
+    """The last pair of keys may have one key, and blocks need not be whole."""
     arrays, allowed = operands(kv_len=keys), np.tri(Q_LEN, keys, dtype=bool) if causal else None
     found = errors(arrays, *[qkv.Causal("start")] * causal, allowed=allowed)
     assert all(map(np.less_equal, found, limits(arrays, allowed)))
@@ -92,9 +92,9 @@ MISSING = [
 @pytest.mark.slow
 @pytest.mark.sampled(("table", "number"), MISSING, one_in=4)
 def test_a_missing_product_is_found(table, number, monkeypatch) -> None:
-    """In the backward kernel alone: the output and lse are those of the whole forward kernel.
+    """The product is missing in the backward kernel alone: output and lse are right.
 
-    Of all but the least products, each is 2**-9 of the sum or more; of those, 2**-18.
+    All but the least products are 2**-9 of the sum or more each; the least are 2**-18 of it.
     """
     arrays = operands()
     exact, pullback = formula(arrays), pullback_of(arrays)
@@ -134,7 +134,7 @@ def test_a_tiny_cotangent_beside_large_values() -> None:
 @pytest.mark.parametrize("name", ["query", "key"])
 @pytest.mark.parametrize("size", [1e-28, 1e-36])
 def test_tiny_operands(name, size) -> None:
-    """Within the bound down to 1e-28, and below it within the limit of semantics.md besides."""
+    """Gradients keep the bound down to 1e-28, and below it with the limit of semantics.md added."""
     arrays = operands(200, 170)
     arrays[name] /= np.abs(arrays[name]).max()
     arrays[name] *= np.float32(size)
@@ -150,7 +150,7 @@ def test_tiny_operands(name, size) -> None:
     ("name", "number"), list(product(NAMES, [np.inf, -np.inf, np.nan, 3e18, -1e25])), one_in=4
 )
 def test_odd_elements(name, number) -> None:
-    """As float32 makes it, where that is finite and where it is not."""
+    """Odd elements give what float32 makes of them, where that is finite and where it is not."""
     arrays = operands(200, 170)
     places = {"an element": (0, 37, 5), "a row": (0, 41), "rows": (0, slice(30, 100, 17), 3)}
     for place in places.values():

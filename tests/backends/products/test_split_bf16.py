@@ -237,11 +237,14 @@ def test_two_parts_are_a_float16() -> None:
 
 
 STEPS = {"float32": 1 + 2.0**-9 + 2.0**-18, "float16": 1 + 2.0**-9}
-"""Of as many parts as the type has, one 2**-9 of the other."""
+"""Numbers that are sums of as many parts as the type has, each 2**-9 of the one before."""
 
 
 def score_error(dtype) -> float:
-    """Of 64 equal products, relative: every product of parts has the same sign, none is lost."""
+    """The relative error of 64 equal products, all of whose parts have the same sign.
+
+    No product of parts cancels another, so that a missing one shows.
+    """
     x, keys = np.full((1, 300, 64), STEPS[dtype], dtype), 20
     key = x[:, :keys]
     require_in_parts((x, key, key), scale=1.0)
@@ -250,7 +253,7 @@ def score_error(dtype) -> float:
 
 
 def value_error(dtype) -> float:
-    """Of weights `STEPS`, but for a factor, times values `STEPS`, relative."""
+    """The relative error of weights `STEPS`, but for a factor, times values `STEPS`."""
     value = np.full((1, 300, 64), STEPS[dtype], dtype)
     value[:, 0] = 0
     query = np.zeros_like(value)
@@ -293,7 +296,7 @@ MISSING = [
 @pytest.mark.usefixtures("splits_operands")
 @pytest.mark.sampled(("table", "dtype", "number"), MISSING, one_in=5)
 def test_a_missing_product_is_found(table, dtype, number, monkeypatch) -> None:
-    """In the kernel that was built with it missing, and in no other."""
+    """The product is missing in the kernel that was built without it, and in no other."""
     count = TERMS[dtype]
     products = getattr(terms, table)[count]
     monkeypatch.setitem(getattr(terms, table), count, products[:number] + products[number + 1 :])
@@ -343,7 +346,7 @@ def require_like_the_definition(arrays, variants, limits) -> None:
 
 
 def try_each_odd_number(arrays, variants, place) -> None:
-    """At a place of one operand after the other, in place.
+    """Put each odd number at a place of one operand after the other, which are written to.
 
     Bounds are those of the problem before; large scores, of which the rounding shows, have others.
     """
@@ -426,7 +429,7 @@ def test_rows_do_not_notice_what_they_may_not_see(dtype, masked) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_queries_do_not_notice_each_other(dtype) -> None:
-    """Of one vector, of other vectors and of other blocks."""
+    """Odd numbers in a query change no other, in its vector, its block or elsewhere."""
     arrays = operands(300, 300, 64, dtype=dtype)
     odd_rows = [0, 3, 17, 18, 40, 299]
     others = np.delete(np.arange(300), odd_rows)

@@ -32,8 +32,7 @@ def test_a_key_above_the_shift_that_has_all_the_weight(gap: float) -> None:
 
 
 def test_one_value_that_cannot_be_split_changes_no_bit_elsewhere() -> None:
-    """Its block of keys is computed in another order; other elements of the output say whether
-    anything else changed."""
+    """The value's block of keys is computed in another order; only its own column may show that."""
     query, key, value = (normal(1, 300, 64, seed=n) for n in range(3))
     before, lse = run(query, key, value)
     value[0, 200, 7] = 2.0**61

@@ -41,7 +41,7 @@ def spec_of(dtype: str, *variants: object) -> Spec:
 
 
 def products_and_loads(text: str) -> list[tuple[int, int]]:
-    """Of each stretch without a label that multiplies tiles."""
+    """The products and the loads in each stretch without a label that multiplies tiles."""
     lines = straight_lines(text)
     found = [(number_of(line, "tdpbf16ps"), number_of(line, "tileloadd")) for line in lines]
     return [pair for pair in found if pair[0]]

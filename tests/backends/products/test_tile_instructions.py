@@ -43,7 +43,7 @@ def whole(x: float) -> int:
 
 
 def rounded(x: int) -> float:
-    """To 24 digits, ties to even; then subnormal numbers to 0, and large ones to infinity."""
+    """Round to 24 digits, ties to even; then subnormal numbers to 0, and large ones to infinity."""
     drop = max(0, abs(x).bit_length() - 24)
     kept, rest = divmod(abs(x), 1 << drop)
     half = 1 << drop >> 1
@@ -86,7 +86,7 @@ def pair_product(a: Array, b: Array, c: Array) -> Array:
 
 
 def to_odd(x: int) -> float:
-    """To 24 digits: what is not exact becomes the neighbour with an odd last digit."""
+    """Round to 24 digits: what is not exact becomes the neighbour with an odd last digit."""
     drop = max(0, abs(x).bit_length() - 24)
     kept, rest = divmod(abs(x), 1 << drop)
     return rounded((kept | (rest > 0)) << drop) * (1 if x > 0 else -1)
@@ -319,7 +319,7 @@ def test_products_of_bytes(isa, monkeypatch) -> None:
 
 @pytest.mark.parametrize("isa", [*both_ways("avx512-bf16"), *both_ways("neon-bf16")])
 def test_rounding(isa, monkeypatch) -> None:
-    """Against the rounding of ml_dtypes; VCVTNE2PS2BF16 makes zeros of subnormal numbers."""
+    """ml_dtypes rounds in the same way; VCVTNE2PS2BF16 makes zeros of subnormal numbers."""
     monkeypatch.setenv("QKV_ISA", isa)
     monkeypatch.setenv("QKV_CACHE_DIR", "")
     rng = np.random.default_rng(0)

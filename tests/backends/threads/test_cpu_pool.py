@@ -63,7 +63,7 @@ def test_sleeping_and_spinning_workers_hear_of_every_launch(pool) -> None:
 
 
 def test_a_worker_sleeps_at_once_where_launches_are_far_apart(pool) -> None:
-    """It would spin for hours if it took its time: then it would never be counted as asleep."""
+    """A worker that took its time would spin for hours, and never be counted as asleep."""
     pool._word("spins").value = 2**50
     pool._word("spin_nanoseconds").value = 0
     launch = Launch(expected=2)
@@ -84,7 +84,7 @@ def test_a_worker_sleeps_at_once_where_launches_are_far_apart(pool) -> None:
 
 
 def test_a_worker_that_was_woken_too_late_is_there_for_the_next_launch(pool) -> None:
-    """It would spin for hours if it took its time; else it would be counted as asleep again."""
+    """A worker that is there would spin for hours; else it would be counted as asleep again."""
     pool.run(KERNEL, Launch(expected=2), 1)
     for _ in range(50):
         pool._word("spins").value, pool._word("spin_nanoseconds").value = 0, 0
@@ -235,7 +235,7 @@ def test_a_system_that_refuses_threads(pool, granted, monkeypatch) -> None:
 
 
 def test_workers_flush_subnormals_when_their_caller_does(pool) -> None:
-    """Else bits would depend on who ran a task."""
+    """Otherwise bits would depend on who ran a task."""
     pool.run(KERNEL, Launch(expected=3), 2)
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormals")

@@ -94,7 +94,7 @@ def near(oracle: Oracle, result: Result) -> None:
 
 
 def _plain_errors(oracle: Oracle, result: Result, exact: Array, enough: Array) -> Array:
-    """Of each draw, the largest of as many orders as are enough for all."""
+    """The largest plain error of each draw, over as many orders as are enough for all."""
     worst, done = np.zeros(len(exact)), 0
     for orders in ORDERS:
         for order in range(done, orders):

@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """As `qkv.attention` takes them."""
+        """The arguments as `qkv.attention` takes them."""
         return (self.query, self.key, self.value, *self.variants)
 
 

@@ -36,7 +36,7 @@ class RandomCase:
 
     @property
     def shape(self) -> Shape:
-        """Its sizes."""
+        """The sizes of the problem."""
         o = self.oracle
         kv_heads = o.num_heads // max(o.group_size, 1)
         sizes = o.q_len, o.kv_len, o.head_dim, o.value.shape[-1]

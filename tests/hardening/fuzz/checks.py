@@ -103,7 +103,7 @@ def heads_first(problem: Problem, array: Array) -> Array:
 
 
 def cotangents(oracle: Oracle) -> tuple[Array, Array]:
-    """Of output and lse, with heads before rows."""
+    """Random cotangents of output and lse, with heads before rows."""
     rng = np.random.default_rng(oracle.problem.seed)
     compute = np.float64 if oracle.problem.dtype == "float64" else np.float32
     grad_out = rng.normal(size=oracle.out.shape).astype(DTYPES[oracle.problem.dtype])
@@ -372,4 +372,4 @@ CHECKS: Mapping[str, Callable[[Problem], None]] = {
     "inspection": inspection,
     "torch": tensors,
 }
-"""By purpose."""
+"""The check of problems of each purpose."""

@@ -20,7 +20,7 @@ __all__ = ["forced"]
 
 @cache
 def instruction_sets() -> tuple[str, ...]:
-    """Those of the machine, the most able first, and those of bfloat16, emulated if need be."""
+    """The instruction sets of the machine, the most able first, and emulated ones of bfloat16."""
     found = []
     of_bfloat16 = "amx-emulated", "avx512-bf16-emulated"
     for isa in ("amx", "avx512-bf16", "avx512", "avx2", "sse", "neon", *of_bfloat16):

@@ -32,7 +32,8 @@ from .values import HOSTILE
 __all__ = ["call_many", "main"]
 
 SECONDS = 20
-"""Of the processor, after which a call is said to hang: the machine may be busy with other work."""
+"""Seconds of the processor after which a call is said to hang: the machine may be busy with other
+work."""
 ASLEEP = 300
 """Seconds after which one that waits is."""
 MEMORY = 3 * 2**29

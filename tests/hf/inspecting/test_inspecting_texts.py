@@ -101,7 +101,7 @@ def test_heads_that_hold_nan_are_named() -> None:
 
 
 def test_several_texts_are_one_batch() -> None:
-    """As long as one another, or padded where the tokenizer can pad."""
+    """Texts are as long as one another, or padded where the tokenizer can pad."""
     model, texts = model_of("gpt2"), ["the cat sat", "the mat"]
     with pytest.raises(qkv.ArgumentError, match="2 texts of 2 to 3 tokens are not a batch"):
         qkv.hf.inspect(model, texts, tokenizer())

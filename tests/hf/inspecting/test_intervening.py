@@ -198,7 +198,7 @@ def test_wrong_changes(changes: Any, fact: str) -> None:
 
 
 def test_numbers_of_numpy() -> None:
-    """As tables of pandas give them."""
+    """Tables of pandas give such numbers."""
     model = model_of("llama")
     with InDouble():
         with qkv.hf.intervene(model, {(1, 2): "off"}):

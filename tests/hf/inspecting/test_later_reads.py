@@ -34,7 +34,7 @@ CACHES: dict[str, Callable[[Any], Any]] = {
 
 
 def attentions(family: str, implementation: str, **options: Any) -> list[Any]:
-    """Of eight steps of generation, read when all of them are done."""
+    """The weights of eight steps of generation, read when all of them are done."""
     with attending(model_of(family), implementation) as model, torch.no_grad():
         steps = model.generate(
             IDS,
@@ -56,7 +56,7 @@ def close(found: list[Any], expected: list[Any]) -> None:
 
 @pytest.mark.parametrize("family", ["mistral", "gpt-oss"])
 def test_static_caches_of_windows(family: str) -> None:
-    """They move all keys by one in every step."""
+    """Static caches of windows move all keys by one in every step."""
     static = {"cache_implementation": "static"}
     close(attentions(family, "qkv", **static), attentions(family, "eager", **static))
 
@@ -64,7 +64,7 @@ def test_static_caches_of_windows(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [None, 4])
 def test_beams(page_size: int | None) -> None:
-    """They change places, and give pages back."""
+    """Beams change places, and give pages back."""
     cache = qkv.hf.Cache(model_of("llama").config, page_size=page_size)
     found = attentions("llama", "qkv", num_beams=3, cache=cache)
     expected = attentions("llama", "eager", num_beams=3)
@@ -87,7 +87,7 @@ def test_tokens_that_are_taken_back(cache: str) -> None:
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("cache", ["static", "contiguous", "pages"])
 def test_observed_calls(cache: str, without_gradients: Any) -> None:
-    """They are of the layer's own tensors, and say so when these have been written to."""
+    """Observed calls are of the layer's own tensors, and say so when these have been written to."""
     seen: list[Any] = []
     kept: list[Any] = []
 

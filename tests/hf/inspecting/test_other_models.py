@@ -103,7 +103,7 @@ def test_other_threads() -> None:
 
 
 def test_calls_that_run_no_hooks() -> None:
-    """As sentence-transformers calls its model."""
+    """sentence-transformers calls its model in this way."""
     model = llama(0)
     expected = silenced(model, 1, 2)
     with qkv.hf.intervene(model, {(1, 2): "off"}), torch.no_grad():

@@ -79,7 +79,7 @@ def test_what_they_say_of_themselves() -> None:
 
 
 def test_a_loss_on_weights_reaches_the_parameters() -> None:
-    """It did so without an error and without a gradient."""
+    """Such a loss once gave neither an error nor a gradient."""
     found, expected = (_gradients_of_loss(name) for name in ("qkv", "eager"))
     assert max(float(g.abs().max()) for g in expected) > 1e-3
     for got, want in zip(found, expected, strict=True):

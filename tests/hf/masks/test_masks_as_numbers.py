@@ -70,7 +70,7 @@ def test_the_dense_mask_is_that_of_eager(pattern: str) -> None:
 
 @pytest.mark.slow
 def test_deepseek_v4() -> None:
-    """Its layers append to the mask what they add to scores, in the mask's type."""
+    """The layers of DeepSeek V4 append to the mask what they add to scores, in the mask's type."""
     model = deepseek_v4()
     ids = torch.randint(3, 100, (1, 17), generator=torch.Generator().manual_seed(1))
     found = {}
@@ -145,7 +145,7 @@ def gemma4() -> tuple[Any, dict[str, Any]]:
 
 
 def test_gemma4_generates_from_pictures() -> None:
-    """It slices its masks, which makes them dense inside of an operation."""
+    """Gemma 4 slices its masks, which makes them dense inside of an operation."""
     model, inputs = gemma4()
     found = {}
     for name in ("eager", "qkv"):
@@ -162,7 +162,7 @@ def test_gemma4_generates_from_pictures() -> None:
 
 @pytest.mark.slow
 def test_a_mask_of_the_users_over_pages() -> None:
-    """It has a column for each token, although the last page has room for more."""
+    """The mask has a column for each token, although the last page has room for more."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

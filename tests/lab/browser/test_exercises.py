@@ -128,7 +128,7 @@ def test_answers_stay_while_another_panel_is_shown(lab: Any) -> None:
 
 
 def test_the_example_that_questions_name_is_found(lab: Any) -> None:
-    """Its numbers are not in the questions, and Start calls it by its title."""
+    """The example's numbers are not in the questions, and Start calls it by its title."""
     page = lab.open("exercises")
     lab.open("start", ex="three")
     lab.open("exercises")

@@ -131,7 +131,7 @@ def test_a_server_that_is_gone_or_is_another_is_said_so(
     chromium: Any, server_context: Any, server_address: str, tmp_path: Path,
     status: int | None, said: str,
 ) -> None:  # fmt: skip
-    """To whoever asks: a panel, a file that is opened, a page that is shared."""
+    """Whoever asks is told: a panel, a file that is opened, a page that is shared."""
     page = server_context.new_page()
     page.goto(server_address.partition("?")[0] + "#start")
     page.wait_for_selector('input[type="file"]', state="attached")

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.browser
 SCRIPT = Path(__file__).parents[3] / "lab" / "test" / "language.mjs"
 TEXTS = ["Mr. Darcy was not of the party; and Ünder £5, she\nsaid, no. \U0001f600", "She", ""]
 TOLERANCE = 1e-10
-"""Of logits and losses: both are float64, and differ in the order of sums alone."""
+"""The largest difference of logits and losses: both are float64, and only sum in other orders."""
 
 
 SENTENCE = "The party was \N{HOT BEVERAGE} at \N{HOT BEVERAGE} five"

@@ -80,7 +80,7 @@ def test_nothing_is_wider_than_a_phone(opened: Any, width: int) -> None:
 
 
 def test_a_long_word_leaves_room_for_numbers(opened: Any) -> None:
-    """As compounds of German do, and text without spaces."""
+    """Compounds of German are such words, and so is text without spaces."""
     lab = opened(width=360, height=780)
     page = lab.open("start")
     page.fill(".tokens-edit input >> nth=1", "w" * 40)

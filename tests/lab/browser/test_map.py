@@ -171,7 +171,7 @@ def test_inspect_opens_the_sample_and_then_a_text_of_the_reader(bare: Lab) -> No
 
 
 def test_a_text_that_was_read_stays_in_its_field(bare: Lab) -> None:
-    """So that one word of it can be changed; also in another panel, and in a page loaded again."""
+    """One word of it can be changed; also in another panel, and in a page loaded again."""
     page = bare.open("inspect")
     page.wait_for_selector(".shown")
     page.select_option(".examplebar select", "tiny")
@@ -203,7 +203,7 @@ READ = """(text) => {
 
 
 def test_the_map_is_of_the_text_that_was_read(bare: Lab) -> None:
-    """Of two texts of one length it is that of the second, as in a page that opens with it."""
+    """The map is that of the second of two texts of one length, as in a page that opens with it."""
     page = bare.open("inspect")
     page.wait_for_selector(".shown")
     page.select_option(".examplebar select", "tiny")

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.browser
 GOLDENS = json.loads((Path(__file__).parents[2] / "golden" / "goldens.json").read_text("utf-8"))
 
 HALF_A_UNIT = 0.5001e-12
-"""Of the twelfth decimal, in which the golden file is printed."""
+"""Half a unit of the twelfth decimal, the last that the golden file has."""
 
 CASES: dict[str, dict[str, Any]] = {
     "textbook_3x3": {"ex": "textbook"},

@@ -63,7 +63,7 @@ def test_the_detail_of_a_mechanism_opens_in_sight(opened: Any, width: int, heigh
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_what_is_counted_is_in_sight(opened: Any, width: int, height: int) -> None:
-    """Also with the ledger beside it, or the sum so far where there is no room for that."""
+    """The ledger is in sight beside it, or the sum so far where there is no room for that."""
     lab = opened(width=width, height=height)
     page = lab.open("count", count=17)
     for step in range(19, 31):

@@ -48,7 +48,7 @@ def weights_of(page: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_page_that_was_saved_opens_at_the_view(lab: Any, tmp_path: Path, again: bool) -> None:
-    """Also one that was saved from a saved page."""
+    """A page that was saved from a saved page opens there, too."""
     page = lab.open("heatmap", token=3, mask="causal")
     weights = weights_of(page)
     path = saved(page, tmp_path)

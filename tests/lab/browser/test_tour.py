@@ -119,7 +119,7 @@ def test_the_numbers_are_those_of_python(lab: Any) -> None:
 
 
 def require_said(lab: Any, divisor: Any) -> None:
-    """By what the row is divided that is read in this step."""
+    """Require that the text of this step has the number by which it divides the row."""
     assert np.abs(np.array(lab.numbers(".explained")) - divisor).min() < TOLERANCE
 
 

@@ -25,7 +25,7 @@ CACHES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.one_in(2)
 def test_steps_are_those_of_the_whole(name: str, variants: tuple[Any, ...]) -> None:
-    """They failed at the eleventh token, and with pages at the first."""
+    """Steps once failed at the eleventh token, and with pages at the first."""
     torch.compiler.reset()
     cache = CACHES[name]()
     step = torch.compile(

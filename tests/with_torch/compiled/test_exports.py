@@ -101,7 +101,7 @@ torch.testing.assert_close(program(query, key, value), out)
 @pytest.mark.slow
 @pytest.mark.sampled("way", ["operator", "package"], one_in=2)
 def test_compiled_packages_run_in_another_process(way: str, tmp_path: Path) -> None:
-    """They give the operator None for an empty list of masks."""
+    """Such packages give the operator None for an empty list of masks."""
     inputs = QUERY, KEY, KEY.cos()
     right = torch.nn.functional.scaled_dot_product_attention(*inputs, enable_gqa=True)
     program = torch.export.export(Plain(), inputs)
@@ -170,7 +170,7 @@ def test_numbers_made_of_sizes_that_change(name: str) -> None:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_tracers_that_note_no_number_are_refused(name: str) -> None:
-    """Their graphs would compute with the first number for every size, and say nothing."""
+    """The graphs would compute with the first number for every size, and say nothing."""
     model = Model(SIZES[name])
     with pytest.raises(qkv.UnsupportedError, match="a number made of traced sizes"):
         make_fx(model, tracing_mode="symbolic")(QUERY, KEY, VALUE.nan_to_num(), ALLOWED)
@@ -184,7 +184,7 @@ def test_tracers_that_note_no_number_are_refused(name: str) -> None:
     ],
 )
 def test_functions_in_errors_of_compiled_calls(made: Callable[[], Any], shown: str) -> None:
-    """They were shown as the text by which graphs hold them."""
+    """Functions were once shown as the text by which graphs hold them."""
     torch.compiler.reset()
     compiled = torch.compile(
         lambda q, k, v: qkv.attention(q, k, v, made()), backend="aot_eager", fullgraph=True

@@ -97,7 +97,7 @@ OUTSIDE = qkv.ScoreMod(decayed)
 
 @pytest.mark.slow
 def test_score_mods_that_are_made_inside() -> None:
-    """They lost their function, and the call failed when the graph ran."""
+    """Such score mods once lost their function, and the call failed when the graph ran."""
     x = torch.randn(2, 4, 9, 8)
     expected = qkv.attention(x, x, x, OUTSIDE)
     for function, fullgraph in (

@@ -113,7 +113,7 @@ def test_every_value_is_part_of_one_graph(name: str) -> None:
 def test_functions_are_called_uncompiled_where_comparisons_cannot_be_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As in a torch whose tables of comparisons have other names."""
+    """A torch whose tables of comparisons have other names is such a case."""
     from qkv.bridges.torch import score_mods
 
     lets = torch.compiler.assume_constant_result(lambda kind: False)
@@ -158,7 +158,7 @@ BEYOND = {
 @pytest.mark.one_in(4)
 @torch._dynamo.config.patch(recompile_limit=2)  # It is 8.
 def test_beyond_the_limit_of_graphs_calls_run_uncompiled(name: str, learns: bool) -> None:
-    """They ended with an error inside of the library, and so did unrelated calls after them."""
+    """Calls once ended with an error inside of the library, and so did unrelated calls later."""
     function, right = BEYOND[name]
     torch.compiler.reset()
     query = QUERY.clone().requires_grad_(learns)

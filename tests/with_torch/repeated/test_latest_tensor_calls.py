@@ -163,7 +163,7 @@ def test_steps_of_one_length_may_have_other_strides() -> None:
 @pytest.mark.parametrize("keys", [50, 3000])
 @pytest.mark.parametrize("variants", [(), (qkv.Causal("end"),)])
 def test_steps_over_as_many_keys_again_and_again(keys, variants) -> None:
-    """They are prepared for this very length, and others are still right."""
+    """Steps are prepared for this very length, and others are still right."""
     for turn in range(80):
         near(operands(2, keys, seed=turn), *variants)
     query, key, value = operands(2, keys + 9)

@@ -22,8 +22,9 @@ drop_in = qkv.torch.scaled_dot_product_attention
 
 @pytest.fixture(autouse=True, params=["guards", "no guards"])
 def has_guards(request, monkeypatch, no_prepared_calls):
-    """With what torch tells about tensors in one call, and as with a torch that has no such thing:
-    it is not documented, no setting takes it away, and this torch has it.
+    """Whether this torch tells about tensors in one call; each test runs without it, too.
+
+    torch does not document it, no setting takes it away, and this torch has it.
     """
     if request.param == "no guards":
         monkeypatch.setattr(torch_guards, "_can_tell", lambda: False)
@@ -59,7 +60,7 @@ def close(found, expected, atol=2e-6):
 
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_a_repeated_call_calls_no_operator_of_torch(watched, has_guards, return_lse) -> None:
-    """If one is called, calls are as right as ever, but take longer than torch's own."""
+    """Calls that call an operator are as right as ever, but take longer than torch's own."""
     tensors = remembered(watched)
     qkv.attention(*tensors, return_lse=return_lse)
     with torch.autograd.profiler.profile() as seen:
@@ -282,7 +283,7 @@ def test_masks_may_have_other_values(watched, function) -> None:
 
 @pytest.mark.parametrize("function", [qkv.attention, drop_in])
 def test_other_masks_are_other_calls(watched, function) -> None:
-    """By what they are of, how they lie in memory and where."""
+    """Masks differ in dtype and shape, and in how and where they lie in memory."""
     tensors = remembered(watched, function, masks()[0])
     allowed, bias = masks(1)
     for _ in range(3):

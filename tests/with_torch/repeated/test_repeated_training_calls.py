@@ -70,7 +70,7 @@ def check(given, allowed, *variants, sinks=None, **keywords):
 
 @pytest.fixture
 def only_prepared(watched):
-    """From its call on, nothing but what was prepared may compute."""
+    """Let nothing but what was prepared compute, from a call of the fixture on."""
     at_call = []
     yield lambda: at_call.append(watched.computed)
     assert at_call == [watched.computed]
@@ -324,7 +324,7 @@ def test_a_graph_is_walked_twice() -> None:
 
 
 def test_values_that_are_not_finite() -> None:
-    """They lead to the checked call, which has the same rows as the definition."""
+    """Such values lead to the checked call, which has the same rows as the definition."""
     *tensors, grad_out, _ = warmed(qkv.Causal())
     with torch.no_grad():
         tensors[2][0, 0, 3, 1] = torch.inf

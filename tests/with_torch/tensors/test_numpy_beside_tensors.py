@@ -87,7 +87,7 @@ def test_what_torch_follows_is_not_lost_in_silence(role: str) -> None:
 
 
 def test_any_numpy_array_beside_a_tensor(recwarn: pytest.WarningsRecorder) -> None:
-    """Also one that torch cannot have as it is: read-only, or with a negative stride."""
+    """The array may be one that torch cannot have as it is: read-only, or of negative strides."""
     q, k, v = ARRAYS
     k = k[:, ::-1]
     v = np.broadcast_to(v, v.shape)

@@ -39,7 +39,7 @@ def test_stored_rows_are_computed_with(kind: str) -> None:
 @pytest.mark.parametrize("followed", ["query", "rows", "value"])
 @pytest.mark.parametrize("kind", ["paged", "quantised"])
 def test_gradients_are_refused(kind: str, followed: str) -> None:
-    """Rather than an output that requires none."""
+    """An error is better than an output that requires no gradient."""
     query, pages = QUERY.clone(), PAGES.clone()
     rows = stored(kind, pages.requires_grad_(followed == "rows"))
     query.requires_grad_(followed == "query")

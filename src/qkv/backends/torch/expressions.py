@@ -16,7 +16,7 @@ __all__ = ["TensorEvaluation"]
 
 
 def _floor(x: Tensor) -> Tensor:
-    """As `OPERATIONS` has it: NaN gives 0, and what is too large saturates."""
+    """The floor as `OPERATIONS` defines it: NaN gives 0, and what is too large saturates."""
     whole = x.floor().nan_to_num(0.0, torch.inf, -torch.inf)
     return whole.clamp(-(2.0**62), 2.0**62).to(torch.int64)
 

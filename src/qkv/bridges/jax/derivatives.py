@@ -46,7 +46,8 @@ KEPT = 3
 
 
 _attention = Primitive("qkv_attention")
-"""Not a `jax.custom_jvp`: where a scan is differentiated twice, JAX forgets its rule."""
+"""The primitive of attention. It is no `jax.custom_jvp`, because JAX forgets the rule of one where
+a scan is differentiated twice."""
 _linear = Primitive("qkv_linear")
 _attention.multiple_results = _linear.multiple_results = True
 
@@ -140,7 +141,7 @@ def _run(*arrays: Any, kind: str, operation: Operation, constants: int) -> Any:
 
 
 def _results(kind: str, operation: Operation, arrays: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """For each result an array of its shape, but for dimensions of vmap, and its dtype."""
+    """An array with the shape of each result, but for dimensions of vmap, and the dtype of each."""
     count = len(operation.ndims)
     query, out, lse = arrays[0], arrays[count], arrays[count + 1]
     like_out = [(out, query.dtype), (lse, lse.dtype)]

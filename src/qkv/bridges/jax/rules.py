@@ -107,7 +107,7 @@ def stand_in(array: Any, mapped: int = 0) -> Any:
 
 
 def shapes_of_results(operation: Operation, inputs: Sequence[Any]) -> Shapes:
-    """Of what `attend` gives, by the types of its inputs.
+    """The shapes and dtypes of what `attend` gives, from the types of its inputs.
 
     Errors that values have no part in are raised now, not by XLA.
     """

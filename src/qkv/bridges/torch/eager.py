@@ -121,7 +121,7 @@ def _hold_if_seen(structure: Structure) -> None:
 
 
 def _refuse_gradients(*arrays: Any) -> None:
-    """Better to hear that there are none than to train nothing."""
+    """Refuse gradients: it is better to hear that there are none than to train nothing."""
     if any(isinstance(array, Tensor) and LIBRARY.is_tracked(array) for array in arrays):
         raise UnsupportedError(
             "torch differentiates this call, and paged or quantised rows have no way back.",

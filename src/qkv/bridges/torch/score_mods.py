@@ -51,7 +51,7 @@ def read(fn: Any, arguments: tuple[str, ...]) -> tuple[str, tuple[Tensor, ...]] 
 def read_made_before(
     text: str, fn: Any, arguments: tuple[str, ...]
 ) -> tuple[str, tuple[Tensor, ...]] | None:
-    """As `read`, of a function that was made before Dynamo began; None if it stays whole.
+    """Read a function that was made before Dynamo began, as `read` does; None if it stays whole.
 
     `text` is that of a function of constants. These are looked up while Dynamo reads, so that it
     makes another graph when one of them has changed.
@@ -75,7 +75,7 @@ def _look_at(value: Any) -> None:
 
 
 def _find_paths(thing: Any, outer: tuple[Any, ...] = ()) -> list[tuple[Any, ...]] | None:
-    """Where a function has what it reads, and the functions among it theirs.
+    """The paths to what a function reads, and to what the functions among it read.
 
     None if one is a number of NumPy, which Dynamo makes a tensor of.
     """

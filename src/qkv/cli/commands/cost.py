@@ -378,7 +378,7 @@ def _json(document: dict[str, Any]) -> str:
 
 
 def _number(value: int) -> str:
-    """At most four digits, and a letter: thousand, million, G (10^9), T, P, E, Z."""
+    """The number in full below a million, else four digits and M, G (10^9), T, P, E or Z."""
     for power, letter in ((21, "Z"), (18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M")):
         if value >= 10**power:
             return f"{value / 10**power:.4g} {letter}"

@@ -51,7 +51,7 @@ class InputArrays:
 
     @classmethod
     def of_record(cls, inspected: Inspected, path: str) -> InputArrays:
-        """Those of a record of `path`, with heads before rows, whatever the layout was."""
+        """The arrays of a record of `path`, with heads before rows, whatever the layout was."""
         call = inspected.call
         spec, operands = call.problem.spec, call.problem.operands
         query, key, value = (

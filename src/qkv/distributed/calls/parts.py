@@ -45,7 +45,7 @@ class Merged:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Merged:
-        """Over no keys; `shape` is that of `out`."""
+        """Attention over no keys; `shape` is that of `out`."""
         return cls(np.zeros(shape, dtype), np.full(shape[:-1], -np.inf))
 
     def add(self, rows: slice, part: Partial) -> None:
@@ -148,7 +148,7 @@ class Merged:
 
 
 def _float64_lse(part: Partial, rows: slice = slice(None)) -> Array:
-    """Its lse of some rows with the rounding error added."""
+    """The lse of some rows of a part in float64, with the rounding error added."""
     lse = part.lse[..., rows].astype(np.float64)
     return lse if part.lse_rest is None else lse + part.lse_rest[..., rows]
 
@@ -276,7 +276,7 @@ class Residuals:
     grad_lse: Array
 
     def inputs(self, rows: slice, tables: frozenset[str]) -> BackwardInputs:
-        """Of some of the rows."""
+        """The inputs of the backward pass for some of the rows."""
         return BackwardInputs(
             np.ascontiguousarray(self.out[..., rows, :]),
             np.ascontiguousarray(self.lse[..., rows]),

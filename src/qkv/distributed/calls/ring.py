@@ -244,5 +244,5 @@ def _views(sides: _Sides) -> tuple[Array, Array]:
 
 
 def _tensors(key: Array, value: Array) -> _Sides:
-    """Of arrays without gaps, without a copy."""
+    """Tensors that share the memory of a key and a value without gaps."""
     return torch.from_numpy(key), torch.from_numpy(value)

@@ -127,7 +127,7 @@ class ShardedCall:
 
     @property
     def sinks(self) -> Array | None:
-        """Those of this rank's heads."""
+        """The sinks of this rank's heads; None if there are none."""
         sinks, heads = self.call.problem.operands.sinks, self.ring.parts.heads
         return None if sinks is None else sinks[heads.start : heads.stop]
 

@@ -67,7 +67,7 @@ class ShardHeadScores(HeadScores):
     total: tuple[Array, Array] = field(kw_only=True)
 
     def sums(self) -> tuple[Array, Array]:
-        """Those of all ranks."""
+        """The sums over the rows of all ranks."""
         return self.total
 
 

@@ -155,7 +155,7 @@ class Order:
 
     @classmethod
     def zigzag(cls, length: int, ranks: int) -> Order:
-        """Of 2 n runs of equal length, rank r holds run r and run 2 n - 1 - r."""
+        """Cut rows into 2 n runs of equal length; rank r holds run r and run 2 n - 1 - r."""
         runs = _cut(length, 2 * _checked(ranks))
         return cls("zigzag", length, tuple(
             _joined((runs[rank], runs[2 * ranks - 1 - rank])) for rank in range(ranks)

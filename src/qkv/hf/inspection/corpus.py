@@ -348,7 +348,7 @@ def _number_of(texts: Any) -> int:
 
 
 def _digest(inputs: Mapping[str, Any]) -> str:
-    """Of the tensors of one text."""
+    """A digest of the tensors of one text."""
     digest = blake2b(digest_size=8)
     for name, given in sorted(inputs.items()):
         if isinstance(given, torch.Tensor):
@@ -358,7 +358,7 @@ def _digest(inputs: Mapping[str, Any]) -> str:
 
 
 def _digest_of_parameters(model: torch.nn.Module) -> str:
-    """Of names, shapes and entries of all parameters and buffers that are stored with a model.
+    """A digest of all parameters and buffers that are stored with a model.
 
     Others, such as rotary frequencies for the length of the last text, change while it runs.
     """

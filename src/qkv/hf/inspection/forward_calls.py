@@ -131,7 +131,7 @@ class LayerNumbers:
 
     @contextmanager
     def around(self, model: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-        """For `around_forward`: the outermost call is a run."""
+        """Surround a forward pass, as `around_forward` asks: the outermost call is a run."""
         here = self._in_thread
         if in_backward():
             yield

@@ -165,7 +165,7 @@ def _copied(
 
 
 def _inputs(call: LayerCall) -> HeadInputs:
-    """Of a layer's call of plain tensors."""
+    """The inputs of a layer's heads, from a call of plain tensors."""
     return HeadInputs(call.query, call.key, call.variants, call.options)
 
 

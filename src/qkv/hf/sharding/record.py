@@ -37,7 +37,7 @@ class ShardRecord(ModelRecord):
         self._sharding = sharding
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Not written: see `Raises`.
+        """Refuse to write the record: see `Raises`.
 
         Raises
         ------
@@ -47,7 +47,7 @@ class ShardRecord(ModelRecord):
         self._refuse("written")
 
     def to_html(self) -> str:
-        """Not drawn: see `Raises`.
+        """Refuse to draw the record: see `Raises`.
 
         Raises
         ------

@@ -76,7 +76,7 @@ class Tokens:
 
     @classmethod
     def of(cls, ids: Array, real: Array, first: int, q_pos: Array, kv_pos: Array) -> Tokens:
-        """From token ids (batch, kv_len); query row 0 is key row `first`.
+        """The tokens with these ids (batch, kv_len); query row 0 is key row `first`.
 
         A negative id is not a token, as of an unknown one: nobody knows whether two are the same.
         Packed sequences lie one after another: positions that do not rise begin a new one.

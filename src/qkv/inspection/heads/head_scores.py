@@ -237,7 +237,7 @@ class _WholeLayer(LayerHeads):
         return np.asarray(self.record.mass_at(offset))
 
     def mass_of(self, keys: Array) -> Array:
-        """By the products of these keys alone, which are few."""
+        """Weight on these keys, by the products of these alone, since they are few."""
         replay = self.record.weights.replay
         mass = np.zeros_like(self.lse)
         rows = np.arange(mass.shape[2])

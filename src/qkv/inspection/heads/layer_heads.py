@@ -89,11 +89,11 @@ class LayerHeads(ABC):
         return rows
 
     def weights(self) -> LazyWeights | None:
-        """Those of the layer, if they can be read."""
+        """The weights of the layer, if they can be read."""
         return None
 
     def inputs(self) -> KeptInputs | None:
-        """What they come from."""
+        """What the weights come from, if it can be kept."""
         return None
 
     @property

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 __all__ = ["sentences_of_unknown", "unknown_id_of", "without_unknown"]
 
 _UNKNOWN = -1
-"""Of an unknown token, for `head_scores`."""
+"""The id of an unknown token, for `head_scores`."""
 
 
 def unknown_id_of(tokenizer: Any) -> int | None:

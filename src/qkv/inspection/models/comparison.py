@@ -50,7 +50,7 @@ class ComparedHeads(NamedTuple):
         texts: Sequence[str] | None,
         tokens: NDArray[Any] | None = None,
     ) -> ComparedHeads:
-        """Of a record with these tokens, as text or as ids (batch, length)."""
+        """The heads of a record with these tokens, as text or as ids (batch, length)."""
         if texts is None:
             return cls(model, words_of_tokens(tokens), rows)
         said = printable(joined(texts), _LONGEST_TEXT)

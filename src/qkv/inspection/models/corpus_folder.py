@@ -159,7 +159,7 @@ class CorpusFolder:
         return Chunk(texts, digests)
 
     def all_texts(self) -> Iterator[tuple[LayerSums, ...]]:
-        """Those of all chunks, in order."""
+        """The sums of all texts, chunk by chunk in order."""
         for chunk in self.chunks:
             yield from self.read(chunk).texts
 

@@ -158,7 +158,7 @@ class ModelRecord:
         return layer
 
     def _scores(self, query: Any, key: Any, *variants: Any, **options: Any) -> HeadScores:
-        """Those of one layer."""
+        """The scores of the heads of one layer."""
         return head_scores(query, key, *variants, **options)
 
     def layer(self, index: int) -> LayerRecord:

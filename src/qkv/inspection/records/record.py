@@ -81,7 +81,7 @@ class Record:
 
     @property
     def output(self) -> Any:
-        """As `qkv.attention` returns it."""
+        """The output, as `qkv.attention` returns it."""
         return handed_out(self._found.output)
 
     @property
@@ -100,7 +100,7 @@ class Record:
 
     @property
     def variants(self) -> tuple[Any, ...]:
-        """As they were given, with copies of their arrays."""
+        """The variants as they were given, with copies of their arrays."""
         return tuple(copied([given for given, _ in self._call.variants]))
 
     @cached_property

@@ -39,9 +39,9 @@ _MOST_NAMES = 40
 """Tokens that are written beside a picture, at most."""
 
 _COLOURS = ("#f4f7fc", "#8eb0dd", "#16498a")
-"""Of the smallest and the largest weight, and between: those of the lab in the light."""
+"""The colours of the smallest, a middle and the largest weight: those of the lab in the light."""
 _COLOURS_OF_DIFFERENCES = ("#b35806", "#f7f7f7", "#16498a")
-"""Of less, equal and more; told apart with any kind of colour vision."""
+"""The colours of less, equal and more; they are told apart with any kind of colour vision."""
 
 _KINDS = {
     TileKind.EMPTY: ("skipped", "#ffffff"),

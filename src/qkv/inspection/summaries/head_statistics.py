@@ -184,7 +184,7 @@ def strongest(indices: Array, weights: Array, count: int, first_row: int = 0) ->
 
 
 def notable_heads(all_heads: list[Head]) -> list[tuple[str, Head]]:
-    """For next, previous, own and first key, the head with most weight on it, if over half."""
+    """The head with most weight on the next, previous, own and first key each, if over half."""
     best = (
         (name, max(all_heads, key=lambda h: np.nan_to_num(h.mass[name])))
         for name in all_heads[0].mass

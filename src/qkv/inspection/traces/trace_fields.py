@@ -225,7 +225,7 @@ class TracedLedger:
 
     @classmethod
     def of(cls, heads: Sequence[TracedHead], head_dim: int, v_head_dim: int) -> TracedLedger:
-        """That of the pairs that the traced rows attend to."""
+        """The ledger of the pairs that the traced rows attend to."""
         pairs = [int(row.allowed.sum()) for head in heads for row in head.rows]
         ledger = attention_ledger(sum(pairs), sum(map(bool, pairs)), head_dim, v_head_dim)
         counts = {name: int(count) for name, count in ledger.counts.items()}

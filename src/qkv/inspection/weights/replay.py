@@ -48,7 +48,7 @@ LOG_ZERO = -1e4
 
 @dataclass(frozen=True, slots=True)
 class RowSums:
-    """Of some rows: the largest score m, sinks included, and `l = sum exp(s - m)` in float64."""
+    """The largest score m of some rows, sinks included, and `l = sum exp(s - m)` in float64."""
 
     row_max: Array
     row_sum: Array

@@ -15,7 +15,7 @@ from qkv.inspection.weights.replay import Replay, ScoreTile, weights_of
 Array = NDArray[Any]
 
 _MOST_KEYS = 2**20
-"""Of each row, that `top` returns."""
+"""The most keys of each row that `top` returns."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,7 @@ def _arguments(name: str) -> dict[str, Any]:
 
 
 def _values(lines: list[Line], arguments: dict[str, Any], rows: int) -> list[list[str] | None]:
-    """For each line and each row, the value of the line's variable after it has run."""
+    """The value of each line's variable after the line has run, for each row."""
     return [
         None if value is None else [_text(np.asarray(value), row, rows) for row in range(rows)]
         for value in _run(lines, arguments)

@@ -64,7 +64,7 @@ def _of_kind(
 
 
 def _clear_query(weights: Array) -> int:
-    """Of the queries whose weight is nearly the largest, the one nearest to 3/4 of the text."""
+    """The query nearest to 3/4 of the text among those whose weight is nearly the largest."""
     there = np.nan_to_num(weights, nan=-1.0)
     most = there.max()
     clear = np.flatnonzero(there >= min(most, _NEARLY * most))

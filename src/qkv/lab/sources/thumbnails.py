@@ -29,7 +29,7 @@ _STEP = 1 << 22
 
 
 def queries_drawn(layer: HeadLayer, num_heads: int) -> int:
-    """Of how many queries a picture shows weights; `num_heads` are those of all layers."""
+    """The number of queries whose weights a picture shows; `num_heads` are those of all layers."""
     if layer.replay is None:
         return layer.q_len
     most = max(_side(num_heads), _WEIGHTS // max(layer.kv_len, 1))

@@ -167,7 +167,7 @@ class ProjectedAttention(AttentionMechanism):
         return {}
 
     def _shapes_between(self) -> dict[str, tuple[int, ...]]:
-        """Those of the norms and the sinks."""
+        """The shapes of the weights of the norms and of the sinks."""
         shapes: dict[str, tuple[int, ...]] = {}
         if self.qk_norm:
             for side, heads in (("q", self.num_heads), ("k", self.num_kv_heads)):
@@ -178,7 +178,7 @@ class ProjectedAttention(AttentionMechanism):
     def initial_weight(
         self, name: str, shape: tuple[int, ...], rng: np.random.Generator
     ) -> NDArray[Any]:
-        """Like other mechanisms, but ones for the norms and zeros for the sinks."""
+        """An initial weight: ones for norms, zeros for sinks, else as in other mechanisms."""
         if name in ("q_norm.weight", "k_norm.weight"):
             return np.ones(shape)
         return np.zeros(shape) if name == "sinks" else super().initial_weight(name, shape, rng)
@@ -258,13 +258,13 @@ class ProjectedAttention(AttentionMechanism):
         return step("rope", multiply=4 * turned, add=turned, subtract=turned)
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
-        """Those of the projections, of positions, and of attention over the allowed pairs."""
+        """The operations of projections, of positions, and of attention over the allowed pairs."""
         return self.operations_between(tokens, tokens, self.pairs_of_heads(tokens), batch)
 
     def operations_between(
         self, q_len: int, kv_len: int, pairs_of_heads: tuple[tuple[int, int], ...], batch: int
     ) -> Ledger:
-        """Those of `q_len` queries and `kv_len` keys, which attend in the given pairs."""
+        """The operations of `q_len` queries and `kv_len` keys, which attend in the given pairs."""
         h, g, d = symbols(h=self.num_heads, g=self.num_kv_heads, d=self.head_dim)
         g = h if self.num_kv_heads == self.num_heads else g
         lengths = (q_len, kv_len, kv_len, q_len)
@@ -284,7 +284,7 @@ class ProjectedAttention(AttentionMechanism):
         return sum(projections[3:], ledger)
 
     def widths(self) -> tuple[int, int]:
-        """Those of x and of the output."""
+        """The widths of x and of the output."""
         (_, width, heads), *_ = self._projections()
         return width, width if self.out_proj else heads
 

@@ -38,7 +38,7 @@ class UnprojectedAttention(AttentionMechanism):
         return f"{type(self).__name__}(head_dim={self.head_dim})"
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
-        """Those of attention over all pairs."""
+        """The operations of attention over all pairs."""
         (d,) = symbols(d=self.head_dim)
         scaled = self.scale != 1
         return attention_over_pairs(tokens * tokens, tokens, d, d, scaled=scaled) * batch

@@ -97,7 +97,7 @@ class Differential(LlamaAttention):
     def initial_weight(
         self, name: str, shape: tuple[int, ...], rng: np.random.Generator
     ) -> NDArray[Any]:
-        """Like other mechanisms, but lambda vectors are normal with deviation 0.1."""
+        """An initial weight: normal with deviation 0.1 for lambdas, else as in other mechanisms."""
         if name in _LAMBDAS:
             return rng.normal(0.0, 0.1, shape)
         return super().initial_weight(name, shape, rng)
@@ -162,7 +162,7 @@ class Differential(LlamaAttention):
         ]
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
-        """Those of the maps, each of which sums values of `2 head_dim` numbers, and the rest."""
+        """The operations of the maps, whose values have `2 head_dim` numbers, and of the rest."""
         ledger = super().operations(tokens, batch)
         d, h = symbols(d=self.head_dim, h=self.num_heads)
         pairs, heads = self.pairs(tokens), batch * h

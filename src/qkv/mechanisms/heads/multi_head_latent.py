@@ -168,7 +168,7 @@ class MultiHeadLatent(AttentionMechanism):
     def initial_weight(
         self, name: str, shape: tuple[int, ...], rng: np.random.Generator
     ) -> NDArray[Any]:
-        """Like other mechanisms, but ones for the norms."""
+        """An initial weight: ones for norms, else as in other mechanisms."""
         if "layernorm" in name:
             return np.ones(shape)
         return super().initial_weight(name, shape, rng)
@@ -301,7 +301,7 @@ class MultiHeadLatent(AttentionMechanism):
         return [Step("Join", "the heads side by side, projected back if they are", (line,))]
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
-        """Those of the form that is not absorbed."""
+        """The operations of the form that is not absorbed."""
         h, v = symbols(h=self.num_heads, v=self.v_head_dim)
         r, p = symbols(r=self.qk_rope_head_dim, p=self.qk_nope_head_dim)
         rows: int = batch * tokens
@@ -318,7 +318,7 @@ class MultiHeadLatent(AttentionMechanism):
         return ledger + attention_over_pairs(pairs, tokens, p + r, v) * heads
 
     def widths(self) -> tuple[int, int]:
-        """Those of x and of the output."""
+        """The widths of x and of the output."""
         e, h, v = symbols(e=self.embed_dim, h=self.num_heads, v=self.v_head_dim)
         return e, e if self.out_proj else h * v
 

@@ -210,7 +210,7 @@ class GatedDelta(RecurrentMechanism):
         return self.project_back("out_proj", rows, gate) if self.out_proj else rows
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
-        """Those of the recurrence token by token; chunks do more in fewer products."""
+        """The operations of the recurrence token by token; chunks do more in fewer products."""
         e, h, g = symbols(e=self.embed_dim, h=self.num_heads, g=self.num_key_heads)
         d, d_v, k = symbols(d=self.head_dim, d_v=self.v_head_dim, k=self.conv_kernel)
         tokens = batch * tokens
@@ -235,7 +235,7 @@ class GatedDelta(RecurrentMechanism):
         return ledger
 
     def widths(self) -> tuple[int, int]:
-        """Those of x and of the output."""
+        """The widths of x and of the output."""
         e, h, d_v = symbols(e=self.embed_dim, h=self.num_heads, d_v=self.v_head_dim)
         return e, e if self.out_proj else h * d_v
 

@@ -258,7 +258,7 @@ class Linear(StatefulMechanism, ProjectedAttention):
         return steps + self.steps_after(out, token.index)
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
-        """Those of sums that are taken once; chunks do more in fewer products."""
+        """The operations of sums that are taken once; chunks do more in fewer products."""
         h, g, d = symbols(h=self.num_heads, g=self.num_kv_heads, d=self.head_dim)
         tokens = batch * tokens
         ledger = Ledger()

@@ -184,7 +184,7 @@ class Linformer(ProjectedAttention):
         return pairs
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
-        """Those of the mixtures, and of attention to them."""
+        """The operations of the mixtures, and of attention to them."""
         k, g, d = symbols(k=self.num_mixtures, g=self.num_kv_heads, d=self.head_dim)
         heads: int = 2 * g * batch
         return matmul("mixtures", k, tokens, d) * heads + super().operations(tokens, batch)

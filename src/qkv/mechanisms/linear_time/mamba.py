@@ -194,7 +194,7 @@ class Mamba(RecurrentMechanism):
         return -array_namespace(x).exp(self.weight("A_log", x))
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
-        """Those of the recurrence token by token; chunks do more in fewer products."""
+        """The operations of the recurrence token by token; chunks do more in fewer products."""
         e, c = symbols(e=self.embed_dim, c=self.inner_dim)
         s, r, k = symbols(s=self.state_size, r=self.time_step_rank, k=self.conv_kernel)
         tokens = batch * tokens
@@ -213,7 +213,7 @@ class Mamba(RecurrentMechanism):
         return ledger
 
     def widths(self) -> tuple[int, int]:
-        """Those of x and of the output."""
+        """The widths of x and of the output."""
         e, c = symbols(e=self.embed_dim, c=self.inner_dim)
         return e, e if self.out_proj else c
 

@@ -225,7 +225,7 @@ class Mamba2(RecurrentMechanism):
         return -array_namespace(x).exp(self.weight("A_log", x))[:, None, None]
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
-        """Those of the recurrence token by token; chunks do more in fewer products."""
+        """The operations of the recurrence token by token; chunks do more in fewer products."""
         e, h, d = symbols(e=self.embed_dim, h=self.num_heads, d=self.head_dim)
         s, g, k = symbols(s=self.state_size, g=self.num_groups, k=self.conv_kernel)
         tokens = batch * tokens
@@ -246,7 +246,7 @@ class Mamba2(RecurrentMechanism):
         return ledger
 
     def widths(self) -> tuple[int, int]:
-        """Those of x and of the output."""
+        """The widths of x and of the output."""
         e, h, d = symbols(e=self.embed_dim, h=self.num_heads, d=self.head_dim)
         return e, e if self.out_proj else h * d
 

@@ -137,9 +137,9 @@ class Performer(Linear):
     def _chunk(
         self, state: dict[str, Any], query: Any, key: Any, value: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """As in `Linear`, if the largest keys grow by little from the first token to the last.
+        """Attend as `Linear` does, if the largest keys grow little from first to last token.
 
-        Else the first tokens would lose theirs, divided by those of later ones.
+        Otherwise the features of the first tokens would vanish, divided by those of later ones.
         """
         xp = array_namespace(key)
         little = -0.25 * math.log(float(xp.finfo(key.dtype).smallest_normal))

@@ -164,7 +164,7 @@ class RWKV4(RecurrentMechanism):
         return array_namespace(x).exp(self.weight("time_decay", x)), self.weight("time_first", x)
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
-        """Those of the recurrence token by token; chunks do more in fewer products."""
+        """The operations of the recurrence token by token; chunks do more in fewer products."""
         e, h = symbols(e=self.embed_dim, h=self.hidden_dim)
         tokens = batch * tokens
         ledger = step("token_shift", multiply=6 * tokens * e, add=3 * tokens * e, subtract=3 * e)
@@ -181,7 +181,7 @@ class RWKV4(RecurrentMechanism):
         return ledger
 
     def widths(self) -> tuple[int, int]:
-        """Those of x and of the output."""
+        """The widths of x and of the output."""
         e, h = symbols(e=self.embed_dim, h=self.hidden_dim)
         return e, e if self.out_proj else h
 

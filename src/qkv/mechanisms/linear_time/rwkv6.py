@@ -197,7 +197,7 @@ class RWKV6(RecurrentMechanism):
         return self.weight("time_faaaa", x)[:, None, :]
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
-        """Those of the recurrence token by token; chunks do more in fewer products."""
+        """The operations of the recurrence token by token; chunks do more in fewer products."""
         e, h, d = symbols(e=self.embed_dim, h=self.num_heads, d=self.head_dim)
         r, s = symbols(r=self.mix_rank, s=self.decay_rank)
         tokens = batch * tokens
@@ -223,7 +223,7 @@ class RWKV6(RecurrentMechanism):
         return ledger
 
     def widths(self) -> tuple[int, int]:
-        """Those of x and of the output."""
+        """The widths of x and of the output."""
         e, h, d = symbols(e=self.embed_dim, h=self.num_heads, d=self.head_dim)
         return e, e if self.out_proj else h * d
 

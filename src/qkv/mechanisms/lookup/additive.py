@@ -161,7 +161,7 @@ class Additive(Mechanism):
         ]
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
-        """Those of a hidden row for each pair; values are as wide as keys."""
+        """The operations of a hidden row for each pair; values are as wide as keys."""
         e, c, a = self._sizes()
         pairs = tokens * tokens
         scores = (

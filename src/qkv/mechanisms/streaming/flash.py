@@ -178,7 +178,7 @@ class Flash(ProjectedAttention):
         return steps + self.steps_after(output[:, None], 0)
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
-        """Those of full attention, and for each row and tile one exp and the corrections."""
+        """The operations of full attention, and one exp and corrections for each row and tile."""
         d, h = symbols(d=self.head_dim, h=self.num_heads)
         each = tokens * Count(-(-int(tokens) // self.block_kv), "tiles")
         more = step("correction", compare=each, subtract=each, exp=each,

@@ -183,7 +183,7 @@ class Ring(ProjectedAttention):
         return steps
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
-        """Those of attention on all devices, and the joining of parts, `head_dim + 1` a row."""
+        """The operations of attention on all devices, and of merging rows of `head_dim + 1`."""
         d, h = symbols(d=self.head_dim, h=self.num_heads)
         n = int(tokens)
         blocks = -(-n // -(-n // self.num_devices))

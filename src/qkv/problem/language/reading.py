@@ -116,7 +116,7 @@ class CapturedArray:
         return self._reading.table(self._array)[tuple([_whole_number(i) for i in indices])]
 
     def as_number(self) -> Expr:
-        """Its only entry, in an expression."""
+        """The array's only entry, in an expression."""
         if len(self._array.shape):
             raise whole_array(tuple(self._array.shape))
         entry: Expr = self._reading.table(self._array)[()]

@@ -63,7 +63,7 @@ class Segments(MaskVariant):
     @classmethod
     @made_outside("Segments.from_cu_seqlens", "reads the values of its arrays")
     def from_cu_seqlens(cls, cu_q: ArrayLike, cu_kv: ArrayLike | None = None) -> Segments:
-        """From cumulative lengths `[0, n0, n0 + n1, ...]`, as varlen interfaces take them.
+        """Make segments of cumulative lengths `[0, n0, n0 + n1, ...]`, as varlen interfaces take.
 
         Raises
         ------

@@ -119,7 +119,7 @@ DERIVATIVES: Mapping[str, Callable[..., Any]] = {
     "where": lambda y, v, d: np.where(v[0], d[1], d[2]),
     "lt": lambda y, v, d: 0.0,
 }
-"""Of those operations that scores go through, from the value, the parts and their derivatives."""
+"""The derivatives of operations on scores, from the value, the parts and the parts' derivatives."""
 
 
 def as_function(tree: Tree, constants: Array) -> Callable[..., Any]:

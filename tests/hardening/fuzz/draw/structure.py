@@ -22,7 +22,7 @@ __all__ = ["random_problem"]
 DRAWS: Mapping[str, int] = {
     "forward": 192, "decoding": 96, "gradients": 24, "tangents": 4, "inspection": 8, "torch": 16,
 }  # fmt: skip
-"""Of each purpose, the draws of values for one layout: the more of them, the quicker they are."""
+"""The draws of values for one layout, by purpose: the quicker they are, the more there are."""
 _SHARES = ("forward",) * 7 + ("decoding",) * 3 + ("gradients",) * 4 + (
     "tangents", "inspection", "inspection", "torch", "torch",
 )  # fmt: skip
@@ -192,7 +192,7 @@ def _one_of(rng: Rng, choices: Sequence[Any]) -> Any:
 
 
 def _size(rng: Rng, most: int) -> int:
-    """At an edge or anywhere, rather small than large."""
+    """A size at an edge or anywhere, rather small than large."""
     if rng.random() < 0.5:
         return min(int(_one_of(rng, _EDGES)), most)
     return 2 + int((most - 2) * rng.random() ** 3)

@@ -183,7 +183,7 @@ def _leaf(rng: Rng) -> Callable[[Rng, int], Make]:
 
 
 def _bias(rng: Rng, axes: int) -> Make:
-    """With a few entries of -inf."""
+    """A bias, which may have some entries of -inf."""
     extent = _extent(rng, axes)
     kinds = (np.float16, ml_dtypes.bfloat16, np.float32, np.float32, np.float64)
     dtype = np.dtype(kinds[int(rng.integers(len(kinds)))])

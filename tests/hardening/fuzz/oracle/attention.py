@@ -145,7 +145,7 @@ class Oracle(Masks):
 
     @cached_property
     def scores(self) -> Array:
-        """After all variants; -inf where a pair is forbidden."""
+        """The scores after all variants; -inf where a pair is forbidden."""
         return np.where(self.masked, self.steps[-1], -np.inf)
 
     @cached_property
@@ -163,7 +163,7 @@ class Oracle(Masks):
 
     @cached_property
     def factors(self) -> Array:
-        """Of dropout."""
+        """The factors of dropout."""
         found = np.ones(())
         for v in self.all_named("Dropout"):
             batch = np.arange(int(np.prod(self.batch_shape))).reshape(*self.batch_shape, 1, 1, 1)
@@ -184,7 +184,7 @@ class Oracle(Masks):
 
     @property
     def weights(self) -> Array:
-        """Before dropout."""
+        """The weights before dropout."""
         return self._softmax[0]
 
     @property

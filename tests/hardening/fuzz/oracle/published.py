@@ -49,7 +49,10 @@ def t5_bucket(relative: Array, num_buckets: int, bidirectional: bool, far: int) 
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """Of Press et al. (2022); of no power of two, with every other one of the next power."""
+    """The slopes of Press et al. (2022).
+
+    Heads beyond a power of two have every other slope of the next power.
+    """
     below = 1
     while 2 * below <= num_heads:
         below *= 2

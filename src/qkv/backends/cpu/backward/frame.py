@@ -28,8 +28,8 @@ from qkv.backends.cpu.products.query_lanes import IN_ORDER, SumOrder, dot_rows
 from qkv.problem.language.derivative import derivative
 
 _CHAIN_OF_PRODUCTS = 8
-"""After a delta correction, so many products are added one after the other before these sums are
-added."""
+"""The number of products that a kernel which corrects delta adds one after the other, before it
+adds these sums."""
 DELTA_REST = 2
 """The row, in the area of delta, that holds what the sum of its two halves lacks."""
 EXPECTED_SUM = 1

@@ -22,7 +22,7 @@ from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
 from qkv.problem.language.expressions import TRUE
 
 PAIRS_OF = {"query": "query_pairs", "grad_out": "grad_pairs"}
-"""For each area of packed rows, the area that holds them as pairs of bfloat16."""
+"""The areas that hold packed rows as pairs of bfloat16, by the area of the rows."""
 
 
 class _KeySums(NamedTuple):
@@ -318,7 +318,7 @@ class QueryBlockPass:
             self._add_keys(kv_start, *everyone, e.index(0), count)
 
         def add_what_is_left_out() -> None:
-            """In bfloat16: what is not finite counts as 0 in products, and is added by itself."""
+            """Add what is not finite by itself: in products of bfloat16 it counts as 0."""
             if frame.in_pairs and frame.may_forbid:
                 with e.builder.if_then(e.builder.not_(self.finite), likely=False):
                     self._add_selected_keys(kv_start, count)

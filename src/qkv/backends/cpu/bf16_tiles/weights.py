@@ -26,7 +26,7 @@ from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.problem.language.expressions import TRUE
 
 MOST_BITS = 16
-"""By how many powers of two scores may exceed the shift of their row before it is raised."""
+"""The powers of two by which scores may exceed the shift of their row before it is raised."""
 
 
 class Queries(NamedTuple):

@@ -61,7 +61,7 @@ class _Symbol(NamedTuple):
     is_global: bool
     section: int
     value: int
-    """Where it lies in its section."""
+    """Where the symbol lies in its section."""
 
 
 class ElfObject:

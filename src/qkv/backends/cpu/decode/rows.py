@@ -13,7 +13,7 @@ from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.problem.spec import Spec
 
 _KEYS_AHEAD = 64
-"""By how many keys prefetching runs ahead in pages, at least."""
+"""The least number of keys by which prefetching runs ahead in pages."""
 _SCALE_BYTES = storage.ITEM_BYTES["float32"]
 
 

@@ -28,9 +28,9 @@ class _Format:
     ln2: tuple[float, float]
     """ln 2 as a high and a low part. Products of the high part with exponents are exact."""
     smallest: float
-    """Below this, exp is 0."""
+    """The number below which exp is 0."""
     largest: float
-    """Above this, exp is infinite."""
+    """The number above which exp is infinite."""
 
     @property
     def round(self) -> float:
@@ -270,7 +270,7 @@ def _log32_terms(e: Emitter, f: Value, n: Value) -> tuple[Value, Value]:
 
 
 def _log64_terms(e: Emitter, f: Value, n: Value) -> tuple[Value, Value]:
-    """Those of float64, with log(1 + f) as 2 atanh(s), s = f / (2 + f)."""
+    """The terms of `_log_terms` in float64, with log(1 + f) as 2 atanh(s), s = f / (2 + f)."""
     b = e.builder
     s = b.fdiv(f, b.fadd(f, e.const(2.0)))
     square = b.fmul(s, s)

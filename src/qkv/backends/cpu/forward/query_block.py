@@ -65,11 +65,11 @@ class QueryBlockFunctions(NamedTuple):
     """Functions `(arguments, task, scratch, number)` of one block of queries of a task."""
 
     begin: Value
-    """Its queries are packed."""
+    """The function that packs the queries of the block."""
     advance: Value
-    """With a further argument `stop`: it attends to its blocks of keys that begin before `stop`."""
+    """The function that attends to blocks of keys that begin before a further argument `stop`."""
     end: Value
-    """Its output is written."""
+    """The function that writes the output of the block."""
 
 
 _ARGUMENTS = *[POINTER] * 3, INT64

@@ -1,4 +1,4 @@
-"""From scores to weights: score mods, masks, and the online softmax of one vector of queries."""
+"""Weights from scores: score mods, masks, and the online softmax of one vector of queries."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ _FEATURES = {
     "bf16": (_AT_HWCAP2, 1 << 14, b"hw.optional.arm.FEAT_BF16"),
     "fp16fml": (_AT_HWCAP, 1 << 23, b"hw.optional.arm.FEAT_FHM"),
 }
-"""Where Linux (`getauxval`, arch/arm64/include/uapi/asm/hwcap.h) and macOS (`sysctl`) have them."""
+"""Where Linux (`getauxval`, arch/arm64/include/uapi/asm/hwcap.h) and macOS (`sysctl`) tell of the
+features."""
 
 
 def arm_features() -> frozenset[str]:

@@ -82,7 +82,7 @@ _SWITCHED_OFF: dict[str, tuple[str, ...]] = {
     "avx2": ("amx", "avx512", "avx10"),
     "sse": ("amx", "avx", "fma", "f16c", "xop", "v"),
 }
-"""For each instruction set that is forced, prefixes of the features that are switched off."""
+"""Prefixes of the features that are switched off, by the instruction set that is forced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,10 +49,10 @@ each task."""
 _MOST_PARTIALS = 8
 """The most partial sums of dQ that are held at once."""
 _MOST_KEYS_IN_FLOAT64 = 512
-"""Up to this many keys, dP of few queries is added in float64, which takes a third longer."""
+"""The most keys with which dP of few queries is added in float64, which takes a third longer."""
 
 _VECTORS, _Q_BLOCKS_PER_TASK = 4, 8
-"""With tiles: vectors of a block of queries, and blocks that are packed at once. That many fit a
+"""Vectors of a block of queries, and blocks that are packed at once, with tiles. That many fit a
 cache and make splitting the keys worthwhile. dK and dV are added up in these groups, so that their
 number must not depend on how many heads or batch rows there are."""
 _LEAST_QUERIES = 13

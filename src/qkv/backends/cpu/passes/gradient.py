@@ -18,8 +18,8 @@ from qkv.problem.spec import Problem
 Array = NDArray[Any]
 
 _MOST_QUERIES = 12
-"""With at most this many queries of a head that see a key, delta is corrected. With more queries,
-the error of one row is seldom the largest."""
+"""Delta is corrected where at most this many queries of a head see a key. With more queries, the
+error of one row is seldom the largest."""
 _FAINT, _LIFT, _LIFTED = 2.0**-60, 2.0**64, 2.0**100
 """If all cotangents are smaller than the first number, they are multiplied by the second, or by as
 much less as keeps their products with operands below the third."""

@@ -15,7 +15,7 @@ Array = NDArray[Any]
 Thing = TypeVar("Thing")
 
 NO_RESULTS = Partial(np.empty(0), np.empty(0))
-"""In the place of results whose addresses each call brings."""
+"""Empty arrays in place of results whose addresses each call brings."""
 _MOST_FREE = 4
 """Number of scratch buffers that are kept for later calls."""
 
@@ -29,7 +29,7 @@ class Pool(Generic[Thing]):
         self.give_back: Callable[[Thing], None] = self._free.append
 
     def take(self) -> Thing:
-        """One that is free, or made if there is none."""
+        """A thing that is free, or a new one if there is none."""
         try:
             return self._free.pop()
         except IndexError:

@@ -206,8 +206,10 @@ def _product_and_bias(score: Node) -> tuple[Node, Node] | None:
 def _heads_with_falling_bias(
     bias: Node, contents: TableContents, heads: int, q_len: int, kv_len: int, least_gap: float
 ) -> tuple[bool, ...]:
-    """For each head, whether at least a share `_LEAST_SHARE` of its blocks would weigh nothing
-    if every product were 0."""
+    """Whether each head has many blocks that would weigh nothing if every product were 0.
+
+    At least a share `_LEAST_SHARE` of its blocks is many.
+    """
     block_q, block_kv = -(-q_len // _SAMPLED_BLOCKS), -(-kv_len // _SAMPLED_BLOCKS)
     sizes = (q_len, kv_len, block_q, block_kv, 0, -(-q_len // block_q), -(-kv_len // block_kv))
     bounds = (_bias_bounds.__wrapped__(bias, contents, head, *sizes) for head in range(heads))

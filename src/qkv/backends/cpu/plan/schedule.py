@@ -36,8 +36,8 @@ _TILES_AT_ONCE = 2**16
 _LEAST_SHARING = 8
 """A bias is bounded only if at least this many heads and batch rows share it."""
 CHEAP_OPERATIONS = 1e7
-"""With no more operations than this, computing all products is as quick as reading tables to find
-tiles to skip."""
+"""The most operations with which computing all products is as quick as reading tables to find tiles
+to skip."""
 _MOST_CONTENT_BYTES = 4096
 _KEPT_TASKS = 4096
 """Schedules of up to this many tasks are cached from call to call."""
@@ -332,9 +332,9 @@ def _kinds_and_quarters(kinds: Array, tiles: int) -> tuple[Array, Array, Array]:
 
 
 def _seen_quarters(used: Array, first: Array, last: Array, q_blocks_per_task: int) -> Array:
-    """Of each task and block of keys, the first quarter that is seen, and the one after the last.
+    """The first quarter that each task sees of each block of keys, and the one after the last.
 
-    For blocks that no query of the task sees, all quarters.
+    All quarters count as seen in blocks that no query of the task sees.
     """
     rows = -(-len(used) // q_blocks_per_task)
     quarters = np.empty((rows, used.shape[1], 2), np.int64)

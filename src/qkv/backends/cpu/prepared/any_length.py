@@ -188,7 +188,7 @@ def _array_words(problem: Problem, name: str, array: Array, word: int) -> ArrayW
 
 
 def _keys_per_entry(index: Node) -> int:
-    """For how many keys an axis with this index has one entry; 0 if it does not go along keys."""
+    """How many keys share an entry of an axis with this index; 0 if it does not go along keys."""
     match index:
         case Var(name="kv_index"):
             return 1

@@ -167,7 +167,10 @@ class _Output(NamedTuple):
 
 
 def _outputs_of(problem: Problem, results: Results) -> list[_Output]:
-    """Of query, key and value. Blocks of queries that see no key are left out, and have zeros."""
+    """The outputs for the gradients of query, key and value.
+
+    Blocks of queries that see no key are left out, and have zeros.
+    """
     outputs = []
     for name, name_of_sums, new in (
         ("query", "query_partials", np.zeros),

@@ -63,7 +63,7 @@ class Rotate:
 
     @classmethod
     def of(cls, problem: Problem) -> Rotate:
-        """For arrays like those of a problem, by angles that are kept."""
+        """The rotation of arrays like those of a problem, by angles that are kept."""
         operands = problem.operands
         assert operands.angles is not None
         arrays = operands.query, plain(operands.key)

@@ -280,7 +280,7 @@ class RowProducts:
             value, weights, block, value_row, block_row, v_head_dim, count, ahead, asked = args
 
             def part_of(columns: Value) -> Value:
-                """Of the bytes that are prefetched, those for so many columns, in whole lines."""
+                """The share of so many columns in the bytes that are prefetched, in whole lines."""
                 part = e.mul(asked, e.least(columns, v_head_dim))
                 return e.round_down(e.builder.sdiv(part, v_head_dim), CACHE_LINE)
 

@@ -22,7 +22,7 @@ from qkv.backends.cpu.python_calls.layout import AXIS_WORDS, CALL_WORDS, OPERAND
 _DATA, _NDIM, _SHAPE, _STRIDES, _DTYPE = 0, 8, 16, 24, 40
 """Bytes behind the object header."""
 _ANY, _UNLIKE = -1, -2
-"""In the place of a number of keys."""
+"""What stands for a number of keys that may be any, and for one that is not as expected."""
 _DONE = -1
 """The result if the job is done."""
 _OPERANDS = 3

@@ -83,7 +83,7 @@ class FilledBlock(NamedTuple):
         *,
         is_step: bool = False,
     ) -> FilledBlock:
-        """For query, key, value, results, and the arrays of variants, if there are any.
+        """The block for query, key, value, results, and the arrays of variants, if there are any.
 
         `call` is of `CALL_WORDS`, but counts words, not bytes. `is_step` says that the number of
         keys is free.
@@ -100,7 +100,7 @@ class FilledBlock(NamedTuple):
         *,
         is_step: bool = False,
     ) -> FilledBlock | None:
-        """As `of`, but None if the process has given up making code since the first call."""
+        """The block of `of`; None if the process has given up making code since the first call."""
         with suppress(KernelBuildError):
             return cls.of(block, operands, call, is_step=is_step)
         return None

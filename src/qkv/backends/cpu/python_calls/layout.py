@@ -17,10 +17,11 @@ fixed. The number of keys is at most `longest`. The first of `q_len` queries sta
 fixed, and `not_finite` if the job does not tell."""
 
 OPERAND_WORDS = ("place", "dtype", "item", "ndim")
-"""Then, for query, key and value, each result and each array: where the address goes, the dtype
-object, the bytes of an element, and the number of axes. Of results nothing else is expected."""
+"""The words after `CALL_WORDS`, for query, key and value, each result and each array: where the
+address goes, the dtype object, the bytes of an element, and the number of axes. Of results nothing
+else is expected."""
 
 AXIS_WORDS = ("size", "stride", "place", "keys")
-"""Then, for each axis: its size, -1 for the number of keys; its stride in bytes, or, if any stride
-will do, where that goes, else 0. The axis of an array has an entry for so many `keys`, unless this
-is 0; the word before that of its stride is then its size."""
+"""The words after `OPERAND_WORDS`, for each axis: its size, -1 for the number of keys; its stride
+in bytes, or, if any stride will do, where that goes, else 0. The axis of an array has an entry for
+so many `keys`, unless this is 0; the word before that of its stride is then its size."""

@@ -77,10 +77,10 @@ class Reduction:
         return self.e.index(0)
 
     def begin(self, block: QueryBlock) -> None:
-        """Before the first keys of a block of queries."""
+        """Emit what comes before the first keys of a block of queries."""
 
     def finish_key_block(self, block: QueryBlock, kv_start: Value, count: Value) -> None:
-        """After a block of keys, for all vectors of a block of queries."""
+        """Emit what follows each block of keys, for all vectors of a block of queries."""
 
     def write_rows(self, arguments: Value, state: Value, width: Value, rows: list[Value]) -> None:
         """Store what a vector found, lane by lane.
@@ -103,7 +103,7 @@ class Reduction:
         return function
 
     def end(self, block: QueryBlock, write: Value) -> None:
-        """After the last keys of a block of queries, where there is a state to be written."""
+        """Write the states of a block of queries after its last keys."""
         e = self.e
         width = e.index(block.vectors * e.vector_bytes)
         for j in range(block.vectors):

@@ -112,7 +112,7 @@ class RowLayout:
 
     @classmethod
     def of(cls, array: Array) -> RowLayout:
-        """Of the rows of this array."""
+        """The layout of the rows of this array."""
         return cls(array.shape, array.strides)
 
 

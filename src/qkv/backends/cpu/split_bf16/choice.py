@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from qkv.backends.cpu.split_bf16.layout import BackwardKernel, ReplayKernel
 
 LEAST_SIZES = {"float32": (160, 96), "float16": (32, 48)}
-"""For each dtype the least number of queries and of keys, and the least head_dim + v_head_dim, from
-which on split kernels are quicker."""
+"""The sizes from which on split kernels are quicker, by dtype: the least number of queries and of
+keys, and the least head_dim + v_head_dim."""
 
 _TERMS = {"float16": 2, "float32": 3}
 """How many bfloat16 numbers add up to one number of each dtype."""
@@ -51,7 +51,7 @@ def replay_kernel() -> ReplayKernel:
 
 
 def backward_kernel() -> BackwardKernel:
-    """It also serves bfloat16, which is a sum of one term."""
+    """The backward kernel of split operands; it also serves bfloat16, a sum of one term."""
     with importing():
         from qkv.backends.cpu.split_bf16.layout import BACKWARD
     return BACKWARD

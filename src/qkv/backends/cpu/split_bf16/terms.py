@@ -43,7 +43,7 @@ _PRODUCTS: dict[int, matrix_unit.Products] = {
     2: ((0, 1), (1, 1), (1, 0), (0, 0)),
     3: ((0, 2), (0, 1), (1, 1), (1, 0), (2, 0), (0, 0)),
 }
-"""By number of terms, the products that are computed. Neighbours share a term. The largest product
+"""The products that are computed, by number of terms. Neighbours share a term. The largest product
 comes last, so that the small ones are added up first."""
 _WEIGHT_PRODUCTS: dict[int, matrix_unit.Products] = {**_PRODUCTS, 2: ((0, 1), (0, 0), (1, 0))}
 """The products where the left factor is a weight. What is left out is 2^-16 of the weight, and

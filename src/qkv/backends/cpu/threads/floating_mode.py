@@ -37,7 +37,7 @@ def adopt_floating_mode(e: Emitter, processor: Processor, word: Value) -> None:
 
 @contextmanager
 def flushing(e: Emitter) -> Iterator[None]:
-    """On x86, code during which subnormal results of this thread become 0.
+    """Let subnormal results of this thread become 0 in code that is emitted meanwhile, on x86.
 
     There a vector with a subnormal result takes some 150 cycles. The code must be calls of
     functions: LLVM does not know that arithmetic depends on this setting.

@@ -142,7 +142,10 @@ class _AttentionBothWays(_Attention):
 
 
 class _AttentionUnseen(Function):
-    """Like `_Attention`, for tensors that are not traced: the first gradient calls no operator."""
+    """Attention like `_Attention`, of tensors that are not traced.
+
+    The first gradient calls no operator.
+    """
 
     @staticmethod
     def forward(ctx: Any, structure: Any, *inputs: Tensor) -> Any:

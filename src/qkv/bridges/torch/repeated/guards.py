@@ -23,9 +23,10 @@ Guard: TypeAlias = Callable[..., bool]
 
 
 def guard(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Guard:
-    """For tensors like these that want no gradients; where torch cannot tell, it always says no.
+    """A guard for tensors like these that want no gradients.
 
-    Key and value are one object if these are, and so is the query then.
+    It always says no where torch cannot tell. Key and value are one object if these are, and so is
+    the query then.
     """
     if not _can_tell():
         return _says_no
@@ -40,13 +41,15 @@ def guard(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Guard:
 
 
 def form_guard(*tensors: Tensor) -> Guard:
-    """The same for tensors of any sizes and strides, of which no two are one object."""
+    """A guard for tensors of any sizes and strides, of which no two are one object."""
     return _guard(*tensors, any_size=True) if _can_tell() else _says_no
 
 
 def gradient_guard(*tensors: Tensor) -> Guard:
-    """For tensors of these sizes and strides, of which no two are one object, and each of which
-    wants a gradient if the one in its place does."""
+    """A guard for tensors of these sizes and strides, which want gradients as these do.
+
+    No two of them are one object.
+    """
     if not _can_tell():
         return _says_no
     return _guard(*tensors, wanted=[tensor.requires_grad for tensor in tensors])

@@ -45,7 +45,7 @@ class PreparedPasses:
         self._in_place = [n for n in range(3, leaves) if n not in structure.by_value]
 
     def attend(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """As `compute_attention` of the operators; None if that has to be called."""
+        """The results of `operators.compute_attention`; None if that has to be called."""
         query, key, value = map(self._view, inputs[:3])
         with on_torch_threads():
             read = query, key, value

@@ -23,7 +23,8 @@ TOKENS = 48
 SIZES_OF_SCORES = (1.0, 40.0, 1000.0)
 """Root mean squares of scores: a soft cap, or limits of queries, only show when these are large."""
 TOLERANCE = 2e-3
-"""Of the largest output. Rounding to float32 stays below a tenth of it where scores are 1,000."""
+"""The largest difference that counts as rounding, as a share of the largest output. Rounding to
+float32 stays below a tenth of it where scores are 1,000."""
 
 _Read = TypeVar("_Read", bound=Mechanism)
 Run = Callable[[Any, "torch.Tensor"], Any]
