@@ -73,6 +73,21 @@ def test_variants_with_arrays_over_the_tokens(name: str) -> None:
     assert np.abs(out - expected(query, key, value, allowed, np.zeros((10, 10)))).max() < 1e-12
 
 
+@pytest.mark.parametrize("kind", ["mask", "bias"])
+def test_one_dimension_over_the_tokens(kind: str) -> None:
+    query = RNG.normal(size=(2, 3, 10, 8))
+    key, value = RNG.normal(size=(2, 2, 3, 10, 8))
+    allowed, bias = np.ones((10, 10), bool), np.zeros((10, 10))
+    variant = ARRAY[0] if kind == "mask" else RNG.normal(size=10)
+    if kind == "mask":
+        allowed = allowed & variant
+    else:
+        bias = bias + variant
+    rows = qkv.cache.PagedCache(page_size=4).append(key, value)
+    out = rows.attention(query, variant)
+    assert np.abs(out - expected(query, key, value, allowed, bias)).max() < 1e-12
+
+
 def test_random_blocks_are_drawn_among_tokens() -> None:
     """Rows of pages that hold no token are no blocks to draw from."""
     query = RNG.normal(size=(1, 2, 10, 8))

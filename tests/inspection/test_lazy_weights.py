@@ -73,10 +73,27 @@ def test_integer_arrays_on_any_axes(data: st.DataObject) -> None:
             index.append(
                 data.draw(hnp.arrays(np.int64, shape, elements=st.integers(-size, size - 1)))
             )
+    if data.draw(st.booleans()):
+        index.insert(data.draw(st.integers(0, len(index))), ...)
     expected = dense[tuple(index)]
     found = weights[tuple(index)]
     assert found.shape == np.shape(expected)
     np.testing.assert_allclose(found, expected, atol=1e-13)
+
+
+@pytest.mark.parametrize("ndim", SHAPES)
+def test_an_ellipsis_separates_arrays_even_if_it_stands_for_no_axis(ndim: int) -> None:
+    """Their axes come first then, as in NumPy; the result was transposed."""
+    weights, dense = PAIRS[ndim]
+    rows, columns = np.array([4, 3]), np.array([4, 1])
+    before = (slice(0, 2),) * (ndim - 2)
+    for index in ((*before, rows, ..., columns), (*before, rows, ..., 1), (..., 0, columns)):
+        np.testing.assert_allclose(weights[index], dense[index], atol=1e-13, strict=True)
+
+
+def test_one_weight_is_a_number() -> None:
+    weights, dense = PAIRS[2]
+    assert type(weights[1, 2]) is type(dense[1, 2])
 
 
 @pytest.mark.parametrize("ndim", SHAPES)
@@ -92,7 +109,20 @@ def test_boolean_arrays(ndim: int) -> None:
 
 @pytest.mark.parametrize(
     "index",
-    [(0, 0, 0), (..., ..., 0), 5, (0, 7), -6, 1.5, "x", True, np.ones(4, bool), ([0, 9],)],
+    [
+        (0, 0, 0),
+        (..., ..., 0),
+        5,
+        (0, 7),
+        -6,
+        1.5,
+        "x",
+        True,
+        np.array(True),
+        np.ones(4, bool),
+        np.ones(0),
+        ([0, 9],),
+    ],
     ids=repr,
 )
 def test_wrong_indices_are_index_errors_as_in_numpy(index: object) -> None:

@@ -1,7 +1,8 @@
-"""Variants over the tokens of a paged cache, continued to the rows of its pages.
+"""Variants over the tokens of a cache, continued to its rows: those of pages, those of the longest
+sequence.
 
 The rows behind the last token are forbidden by `KeyLengths`, so that what is said of them never
-matters; but arrays must have a column for each of them.
+matters; but arrays must have a column for each of them, and segments must not count them.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from qkv.variants.masks.algebra import AllOf, AnyOf, Not
 __all__ = ["continued"]
 
 
-def continued(variant: Any, tokens: int, rows: int) -> Any:
-    """The variant for that many rows of pages; itself if it has no column for each token."""
+def continued(variant: Any, tokens: int, rows: int, lens: Any) -> Any:
+    """The variant for that many rows; itself if it has no column for each token.
+
+    `lens` are the tokens of each sequence, and `tokens` those of the longest.
+    """
     if isinstance(variant, Not):
-        return Not(continued(variant.mask, tokens, rows))
+        return Not(continued(variant.mask, tokens, rows, lens))
     if isinstance(variant, AllOf | AnyOf):
-        return type(variant)(tuple([continued(mask, tokens, rows) for mask in variant.masks]))
+        return type(variant)(tuple([continued(mask, tokens, rows, lens) for mask in variant.masks]))
     if isinstance(variant, qkv.Segments):
-        return _segments(variant, tokens, rows)
+        return _segments(variant, tokens, rows, np.asarray(lens))
     if isinstance(variant, qkv.BlockSparse):
         before, after = (-(-columns // variant.block_kv) for columns in (tokens, rows))
         mask = _longer(as_array("mask", variant.mask), before, after, fill=False)
@@ -35,7 +39,7 @@ def continued(variant: Any, tokens: int, rows: int) -> Any:
     if isinstance(variant, qkv.RandomBlocks):
         return replace(variant, length=tokens) if variant.length is None else variant
     array: Any = variant.array if isinstance(variant, qkv.Mask | qkv.Bias) else variant
-    if not is_array(array) or getattr(array, "is_nested", False) or array.ndim < 2:
+    if not is_array(array) or getattr(array, "is_nested", False) or not array.ndim:
         return variant  # `attention` refuses what is wrong with it.
     known = view(array, "mask")
     if known.dtype != bool and known.dtype.kind in "iu":
@@ -47,15 +51,19 @@ def continued(variant: Any, tokens: int, rows: int) -> Any:
     return qkv.Mask(longer) if is_mask else qkv.Bias(longer)
 
 
-def _segments(variant: qkv.Segments, tokens: int, rows: int) -> qkv.Segments:
-    """Segments with ids of the other rows, which are in a segment of their own."""
-    given = variant.q_ids if variant.kv_ids is None else variant.kv_ids
-    kv_ids = as_array("kv_ids", given)
-    if kv_ids.dtype.kind not in "iu" or not kv_ids.ndim:
+def _segments(variant: qkv.Segments, tokens: int, rows: int, lens: Any) -> qkv.Segments:
+    """Segments in which the rows behind the end of a sequence have a segment of their own."""
+    q_ids = as_array("q_ids", variant.q_ids)
+    kv_ids = q_ids if variant.kv_ids is None else as_array("kv_ids", variant.kv_ids)
+    if kv_ids.dtype.kind not in "iu" or q_ids.dtype.kind not in "iu" or not kv_ids.ndim:
         return variant
     kv_ids = kv_ids.astype(np.int64)
-    longer = _longer(kv_ids, tokens, rows, fill=int(kv_ids.max(initial=0)) + 1)
-    return variant if longer is None else replace(variant, kv_ids=longer)
+    fill = max(int(ids.max(initial=0)) for ids in (q_ids, kv_ids)) + 1
+    longer = _longer(kv_ids, tokens, rows, fill=fill)
+    if longer is None:
+        return variant
+    behind = np.arange(rows) >= lens[..., None]
+    return replace(variant, kv_ids=np.where(behind, fill, longer))
 
 
 def _longer(array: Any, before: int, after: int, *, fill: Any) -> Any:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 import qkv
+from qkv.arguments.declarations import shown
 from qkv.arguments.readable_checks import as_array
 from qkv.arrays import kind_of
 from qkv.cache.arguments import Lengths
 from qkv.call.binding.bound import ARRAY_TYPES
-from qkv.errors import ShapeError
+from qkv.errors import ShapeError, UnsupportedError
 from qkv.variants.masks.algebra import AllOf, AnyOf, Not
 
-__all__ = ["check_row_count", "check_window", "q_len_of", "without_end"]
+__all__ = [
+    "READ_DIFFERENCES",
+    "check_dropped",
+    "check_row_count",
+    "check_segments",
+    "check_window",
+    "q_len_of",
+    "reads_positions",
+    "restarts",
+    "without_end",
+]
 
 
 def q_len_of(query: Any) -> int | None:
@@ -38,6 +50,98 @@ def without_end(variant: Any) -> Any:
     masks = tuple([without_end(mask) for mask in variant.masks])
     unchanged = all(a is b for a, b in zip(masks, variant.masks, strict=True))
     return variant if unchanged else type(variant)(masks)
+
+
+def restarts(variant: Any) -> bool:
+    """Whether positions begin again in the segments of a variant."""
+    return any(isinstance(each, qkv.Segments) for each in _combined(variant))
+
+
+def reads_positions(variant: Any) -> bool:
+    """Whether a variant may read positions, and not only rows or scores."""
+    return any(map(_reads_positions, _combined(variant)))
+
+
+def _reads_positions(variant: Any) -> bool:
+    if isinstance(variant, qkv.Mask):
+        return callable(variant.array)
+    return type(variant) not in _WITHOUT_POSITIONS and kind_of(variant) is None
+
+
+def _combined(variant: Any) -> Iterator[Any]:
+    """The masks that are combined in one; the variant itself if it is no combination."""
+    if isinstance(variant, Not):
+        yield from _combined(variant.mask)
+    elif isinstance(variant, AllOf | AnyOf):
+        for mask in variant.masks:
+            yield from _combined(mask)
+    else:
+        yield variant
+
+
+READ_DIFFERENCES = frozenset(
+    {qkv.ALiBi, qkv.Causal, qkv.RelativeBias, qkv.Sinks, qkv.SlidingWindow, qkv.Softcap}
+)
+"""Variants that read no position of a query or a key, only how far they are apart."""
+
+_WITHOUT_POSITIONS = frozenset(
+    {
+        qkv.Bias,
+        qkv.BlockSparse,
+        qkv.Dropout,
+        qkv.KeyLengths,
+        qkv.RandomBlocks,
+        qkv.Segments,
+        qkv.Sinks,
+        qkv.Softcap,
+    }
+)
+
+
+def check_segments(q_offset: Any, end: Lengths, kv_offset: Any) -> bool:
+    """Whether queries are the last tokens of their sequences; an error unless the first or last.
+
+    In segments an integer moves the queries of all segments alike, so that others have no position
+    in each of them.
+
+    Parameters
+    ----------
+    q_offset : int or integer array
+        Position of query row 0 in its sequence.
+    end : int64 array
+        That position where the last query is the last token.
+    kv_offset : int or int64 array
+        Position of key row 0.
+    """
+    first = np.asarray(q_offset)
+    if first.dtype.kind in "iu" and not np.any(kv_offset):
+        if np.all(first == end):
+            return True
+        if not first.any():
+            return False
+    raise UnsupportedError(
+        "positions begin again in each segment, and these queries are neither the first nor the "
+        "last tokens of their sequences.",
+        [("q_offset", shown(q_offset)), ("of the last tokens", shown(end))],
+        "Append as many tokens to each sequence, without window, and attend from those, or pass "
+        "the mask (ids[:, None] == ids) in the place of Segments: positions go on then.",
+    )
+
+
+def check_dropped(variants: Sequence[Any], kv_offset: Any) -> None:
+    """Raise an error if a variant reads how many tokens of a segment a rolling cache dropped."""
+    if not np.any(kv_offset):
+        return
+    for variant in variants:
+        for each in _combined(variant):
+            known = type(each) in READ_DIFFERENCES or isinstance(each, qkv.RoPE)
+            if _reads_positions(each) and not known:
+                raise UnsupportedError(
+                    "positions begin again in each segment, and the cache no longer has the "
+                    f"tokens from which {shown(each)} counts.",
+                    [("dropped", f"keys before {shown(kv_offset)}")],
+                    "Use a cache without a window.",
+                )
 
 
 def check_row_count(q_len: int, new: int) -> None:

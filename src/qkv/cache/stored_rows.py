@@ -14,7 +14,17 @@ from qkv._api import attention_of
 from qkv.arguments.readable_checks import checked_flag
 from qkv.cache.arguments import Lengths, longest
 from qkv.cache.page_columns import continued
-from qkv.cache.query_positions import check_row_count, check_window, q_len_of, without_end
+from qkv.cache.query_positions import (
+    READ_DIFFERENCES,
+    check_dropped,
+    check_row_count,
+    check_segments,
+    check_window,
+    q_len_of,
+    reads_positions,
+    restarts,
+    without_end,
+)
 from qkv.call.binding.options import OptionValues
 from qkv.errors import UnsupportedError
 
@@ -177,15 +187,24 @@ class Rows:
         -----
         Of several parts each is a call; `Sinks` go with the first, and arrays over key rows
         (`Mask`, `Bias`, `Segments`) fit none of them. Over pages they have a column for each token
-        of the longest sequence, or for each row of the pages.
+        of the longest sequence, or for each row of the pages. In `Segments` the queries are the
+        last tokens of their sequences or the first ones; others have no position in each segment.
         """
         if return_lse is not False:
             return_lse = checked_flag("return_lse", return_lse)
         variants, q_offset, at_end = self._positions(query, variants, q_offset)
+        in_segments = any(map(restarts, variants))
+        if in_segments and not at_end and any(map(reads_positions, variants)):
+            end = as_offset(self._stop() - query.shape[-2])
+            at_end = check_segments(q_offset, end, self.parts[0].kv_offset)
         partials = []
         for i, part in enumerate(self.parts):
             own = [_over_rows(v, part) for v in variants if not (i and isinstance(v, qkv.Sinks))]
-            places = _places(q_offset, part, own, at_end=at_end and len(self.parts) == 1)
+            if in_segments and at_end:
+                check_dropped(own, part.kv_offset)
+                places = "end", 0
+            else:
+                places = _places(q_offset, part, own, at_end=at_end and len(self.parts) == 1)
             options = OptionValues(scale, "bhld", *places, backend)
             every, lse = (*own, *part.masks), return_lse or len(self.parts) > 1
             partials.append(part._attention(query, every, options, lse))
@@ -223,12 +242,6 @@ class Rows:
         return np.asarray(part.kv_offset + rows, np.int64)
 
 
-_READ_DIFFERENCES = frozenset(
-    {qkv.ALiBi, qkv.Causal, qkv.RelativeBias, qkv.Sinks, qkv.SlidingWindow, qkv.Softcap}
-)
-"""Variants that read no position of a query or a key, only how far they are apart."""
-
-
 def _places(q_offset: Any, part: Part, variants: list[Any], *, at_end: bool) -> tuple[Any, Any]:
     """`q_offset` and `kv_offset`, counted from key row 0 if that changes nothing.
 
@@ -238,7 +251,7 @@ def _places(q_offset: Any, part: Part, variants: list[Any], *, at_end: bool) -> 
     """
     kv_offset = part.kv_offset
     for variant in (*variants, *part.masks):
-        reads_differences = type(variant) in _READ_DIFFERENCES and (
+        reads_differences = type(variant) in READ_DIFFERENCES and (
             getattr(variant, "align", None) is None
         )
         if not (reads_differences or type(variant) is qkv.KeyLengths):
@@ -257,13 +270,20 @@ def _places(q_offset: Any, part: Part, variants: list[Any], *, at_end: bool) -> 
 
 
 def _over_rows(variant: Any, part: Part) -> Any:
-    """A variant with a column for each token of the longest sequence, over the rows of pages."""
-    if type(variant) in _READ_DIFFERENCES or not isinstance(part.key, qkv.Paged):
-        return variant
+    """A variant with a column for each token of the longest sequence, over the rows of a part.
+
+    Pages may have more rows, and rows behind the end of a sequence are in none of its segments.
+    """
     lens = _key_lengths(part)
-    rows = part.key.page_table.shape[-1] * _page_size(part.key)
-    tokens = rows if lens is None else longest(np.asarray(lens.kv_lens))
-    return variant if tokens == rows else continued(variant, tokens, rows)
+    if type(variant) in READ_DIFFERENCES or lens is None:
+        return variant
+    tokens = longest(np.asarray(lens.kv_lens))
+    rows = tokens
+    if isinstance(part.key, qkv.Paged):
+        rows = part.key.page_table.shape[-1] * _page_size(part.key)
+    if tokens == rows and not restarts(variant):
+        return variant
+    return continued(variant, tokens, rows, lens.kv_lens)
 
 
 def _key_lengths(part: Part) -> qkv.KeyLengths | None:

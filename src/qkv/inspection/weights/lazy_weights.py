@@ -183,19 +183,19 @@ class LazyWeights(NDArrayOperatorsMixin):
 
     def __getitem__(self, index: Any) -> Array:
         entries = _index_per_axis(index, self.shape)
-        axes = [e for e in entries if e is not None]
+        axes = [e for e in entries if e is not None and e is not Ellipsis]
         arrays = [axis for axis, e in enumerate(axes) if isinstance(e, np.ndarray)]
         if {self.ndim - 2, self.ndim - 1} <= set(arrays):
-            return self._pointwise(tuple(entries))
-        return self._outer(entries)
+            return self._pointwise(tuple(entries))[()]
+        return self._outer(entries)[()]
 
     def _outer(self, entries: list[Any]) -> Array:
         """Each axis on its own: compute the rows and columns that are named, then index those."""
         coordinates: list[Array] = []
         local: list[Any] = []
         for entry in entries:
-            if entry is None:
-                local.append(None)
+            if entry is None or entry is Ellipsis:
+                local.append(entry)
                 continue
             size = self.shape[len(coordinates)]
             if isinstance(entry, slice):
@@ -285,7 +285,10 @@ class LazyWeights(NDArrayOperatorsMixin):
 
 
 def _index_per_axis(index: Any, shape: tuple[int, ...]) -> list[Any]:
-    """One entry for each axis: a slice, an int, an integer array; None for a new axis."""
+    """One entry for each axis: a slice, an int, an integer array; None for a new axis.
+
+    An ellipsis that stands for no axis is an entry too, since it separates arrays.
+    """
     given = index if isinstance(index, tuple) else (index,)
     parts: list[Any] = []
     for part in given:
@@ -297,9 +300,10 @@ def _index_per_axis(index: Any, shape: tuple[int, ...]) -> list[Any]:
             parts.append(int(part))
         else:
             array = np.asarray(part)
-            if array.dtype == bool:
+            is_empty_list = not array.size and not isinstance(part, np.ndarray)
+            if array.dtype == bool and array.ndim:
                 parts.append(array)
-            elif array.dtype.kind in "iu" or array.size == 0:
+            elif array.dtype.kind in "iu" or is_empty_list:
                 parts.append(array.astype(np.int64) if array.ndim else int(array))
             else:
                 raise IndexError(f"weights cannot be indexed with {array.dtype} values")
@@ -318,7 +322,7 @@ def _index_per_axis(index: Any, shape: tuple[int, ...]) -> list[Any]:
         if part is None:
             entries.append(None)
         elif part is Ellipsis:
-            entries += [slice(None)] * (len(shape) - taken)
+            entries += [slice(None)] * (len(shape) - taken) or [Ellipsis]
             axis += len(shape) - taken
         elif isinstance(part, np.ndarray) and part.dtype == bool:
             if part.shape != shape[axis : axis + part.ndim]:
