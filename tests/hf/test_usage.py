@@ -158,3 +158,13 @@ def test_what_a_model_raises_is_the_cause() -> None:
         qkv.hf.check(layer, [1])
     assert isinstance(raised.value.__cause__, TypeError)
     assert ("argument 0", "list [1]") in raised.value.seen
+
+
+def test_a_model_that_cannot_be_switched_is_not_told_to_be() -> None:
+    """transformers leaves it with its own attention, and the advice was what had just been done."""
+    torch.manual_seed(0)
+    config = transformers.BloomConfig(**{**SIZES, "n_head": 4, "n_layer": 2})
+    model = transformers.BloomForCausalLM(config).eval()
+    model.set_attn_implementation("qkv")
+    with pytest.warns(qkv.hf.NotUsedWarning, match="computes attention itself"):
+        qkv.hf.check(model, input_ids=torch.tensor([[5, 6, 7]]))

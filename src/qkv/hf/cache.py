@@ -116,7 +116,8 @@ class Cache(DynamicCache):
             )
         types, options = get_layer_types_and_kwargs(decoder)
         layers: list[Any] = []
-        for kind, layer_options in zip(types, options, strict=True):
+        # `layer_types` may be of more layers than `num_hidden_layers`, if some were cut off.
+        for kind, layer_options in zip(types, options, strict=False):
             if kind in _WINDOWS:
                 layers.append(
                     CacheLayer(RollingCache(layer_options["sliding_window"], dtype=dtype))

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import unwrap
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from qkv.arguments.declarations import checked, shown
 from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.hf.attention import observe
+from qkv.hf.inspection.forward_calls import ThreadHook
 from qkv.hf.layer_call import LayerCall
 
 __all__ = [
@@ -109,7 +111,11 @@ def check(model: torch.nn.Module, /, *args: Any, **inputs: Any) -> Usage:
     calls: Counter[str] = Counter()
     layers = SilentLayers(names)
 
+    thread = get_ident()
+
     def count(call: LayerCall) -> None:
+        if get_ident() != thread:
+            return
         calls[names.get(call.module, type(call.module).__name__)] += 1
         layers.called()
 
@@ -207,7 +213,7 @@ class SilentLayers:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Follow the layers inside the `with`."""
+        """Follow the layers that this thread runs inside the `with`."""
 
         def enter(module: torch.nn.Module, args: Any) -> None:
             self.running.append((self._modules[module], self._calls))
@@ -218,8 +224,8 @@ class SilentLayers:
         hooks = []
         for module in self._modules:
             if _ATTENTION.search(type(module).__name__):
-                hooks.append(module.register_forward_pre_hook(enter))
-                hooks.append(module.register_forward_hook(leave))
+                hooks.append(module.register_forward_pre_hook(ThreadHook(enter)))
+                hooks.append(module.register_forward_hook(ThreadHook(leave)))
         try:
             yield
         finally:
@@ -244,6 +250,8 @@ def _warn(model: Any, usage: Usage) -> None:
         fact = _fact(name, usage.silent)
     elif chosen == "qkv":
         fact = f'{name} accepts attn_implementation="qkv" and never calls it.'
+    elif not getattr(model, "_can_set_attn_implementation", lambda: True)():
+        fact = f"{name} computes attention itself, with no other implementation to choose."
     else:
         fact = f'{name} runs with attn_implementation="{chosen}"; set_attn_implementation("qkv").'
     warnings.warn(fact, NotUsedWarning, stacklevel=3)

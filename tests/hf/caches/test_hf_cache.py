@@ -387,3 +387,14 @@ def test_int8_rows_are_rounded_once(paged: bool) -> None:
         assert found.dtype == dtype
         error = np.abs(found.double().numpy() - exact)
         assert (error <= 0.51 * torch.finfo(dtype).eps * np.abs(exact) + 3e-7).all()
+
+
+def test_layers_that_were_cut_off() -> None:
+    """Their types stay in the configuration, which `DynamicCache` takes as well."""
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = transformers.Gemma3TextConfig(
+        **{**SIZES, "num_hidden_layers": 3}, head_dim=8, sliding_window=6, layer_types=types
+    )
+    config.num_hidden_layers = 2
+    assert len(qkv.hf.Cache(config).layers) == 2
+    assert len(transformers.DynamicCache(config=config).layers) == 2

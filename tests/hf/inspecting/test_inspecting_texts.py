@@ -45,6 +45,28 @@ def test_an_encoder_and_a_decoder(family: str, text: str | None, ids: list[int])
     assert record.decoder_texts[1:] == ["the", "cat"][: len(ids) - 1]
 
 
+class Wrapped(torch.nn.Module):
+    """A model of transformers behind a call of its own, as SentenceTransformer has one."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any) -> Any:
+        return self.model(**batch)
+
+
+def test_a_module_around_a_model(tmp_path: Any) -> None:
+    """What a tokenizer gives is for the model in it; torch said that an argument is missing."""
+    model, words = model_of("gpt2"), tokenizer()
+    wanted = qkv.hf.inspect(model, "the cat sat", words)
+    record = qkv.hf.inspect(Wrapped(model), "the cat sat", words)
+    assert entropies(record) == pytest.approx(entropies(wanted))
+    found = qkv.hf.inspect_corpus(Wrapped(model).eval(), ["the cat sat"], tmp_path, tokenizer=words)
+    heads = {(row["layer"], row["head"]): row["entropy"] for row in found.rows()}
+    assert list(heads.values()) == pytest.approx(entropies(wanted))
+
+
 def test_a_decoder_whose_start_is_not_known() -> None:
     config = transformers.T5Config(
         vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2

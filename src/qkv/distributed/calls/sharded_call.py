@@ -168,8 +168,9 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> Any:
-        count = len(ctx.saved_tensors) - len(ctx.call.arrays.others)
-        saved = ctx.saved_tensors[:count]
+        # Read once: with activation checkpointing each reading is a new computation, or an error.
+        saved = ctx.saved_tensors
+        saved = saved[: len(saved) - len(ctx.call.arrays.others)]
         return None, *_Gradients.apply(ctx.call, ctx.kept, grad_out, grad_lse, *saved)
 
 

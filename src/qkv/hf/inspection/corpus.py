@@ -19,7 +19,7 @@ from qkv.distributed.messages.links import TIMEOUT, Links, group_of
 from qkv.errors import ArgumentError, DistributedError, FileError, QkvError
 from qkv.hf.inspection.record import inspect
 from qkv.hf.inspection.rotary_lengths import forget_longer_texts
-from qkv.hf.inspection.switching import inner_model
+from qkv.hf.inspection.switching import called_with, inner_model
 from qkv.hf.inspection.text_inputs import inputs_of_text
 from qkv.inspection.heads.unknown_tokens import unknown_id_of
 from qkv.inspection.models.corpus import CorpusRecord, LayerSums, sums_of
@@ -220,7 +220,7 @@ class _Run:
         forget_longer_texts(self.model)
         with torch.no_grad(), inspect(self.model, top=1) as record:
             record.unknown_id = unknown_id_of(self.tokenizer)
-            self.model(**inputs)
+            called_with(self.model, inputs)(**inputs)
         return sums_of(record)
 
     def _tell(self, said: Mapping[str, Any], error: QkvError | None) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
-from threading import Lock, local
+from functools import update_wrapper
+from threading import Lock, get_ident, local
 from typing import Any
 
 import torch
@@ -14,7 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 from qkv.errors import UnsupportedError
 
-__all__ = ["BackwardAfter", "LayerNumbers", "around_forward", "in_backward", "parts_of"]
+__all__ = [
+    "BackwardAfter",
+    "LayerNumbers",
+    "ThreadHook",
+    "around_forward",
+    "in_backward",
+    "parts_of",
+]
 
 Around = Callable[
     [torch.nn.Module, tuple[Any, ...], Mapping[str, Any]], AbstractContextManager[Any]
@@ -43,7 +50,7 @@ def around_forward(models: Iterable[torch.nn.Module], around: Around) -> Iterato
     before = [(model, vars(model).get("forward")) for model in models]
     try:
         for model, _ in before:
-            setattr(model, "forward", _surrounded(model, around))  # noqa: B010
+            setattr(model, "forward", _Surrounded(model, around))  # noqa: B010
         yield
     finally:
         for model, own in before:
@@ -53,18 +60,56 @@ def around_forward(models: Iterable[torch.nn.Module], around: Around) -> Iterato
                 setattr(model, "forward", own)  # noqa: B010
 
 
-def _surrounded(model: torch.nn.Module, around: Around) -> Callable[..., Any]:
-    inner = model.forward
+class _Surrounded:
+    """The `forward` of a model inside of `around_forward`.
 
-    @wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with around(model, args, kwargs) as told:
-            output = inner(*args, **kwargs)
+    Copies of the model, and what is pickled of it, have the `forward` that it had before: this one
+    would call the model that was copied.
+    """
+
+    def __init__(self, model: torch.nn.Module, around: Around) -> None:
+        update_wrapper(self, model.forward)  # It takes over the attributes of another such one.
+        self._inner, self._model, self._around = model.forward, model, around
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._around(self._model, args, kwargs) as told:
+            output = self._inner(*args, **kwargs)
         if told is not None:
             told(output)
         return output
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unchanged, (self._inner,)
+
+
+def _unchanged(forward: Any) -> Any:
     return forward
+
+
+class ThreadHook:
+    """A function as a hook of a module, called in the thread that made it and in no other.
+
+    Copies of the module, and what is pickled of it, have a hook that does nothing.
+
+    Parameters
+    ----------
+    function : callable
+        With the arguments of the hook; it changes none of them.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function, self._thread = function, get_ident()
+
+    def __call__(self, *arguments: Any) -> None:
+        if get_ident() == self._thread:
+            self._function(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ThreadHook, (_nothing,)
+
+
+def _nothing(*arguments: Any) -> None:
+    pass
 
 
 class BackwardAfter:

@@ -19,7 +19,7 @@ from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.attention import observe
 from qkv.hf.inspection.forward_calls import BackwardAfter, around_forward, in_backward
 from qkv.hf.inspection.sequences import CallArguments, Sequence
-from qkv.hf.inspection.switching import inner_model, switched, uncompiled
+from qkv.hf.inspection.switching import called_with, inner_model, switched, uncompiled
 from qkv.hf.inspection.text_inputs import inputs_of_text
 from qkv.hf.layer_call import LayerCall
 from qkv.hf.positions import can_be_scaled, positions_of, require_positions, warn_beyond
@@ -122,15 +122,16 @@ def inspect(
     Raises
     ------
     UnsupportedError
-        The model computes its attention without asking for an implementation, or is not on the
-        CPU; or weights are to be kept of a sequence that is spread over ranks.
+        The model computes its attention without asking for an implementation, is not on the CPU,
+        or is inspected or changed by another thread; or weights are to be kept of a sequence that
+        is spread over ranks.
     ArgumentError
         A text is given without a tokenizer, or a tokenizer without a text; a text has no tokens, or
         more than the model has learned positions; texts of several lengths cannot be padded; the
         configuration does not say what a decoder begins with: give its tokens in the other form,
         `with qkv.hf.inspect(model) as record: model(**inputs, decoder_input_ids=...)`.
-        The model is called more than once, or not at all; or there is no model of transformers, or
-        more than one.
+        The model is called more than once, or not at all, by the thread that opened the `with`; or
+        there is no model of transformers, or more than one.
 
     Notes
     -----
@@ -178,7 +179,7 @@ def inspect(
     inputs = inputs_of_text(inner_model(model, _OWN_MODELS), text, tokenizer, decoder_text)
     with torch.no_grad(), recorded as record:
         record.unknown_id = unknown_id_of(tokenizer)
-        model(**inputs)
+        called_with(model, inputs)(**inputs)
     record.texts = token_texts(tokenizer, inputs["input_ids"][0].tolist())
     if "decoder_input_ids" in inputs:
         record.decoder_texts = token_texts(tokenizer, inputs["decoder_input_ids"][0].tolist())
@@ -232,7 +233,8 @@ class _Run:
     arguments: CallArguments = field(init=False)
     silent: SilentLayers = field(init=False)
     inputs: Mapping[str, Any] | None = None
-    thread: int | None = None
+    thread: int = field(default_factory=get_ident)
+    is_running: bool = False
     seen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -244,18 +246,18 @@ class _Run:
     def around(
         self, module: torch.nn.Module, args: tuple[Any, ...], inputs: Mapping[str, Any]
     ) -> Iterator[Any]:
-        """One call of the model; layers that run elsewhere meanwhile are not recorded."""
-        if in_backward():
+        """One call of the model by this thread; what others run meanwhile is not recorded."""
+        if in_backward() or get_ident() != self.thread:
             yield
             return
         self.begin(module, args, inputs)
         # Not by a hook alone: a caller of `forward` itself runs none.
         self.arguments.enter(module, args, inputs)
-        self.thread = get_ident()
+        self.is_running = True
         try:
             yield self.after.watch
         finally:
-            self.thread = None
+            self.is_running = False
 
     def begin(
         self, module: torch.nn.Module, args: tuple[Any, ...], inputs: Mapping[str, Any]
@@ -294,9 +296,11 @@ class _Run:
 
     def see(self, call: LayerCall) -> None:
         """Add the scores of one layer, before its output is computed."""
+        if get_ident() != self.thread:
+            return
         self.silent.called()
         name = self.names.get(call.module)
-        if name is None or self.thread != get_ident() or in_backward():
+        if name is None or not self.is_running or in_backward():
             return
         one_sequence = self.arguments.same_sequence(call.module)
         sequence = self.arguments.sequence_of(call.module)
@@ -329,7 +333,7 @@ class _Run:
         name = type(self.model).__name__
         if self.inputs is None:
             raise ArgumentError(
-                f"{name} was not called inside the `with`.",
+                f"{name} was not called inside the `with`, by the thread that opened it.",
                 action="Call it there, model(**inputs), or pass the inner model that was called.",
             )
         if not self.record.layers:

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from qkv.hf.inspection.forward_calls import ThreadHook
+
 __all__ = ["CallArguments", "Sequence"]
 
 Array = NDArray[Any]
@@ -85,9 +87,10 @@ class CallArguments:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Look at every call of a module that has parts, inside the `with`."""
+        """Look at this thread's calls of modules that have parts, inside the `with`."""
+        enter = ThreadHook(self.enter)
         hooks = [
-            module.register_forward_pre_hook(self.enter, with_kwargs=True)
+            module.register_forward_pre_hook(enter, with_kwargs=True)
             for module in self.names
             if next(module.children(), None) is not None
         ]

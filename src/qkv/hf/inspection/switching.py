@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
+from threading import Lock, current_thread, get_ident
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from qkv.errors import ArgumentError, UnsupportedError
 
-__all__ = ["SPREAD", "inner_model", "switched", "uncompiled"]
+__all__ = ["SPREAD", "called_with", "inner_model", "switched", "uncompiled"]
 
 SPREAD = "qkv_sharded"
 """The implementation of a model inside of `qkv.hf.sharded`."""
@@ -34,6 +37,15 @@ def inner_model(
         [("inside", type(model).__name__) for model in models[:3]],
         "Pass the PreTrainedModel itself.",
     )
+
+
+def called_with(module: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.nn.Module:
+    """The module if it can be called with inputs of a model, else the model in it."""
+    try:
+        signature(module.forward).bind(**inputs)
+    except TypeError:
+        return inner_model(module)
+    return module
 
 
 def _models(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -59,13 +71,41 @@ def uncompiled() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    with torch.compiler.set_stance("force_eager"):
+    global _eager, _times_eager
+    # One for all threads: of two, the first to leave would put back its own, and the last one that.
+    with _holding:
+        _times_eager += 1
+        if _times_eager == 1:
+            _eager = torch.compiler.set_stance("force_eager")
+    try:
         yield
+    finally:
+        with _holding:
+            _times_eager -= 1
+            if not _times_eager:
+                _eager.__exit__(None, None, None)
+
+
+_eager: Any = None
+_times_eager = 0
+_holding = Lock()
 
 
 @contextmanager
 def switched(model: Any, implementation: str = "qkv") -> Iterator[None]:
-    """The model with an implementation of attention in every part of it; then with its own."""
+    """The model with an implementation of attention in every part of it; then with its own.
+
+    Raises
+    ------
+    UnsupportedError
+        The model is spread over ranks, or switched by another thread: each would put back what it
+        found, and the last one to leave would leave the model switched.
+    """
+    with _held(model):
+        yield from _switched(model, implementation)
+
+
+def _switched(model: Any, implementation: str) -> Iterator[None]:
     before = {id(config): (config, config._attn_implementation) for config in _configs(model)}
     if implementation != SPREAD and any(own == SPREAD for _, own in before.values()):
         raise UnsupportedError(
@@ -80,6 +120,31 @@ def switched(model: Any, implementation: str = "qkv") -> Iterator[None]:
         for config, own in before.values():
             # Setting the property would overwrite the choice of sub-models that have their own.
             config._attn_implementation_internal = own
+
+
+_holders: WeakKeyDictionary[torch.nn.Module, list[int]] = WeakKeyDictionary()
+"""The thread of each `with` that a model is switched by."""
+
+
+@contextmanager
+def _held(model: torch.nn.Module) -> Iterator[None]:
+    """Keep other threads from switching the model."""
+    with _holding:
+        threads = _holders.setdefault(model, [])
+        if any(thread != get_ident() for thread in threads):
+            raise UnsupportedError(
+                f"another thread inspects or changes this {type(model).__name__}, or has spread it "
+                "over ranks.",
+                [("this thread", current_thread().name)],
+                "Wait for the end of its `with`, or use a copy of the model in each thread.",
+            )
+        thread = get_ident()
+        threads.append(thread)
+    try:
+        yield
+    finally:
+        with _holding:
+            threads.remove(thread)
 
 
 def _configs(model: Any) -> Iterator[Any]:
