@@ -44,7 +44,7 @@ Rule: TypeAlias = Callable[[str, Any], Any]
 """A function of the name and value of an argument, which returns the value, or raises."""
 
 
-def is_integer(given: Any) -> bool:
+def is_integer(given: Any) -> typing.TypeGuard[int]:
     """Whether this is an integer of Python or NumPy, which True and False are not."""
     return isinstance(given, int | np.integer) and not isinstance(given, bool)
 
@@ -362,12 +362,13 @@ def _choice(values: tuple[Any, ...]) -> Rule:
 def _instance(kinds: tuple[type, ...]) -> Rule:
     names = " or ".join("path" if kind is os.PathLike else kind.__name__ for kind in kinds)
     protocols = {kind: _methods(kind) for kind in kinds if getattr(kind, "_is_protocol", False)}
-    classes = tuple(kind for kind in kinds if kind not in protocols)
+    classes = tuple(kind for kind in kinds if kind not in protocols and kind is not int)
     is_path = os.PathLike in kinds
-    classes += (np.bool_,) * (bool in classes) + (np.integer,) * (int in classes)
+    classes += (np.bool_,) * (bool in classes)
 
     def rule(name: str, given: Any) -> Any:
-        if not isinstance(given, classes) and not any(
+        is_known = isinstance(given, classes) or (int in kinds and is_integer(given))
+        if not is_known and not any(
             all(callable(getattr(type(given), method, None)) for method in methods)
             for methods in protocols.values()
         ):
