@@ -76,10 +76,10 @@ def checked_size(name: str, given: Any, least: int = 1, most: int = LARGEST) -> 
     raise ArgumentError(f"{name}={shown(given)} is not {what}.", action=f"Pass {advice}.")
 
 
-def shown(given: Any) -> str:
-    """A value in a message: short, and without fail."""
+def shown(given: Any, most: int = 60) -> str:
+    """A value in a message: `most` characters, and without fail."""
     try:
-        return f"{given!r:.60}"
+        return repr(given)[:most]
     except Exception:  # An integer of thousands of digits, or a `__repr__` that fails.
         return f"({type(given).__qualname__})"
 
@@ -377,7 +377,7 @@ def _instance(kinds: tuple[type, ...]) -> Rule:
             )
         if is_path and isinstance(given, str) and not _names_a_file(given):
             raise FileError(
-                f"{name}={given!a:.60} is not a path: no name of a file has these characters.",
+                f"{name}={shown(given)} is not a path: no name of a file has these characters.",
                 action=f"Pass {name} without them.",
             )
         return bool(given) if isinstance(given, np.bool_) else given

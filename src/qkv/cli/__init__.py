@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from qkv._version import __version__
+from qkv.arguments.declarations import shown
 from qkv.arguments.spelling import did_you_mean
 from qkv.cli.parser import Parser, make_parser
 from qkv.cli.variants import words
@@ -87,10 +88,10 @@ def _unknown_option(word: str, parser: Parser) -> ArgumentError:
     flag = word.partition("=")[0]
     if not flag.startswith("-"):
         return ArgumentError(
-            f"there is no place for {word!r:.80} here.", action=f"See {parser.prog} --help."
+            f"there is no place for {shown(word, 80)} here.", action=f"See {parser.prog} --help."
         )
     action = f"{did_you_mean(flag, parser.flags)}See {parser.prog} --help."
-    return ArgumentError(f"{parser.prog} has no option {flag!r:.80}.", action=action)
+    return ArgumentError(f"{parser.prog} has no option {shown(flag, 80)}.", action=action)
 
 
 def _write(text: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NoReturn, TypeAlias
 
+from qkv.arguments.declarations import shown
 from qkv.arguments.spelling import did_you_mean
 from qkv.cli.meant import command_meant
 from qkv.cli.variants import add_variants
@@ -61,7 +62,7 @@ class Parser(argparse.ArgumentParser):
             what = "command" if argument == "COMMAND" else argument
             meant = command_meant if argument == "COMMAND" else did_you_mean
             raise ArgumentError(
-                f"{self.prog} has no {what} {given!r:.80}.",
+                f"{self.prog} has no {what} {shown(given, 80)}.",
                 [("there are", ", ".join(names))],
                 f"{meant(given, names)}See {self.prog} --help.",
             )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv.arguments.declarations import NotNegative, Size, Whole, checked, is_integer
+from qkv.arguments.declarations import NotNegative, Size, Whole, checked, is_integer, shown
 from qkv.arguments.readable_checks import array_shape, as_array
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.positions.rotation import array_namespace, cast, check_positions
@@ -53,7 +53,7 @@ class SinusoidalPositions:
     def __init__(self, embed_dim: int, base: float = 10000.0) -> None:
         if not is_integer(embed_dim) or embed_dim < 2 or embed_dim % 2:
             raise ArgumentError(
-                f"embed_dim={embed_dim!r:.60} is not a positive even integer.",
+                f"embed_dim={shown(embed_dim)} is not a positive even integer.",
                 action="Pass the width of the model: each sine has a cosine beside it.",
             )
         self.embed_dim, self.base = int(embed_dim), positive("base", base)

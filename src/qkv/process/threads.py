@@ -92,7 +92,7 @@ def default_num_threads() -> int:
     is_number = text.isascii() and text.isdigit() and len(text) <= _DIGITS
     if not is_number or not 1 <= int(text) <= MAX_THREADS:
         raise ArgumentError(
-            f"QKV_NUM_THREADS={text!r:.60} is not a number of threads.",
+            f"QKV_NUM_THREADS={shown(text)} is not a number of threads.",
             action=f"Unset it to use every core, or set a whole number from 1 to {MAX_THREADS}.",
         )
     return int(text)

@@ -58,8 +58,8 @@ class Dropout(Variant):
     def __post_init__(self) -> None:
         if self.seed is UNSAID:
             raise ArgumentError(
-                f"Dropout({self.p!r}) has no seed, which says which weights are dropped.",
-                action=f"Write Dropout({self.p!r}, seed=0), with a new seed for each step.",
+                f"Dropout({shown(self.p)}) has no seed, which says which weights are dropped.",
+                action=f"Write Dropout({shown(self.p)}, seed=0), with a new seed for each step.",
             )
         try:
             fits = 0 <= float(self.p) < 1

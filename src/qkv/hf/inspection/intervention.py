@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from qkv.arguments.declarations import is_integer
+from qkv.arguments.declarations import is_integer, shown
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.attention import change_outputs, observe
 from qkv.hf.inspection.forward_calls import BackwardAfter, LayerNumbers, around_forward, parts_of
@@ -118,18 +118,18 @@ def _checked(changes: Any) -> dict[tuple[int, int], Change]:
         pair = isinstance(place, tuple) and len(place) == 2
         if not pair or not all(map(is_integer, place)):
             raise ArgumentError(
-                f"{place!r:.60} is not a pair of layer and head.",
+                f"{shown(place)} is not a pair of layer and head.",
                 action="Pass {(layer, head): ...}.",
             )
         if min(place) < 0:
             # How many layers there are is known when the model has run.
             raise ArgumentError(
-                f"{place!r:.60} has a negative number; layers and heads count from 0 here.",
+                f"{shown(place)} has a negative number; layers and heads count from 0 here.",
                 action="Count from 0, as record.heads() does.",
             )
         if not isinstance(change, CopyFrom) and change not in ("off", "uniform"):
             raise ArgumentError(
-                f"{change!r:.60} is not a change of a head.",
+                f"{shown(change)} is not a change of a head.",
                 action='Use "off", "uniform", or qkv.hf.CopyFrom(**inputs).',
             )
         checked[int(place[0]), int(place[1])] = change

@@ -288,7 +288,7 @@ def selected_indices(value: Any, size: int, name: str, of: str) -> Array:
         return np.arange(size)
     if not is_integer(value) or not -size <= value < size:
         raise ArgumentError(
-            f"{name}={value!r:.60} is not one of the {size} indices.",
+            f"{name}={shown(value)} is not one of the {size} indices.",
             [(of, str(size))],
             f"Pass an integer from 0 to {size - 1}, or leave it out for all."
             if size

@@ -174,7 +174,7 @@ def _check_dtypes(arrays: Arrays) -> None:
 def _no_variant(given: Any) -> ArgumentError:
     """The error for a fourth argument that is neither a variant nor an array."""
     kind, name = type(given).__name__, getattr(given, "__name__", "")
-    fact, action = f"{given!r:.80} is not a variant.", ""
+    fact, action = f"{shown(given, 80)} is not a variant.", ""
     if given is None:
         action = "Leave it out: without a mask every query sees every key."
     elif isinstance(given, list | tuple):

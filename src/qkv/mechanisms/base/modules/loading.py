@@ -7,6 +7,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any, TypeVar, cast
 
+from qkv.arguments.declarations import shown
 from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.mechanisms.base.arrays.normalization import weighted_rms_norm
 from qkv.variants import RoPE
@@ -160,7 +161,7 @@ def refuse_other_attributes(module: Any, known: Iterable[str]) -> None:
     if others:
         raise UnsupportedError(
             f"{type(module).__name__} has attributes that its loader does not know.",
-            [(name, f"{value!r:.100}") for name, value in others.items()],
+            [(name, shown(value, 100)) for name, value in others.items()],
             "Call the module itself, or one of the class that the loader names.",
         )
 
@@ -193,7 +194,7 @@ def measured_norm(module: Any, name: str) -> tuple[Any, float]:
                 return candidate, eps
     raise UnsupportedError(
         f"{name} of {type(module).__name__} is not an RMSNorm with one weight for each number.",
-        [(name, f"{norm!r:.100}")],
+        [(name, shown(norm, 100))],
         "Call the module itself.",
     )
 
@@ -225,7 +226,7 @@ def module_rope(config: Any, layer_type: str | None, rope: RoPE | None) -> RoPE 
     kind = positions.get("rope_type", "default")
     if kind in ("dynamic", "longrope"):
         raise UnsupportedError(
-            f"the frequencies of rope_type {kind!r} change with the length of the text.",
+            f"the frequencies of rope_type {shown(kind)} change with the length of the text.",
             action="Pass rope=qkv.RoPE.from_hf_config(module.config, seq_len=...).",
         )
     return RoPE.from_hf_config(config, layer_type=layer_type if nested else None)
