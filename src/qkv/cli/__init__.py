@@ -3,12 +3,13 @@
 A command makes its whole output before the first byte of it is written. Exit codes: 0, 1 if the
 output could not be written or memory ran out, 2 for bad input, 130 for Ctrl-C.
 
-commands   what each command prints, one module for each
-inputs     what commands are given: arrays, texts and models
-parser     the commands and their options
-variants   variants as options
-enter_key  what Enter does while a command runs
-meant      which command may be meant by a word that is not one
+commands       what each command prints, one module for each
+inputs         what commands are given: arrays, texts and models
+parser         the commands and their options
+variants       variants as options
+model_options  a model, and what it reads, as options
+enter_key      what Enter does while a command runs
+meant          which command may be meant by a word that is not one
 """
 
 from __future__ import annotations
