@@ -81,16 +81,13 @@ def named_weights(module: Any, names: Mapping[str, str] | Iterable[str]) -> dict
     UnsupportedError
         Its weights are not in memory.
     """
+    from qkv.arrays.torch_arrays import check_loaded
+
     require_attributes(module, ("state_dict",))
     state = module.state_dict()
     names = names if isinstance(names, Mapping) else {name: name for name in names}
     weights: dict[str, Any] = {}
-    if any(value.is_meta for value in state.values()):
-        raise UnsupportedError(
-            f"weights of {type(module).__name__} are on the device meta: they are offloaded, or "
-            "were never loaded.",
-            action="Load the model into memory, without device_map or offloading.",
-        )
+    check_loaded(module, state.values())
     for name, theirs in names.items():
         parts = [part for part in ("", ".weight", ".bias") if f"{theirs}{part}" in state]
         if not parts:
