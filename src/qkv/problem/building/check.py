@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arguments.declarations import shown
+from qkv.arguments.readable_checks import check_layout
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.problem.building.builder import FLOATS, INDEX_LIMIT, MAX_DIMENSIONS, Builder, Shape
 from qkv.problem.building.offsets import positions_of
@@ -47,11 +48,7 @@ def check(
     kv_offset: Any = 0,
 ) -> Problem:
     """Bind arrays and variants into a problem, or raise the first thing that is wrong."""
-    if not isinstance(layout, str) or layout not in ("bhld", "blhd"):
-        raise ArgumentError(
-            f"layout={shown(layout)} is not known.",
-            action="Use 'bhld' (batch, heads, length, dim) or 'blhd'.",
-        )
+    check_layout(layout)
     arrays: Arrays = {"query": query}
     for name, given in (("key", key), ("value", value)):
         if isinstance(given, Paged | Quantized):
