@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 import numpy as np
 
 from qkv._dynamo import ends_graph
-from qkv.arguments.declarations import shown
-from qkv.arguments.readable_checks import checked_flag
+from qkv.arguments.readable_checks import check_layout, checked_flag
 from qkv.arrays import library_of
 from qkv.backends import Progress
 from qkv.bridges import bridge_of
@@ -294,8 +293,7 @@ def merge(*parts: tuple[Any, Any], layout: Layout = "bhld") -> tuple[Any, Any]:
     """
     if not parts:
         raise ArgumentError("merge was given no parts.", action="Pass at least one (out, lse).")
-    if not isinstance(layout, str) or layout not in ("bhld", "blhd"):
-        raise ArgumentError(f"layout={shown(layout)} is not known.", action="Use 'bhld' or 'blhd'.")
+    check_layout(layout)
     for part in parts:
         if not isinstance(part, tuple | list) or len(part) != 2:
             raise ArgumentError(

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from qkv._api import attention
+from qkv.arguments.declarations import shown
 from qkv.arrays import is_array, namespace
 from qkv.errors import ArgumentError, ShapeError
 from qkv.variants import Bias, MaskVariant
@@ -121,7 +122,7 @@ def _other_output(change: HeadChange, inputs: HeadInputs, value: Any) -> Any:
         return attention(change.query, change.key, value, *change.variants, **change.options)
     if change != "uniform":
         raise ArgumentError(
-            f"{change!r:.60} is not a change of a head.",
+            f"{shown(change)} is not a change of a head.",
             action='Use "off", "uniform", or the inputs of another prompt.',
         )
     # Scores that are all 0 have equal weights. Biases and sinks would change them.

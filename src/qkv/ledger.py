@@ -92,7 +92,7 @@ class Ledger:
             return self.counts[name]
         except KeyError:
             raise ArgumentError(
-                f"{name!r:.60} is not counted here.",
+                f"{shown(name)} is not counted here.",
                 [("counted", ", ".join(self.counts))],
                 "Name a step and a kind, as in 'qk_multiply'.",
             ) from None

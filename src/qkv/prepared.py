@@ -181,7 +181,8 @@ class PreparedAttention:
         given, options = structure.options.q_offset, structure.options
         if type(given) is not int:
             raise ArgumentError(
-                f"q_offset={q_offset!r} was given, and the call was prepared with {given!r}.",
+                f"q_offset={shown(q_offset)} was given, and the call was prepared with "
+                f"{shown(given)}.",
                 action="Pass a number as q_offset to qkv.prepare too.",
             )
         return structure._replace(options=options._replace(q_offset=int(q_offset)))

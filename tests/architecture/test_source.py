@@ -152,6 +152,31 @@ def test_every_error_names_one_thing_to_do() -> None:
     assert [place for place in silent if not place.startswith("lab/messages.py")] == []
 
 
+def test_a_sentence_of_errors_is_written_once() -> None:
+    """Of 60 characters or more, by one function where several modules raise it."""
+    sentences: dict[str, set[str]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        raised = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Raise)]
+        for node in [inner for one in raised for inner in ast.walk(one)]:
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            text = "".join([str(p.value) if isinstance(p, ast.Constant) else "{}" for p in parts])
+            if len(text) >= 60:
+                sentences.setdefault(text, set()).add(str(path.relative_to(SOURCE)))
+    assert {text: paths for text, paths in sentences.items() if len(paths) > 1} == {}
+
+
+def test_values_in_messages_are_shown_without_fail() -> None:
+    """`shown` cuts a value and does not fail; a format of `repr` fails where the value has none."""
+    cut = re.compile(r"!r:\.\d")
+    places = {
+        f"{path.relative_to(SOURCE)}:{number}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if cut.search(line)
+    }
+    assert places == set()
+
+
 def test_the_package_is_typed_and_has_a_version() -> None:
     assert (SOURCE / "py.typed").exists()
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", qkv.__version__)

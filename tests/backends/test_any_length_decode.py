@@ -11,7 +11,7 @@ import qkv
 from qkv.backends.cpu import CpuBackend
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.backends.cpu.prepared.any_length import LONGEST
-from qkv.call.repeated.numpy_port import run_on_arrays
+from qkv.call.repeated.numpy_runs import run_on_arrays
 from qkv.problem.building.check import check
 
 CPU = CpuBackend()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import os
@@ -506,3 +507,17 @@ def test_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "100%" in shown
     assert bar_text(monkeypatch, is_terminal=True, after=60.0) == ""
     assert bar_text(monkeypatch, is_terminal=False, after=0.0) == ""
+
+
+def test_an_option_of_several_commands_is_declared_once() -> None:
+    """The same flag and help stand in one file, but for `--json`, whose help is two words."""
+    declared: dict[str, set[str]] = {}
+    folder = Path(qkv.__file__).parent / "cli"
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument"):
+                words = [keyword.value for keyword in node.keywords if keyword.arg == "help"]
+                key = ", ".join(map(ast.unparse, (*node.args, *words)))
+                declared.setdefault(key, set()).add(path.name)
+    assert len(declared) > 30
+    assert {key for key, files in declared.items() if len(files) > 1} == {"'--json', 'strict JSON'"}

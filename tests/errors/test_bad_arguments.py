@@ -600,9 +600,13 @@ def test_merge(parts, expected) -> None:
         qkv.merge(*parts)
 
 
-def test_merge_of_another_layout() -> None:
-    with pytest.raises(ArgumentError, match="layout"):
-        qkv.merge((FLAT, FLAT[:, 0]), layout="other")
+def test_the_layout_of_merge_is_checked_like_that_of_a_call() -> None:
+    for layout in ("lbhd", None, ["bhld"]):
+        errors = [
+            raises(ArgumentError, FLAT, FLAT, FLAT, layout=layout),
+            raises(ArgumentError, (FLAT, FLAT[:, 0]), function="merge", layout=layout),
+        ]
+        assert len(set(map(str, errors))) == 1
 
 
 def test_bad_input_leaves_the_arrays_alone() -> None:

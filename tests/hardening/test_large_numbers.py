@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends import blocked
 from qkv.backends.cpu import backend as cpu_backend
+from qkv.problem import overflow
 
 FARTHEST = 2**31 - 1
 
@@ -193,12 +193,28 @@ def test_ordinary_values_are_computed_once(monkeypatch) -> None:
     def refuse(*_):
         raise AssertionError("computed again")
 
-    for module in (blocked, cpu_backend):
+    for module in (overflow, cpu_backend):
         monkeypatch.setattr(module, "recomputed", refuse)
-    for backend in ("cpu", "blocked"):
+    for backend in ("cpu", "blocked", "reference"):
         for q_len in (1, 40):
             query = normal(2, q_len, 16)
             qkv.attention(query, normal(2, 64, 16), normal(2, 64, 16), backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["blocked", "reference"])
+def test_what_is_not_finite_is_looked_at_by_one_function(backend, monkeypatch) -> None:
+    asked = []
+
+    def watched(problem, out, run, recomputed=overflow.recomputed):
+        asked.append(out)
+        return recomputed(problem, out, run)
+
+    monkeypatch.setattr(overflow, "recomputed", watched)
+    value = np.ones((1, 100, 4))
+    value[0, 7, 0] = np.inf
+    out = qkv.attention(np.zeros((1, 3, 4)), np.zeros((1, 100, 4)), value, backend=backend)
+    np.testing.assert_allclose(out, np.broadcast_to([np.inf, 1, 1, 1], out.shape))
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("backend", ["cpu", "blocked"])

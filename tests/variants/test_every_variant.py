@@ -1,5 +1,8 @@
 """What all variants of qkv have in common."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -27,6 +30,20 @@ def test_all_lists_every_variant_that_is_exported() -> None:
     exported = {kind for kind in classes if issubclass(kind, Variant)}
     assert exported - {Variant, MaskVariant} <= set(ALL)
     assert len(ALL) == len(set(ALL))
+
+
+def class_attributes(kind: type) -> set[str]:
+    return {name for name, hint in kind.__annotations__.items() if "ClassVar" in hint}
+
+
+def test_class_attributes_are_declared_and_documented_in_variant() -> None:
+    declared = class_attributes(Variant)
+    for kind in ALL:
+        assert class_attributes(kind) <= declared, kind.__name__
+    guide = (Path(__file__).parents[2] / "docs/add-a-variant.md").read_text(encoding="utf-8")
+    for name in declared:
+        assert re.search(rf"^    {name} : ", Variant.__doc__, re.MULTILINE), name
+        assert re.search(rf"^\| `{name}\b", guide, re.MULTILINE), name
 
 
 @pytest.mark.parametrize(("kind", "i"), EXAMPLES)

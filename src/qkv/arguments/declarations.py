@@ -44,7 +44,7 @@ Rule: TypeAlias = Callable[[str, Any], Any]
 """A function of the name and value of an argument, which returns the value, or raises."""
 
 
-def is_integer(given: Any) -> bool:
+def is_integer(given: Any) -> typing.TypeGuard[int]:
     """Whether this is an integer of Python or NumPy, which True and False are not."""
     return isinstance(given, int | np.integer) and not isinstance(given, bool)
 
@@ -76,10 +76,10 @@ def checked_size(name: str, given: Any, least: int = 1, most: int = LARGEST) -> 
     raise ArgumentError(f"{name}={shown(given)} is not {what}.", action=f"Pass {advice}.")
 
 
-def shown(given: Any) -> str:
-    """A value in a message: short, and without fail."""
+def shown(given: Any, most: int = 60) -> str:
+    """A value in a message: `most` characters, and without fail."""
     try:
-        return f"{given!r:.60}"
+        return repr(given)[:most]
     except Exception:  # An integer of thousands of digits, or a `__repr__` that fails.
         return f"({type(given).__qualname__})"
 
@@ -362,12 +362,13 @@ def _choice(values: tuple[Any, ...]) -> Rule:
 def _instance(kinds: tuple[type, ...]) -> Rule:
     names = " or ".join("path" if kind is os.PathLike else kind.__name__ for kind in kinds)
     protocols = {kind: _methods(kind) for kind in kinds if getattr(kind, "_is_protocol", False)}
-    classes = tuple(kind for kind in kinds if kind not in protocols)
+    classes = tuple(kind for kind in kinds if kind not in protocols and kind is not int)
     is_path = os.PathLike in kinds
-    classes += (np.bool_,) * (bool in classes) + (np.integer,) * (int in classes)
+    classes += (np.bool_,) * (bool in classes)
 
     def rule(name: str, given: Any) -> Any:
-        if not isinstance(given, classes) and not any(
+        is_known = isinstance(given, classes) or (int in kinds and is_integer(given))
+        if not is_known and not any(
             all(callable(getattr(type(given), method, None)) for method in methods)
             for methods in protocols.values()
         ):
@@ -376,7 +377,7 @@ def _instance(kinds: tuple[type, ...]) -> Rule:
             )
         if is_path and isinstance(given, str) and not _names_a_file(given):
             raise FileError(
-                f"{name}={given!a:.60} is not a path: no name of a file has these characters.",
+                f"{name}={shown(given)} is not a path: no name of a file has these characters.",
                 action=f"Pass {name} without them.",
             )
         return bool(given) if isinstance(given, np.bool_) else given

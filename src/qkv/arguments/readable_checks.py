@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from qkv.arguments.declarations import shown
 from qkv.errors import ArgumentError, DTypeError
 
-__all__ = ["array_shape", "as_array", "checked_flag"]
+__all__ = ["array_shape", "as_array", "check_layout", "checked_flag"]
 
 
 def checked_flag(name: str, given: Any) -> bool:
@@ -26,6 +26,21 @@ def checked_flag(name: str, given: Any) -> bool:
     raise ArgumentError(
         f"{name}={shown(given)} is not True or False.", action=f"Pass {name} as a bool."
     )
+
+
+def check_layout(layout: Any) -> None:
+    """Refuse what names no order of heads and length.
+
+    Raises
+    ------
+    ArgumentError
+        It is neither "bhld" nor "blhd".
+    """
+    if not isinstance(layout, str) or layout not in ("bhld", "blhd"):
+        raise ArgumentError(
+            f"layout={shown(layout)} is not known.",
+            action="Use 'bhld' (batch, heads, length, dim) or 'blhd'.",
+        )
 
 
 def as_array(name: str, given: Any) -> NDArray[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import ml_dtypes
@@ -60,6 +61,16 @@ def check_values(array: torch.Tensor, role: str) -> None:
         raise UnsupportedError(
             f"{role} is on meta, where tensors have no values.",
             action=f"Pass {variable(role)} with values, as one that was made on the CPU has.",
+        )
+
+
+def check_loaded(module: torch.nn.Module, weights: Iterable[torch.Tensor]) -> None:
+    """Raise for a module some of whose weights are on meta."""
+    if any(weight.is_meta for weight in weights):
+        raise UnsupportedError(
+            f"weights of {type(module).__name__} are on the device meta: they are offloaded, or "
+            "were never loaded.",
+            action="Load the model into memory, without device_map or offloading.",
         )
 
 

@@ -9,7 +9,6 @@ Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021); Dao et al.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from qkv.backends import Refusal, ensure_residuals
 from qkv.partial import Partial, rest_of
 from qkv.problem.backward import BackwardInputs, OperandGradients, backward
-from qkv.problem.overflow import recomputed
+from qkv.problem.overflow import finite_or_recomputed
 from qkv.problem.scores import Scores, weighted_sum
 from qkv.problem.spec import Problem, Spec
 from qkv.problem.tiles import TileRun
@@ -49,10 +48,7 @@ class BlockedBackend:
         return (4 * block_q * block_kv + rows) * spec.compute_dtype.itemsize
 
     def run(self, problem: Problem) -> Partial:
-        partial = self._run(problem)
-        if np.isfinite(partial.out).all():
-            return partial
-        return replace(partial, out=recomputed(problem, partial.out, lambda p: self._run(p).out))
+        return finite_or_recomputed(problem, self._run)
 
     def _run(self, problem: Problem) -> Partial:
         spec = problem.spec

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from qkv.backends import Refusal, ensure_residuals
 from qkv.partial import Partial, rest_of
 from qkv.problem.backward import BackwardInputs, OperandGradients, backward
-from qkv.problem.overflow import recomputed
+from qkv.problem.overflow import finite_or_recomputed
 from qkv.problem.scores import Scores, weighted_sum
 from qkv.problem.spec import Problem, Spec
 from qkv.problem.tiles import TileKind
@@ -50,10 +48,7 @@ class ReferenceBackend:
         return dense_bytes(spec) + 8 * rows * (spec.head_dim + spec.v_head_dim)
 
     def run(self, problem: Problem) -> Partial:
-        partial = self._run(problem)
-        if np.isfinite(partial.out).all():
-            return partial
-        return replace(partial, out=recomputed(problem, partial.out, lambda p: self._run(p).out))
+        return finite_or_recomputed(problem, self._run)
 
     def _run(self, problem: Problem) -> Partial:
         spec = problem.spec

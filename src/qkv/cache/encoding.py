@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from qkv.arguments.declarations import shown
 from qkv.arrays import library_of
 from qkv.cache.arguments import Lengths
 from qkv.cache.memory import Memory, memory_with
@@ -91,7 +92,7 @@ def encoding_of(dtype: str | None) -> Encoding:
     """A new encoding, as the `dtype` of a cache asks for it."""
     if not isinstance(dtype, str | None) or dtype not in _ENCODINGS:
         raise ArgumentError(
-            f"dtype={dtype!r:.60} is not a way to keep rows.",
+            f"dtype={shown(dtype)} is not a way to keep rows.",
             action='Pass "int8", or None to keep them in the dtype in which they come.',
         )
     return _ENCODINGS[dtype]()

@@ -173,7 +173,7 @@ def check_window(q_offset: Any, window: int, kv_offset: Lengths) -> None:
         raise ShapeError(
             f"the window of query row 0{of_sequence} begins at position "
             f"{max(first[where] - (window - 1), 0)}; keys before {kept[where]} are gone.",
-            [("q_offset", f"{q_offset!r:.60}"), ("window", f"{window}")],
+            [("q_offset", f"{shown(q_offset)}"), ("window", f"{window}")],
             f"Begin with the query at position {kept[where] + window - 1}.",
         )
 

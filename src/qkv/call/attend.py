@@ -21,7 +21,7 @@ from qkv.call.checked import CheckedCall, check_call
 from qkv.call.repeated.cache import CALLS, PreparedCall
 from qkv.call.repeated.decoding import run_step
 from qkv.call.repeated.forms import Views, form_of, has_form, heads_first, in_place, values_of
-from qkv.call.repeated.numpy_port import run_on_arrays
+from qkv.call.repeated.numpy_runs import run_on_arrays
 from qkv.call.repeated.preparing import prepare
 from qkv.call.repeated.stored_steps import stored_step
 from qkv.partial import Partial

@@ -17,7 +17,7 @@ from qkv.call.checked import CheckedCall, check_call, views_of
 from qkv.call.device_call import DeviceCall, check_device_call, is_device_call
 from qkv.call.repeated.cache import CALLS
 from qkv.call.repeated.forms import fixed_form, heads_first, in_place
-from qkv.call.repeated.numpy_port import run_on_arrays
+from qkv.call.repeated.numpy_runs import run_on_arrays
 from qkv.call.repeated.preparing import prepare
 from qkv.partial import RowStatistics, share_with_sinks
 

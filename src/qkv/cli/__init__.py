@@ -3,12 +3,13 @@
 A command makes its whole output before the first byte of it is written. Exit codes: 0, 1 if the
 output could not be written or memory ran out, 2 for bad input, 130 for Ctrl-C.
 
-commands   what each command prints, one module for each
-inputs     what commands are given: arrays, texts and models
-parser     the commands and their options
-variants   variants as options
-enter_key  what Enter does while a command runs
-meant      which command may be meant by a word that is not one
+commands       what each command prints, one module for each
+inputs         what commands are given: arrays, texts and models
+parser         the commands and their options
+variants       variants as options
+model_options  a model, and what it reads, as options
+enter_key      what Enter does while a command runs
+meant          which command may be meant by a word that is not one
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from qkv._version import __version__
+from qkv.arguments.declarations import shown
 from qkv.arguments.spelling import did_you_mean
 from qkv.cli.parser import Parser, make_parser
 from qkv.cli.variants import words
@@ -87,10 +89,10 @@ def _unknown_option(word: str, parser: Parser) -> ArgumentError:
     flag = word.partition("=")[0]
     if not flag.startswith("-"):
         return ArgumentError(
-            f"there is no place for {word!r:.80} here.", action=f"See {parser.prog} --help."
+            f"there is no place for {shown(word, 80)} here.", action=f"See {parser.prog} --help."
         )
     action = f"{did_you_mean(flag, parser.flags)}See {parser.prog} --help."
-    return ArgumentError(f"{parser.prog} has no option {flag!r:.80}.", action=action)
+    return ArgumentError(f"{parser.prog} has no option {shown(flag, 80)}.", action=action)
 
 
 def _write(text: str) -> None:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NoReturn, TypeAlias
 
+from qkv.arguments.declarations import shown
 from qkv.arguments.spelling import did_you_mean
 from qkv.cli.meant import command_meant
+from qkv.cli.model_options import add_model_options
 from qkv.cli.variants import add_variants
 from qkv.errors import ArgumentError
 
@@ -61,7 +63,7 @@ class Parser(argparse.ArgumentParser):
             what = "command" if argument == "COMMAND" else argument
             meant = command_meant if argument == "COMMAND" else did_you_mean
             raise ArgumentError(
-                f"{self.prog} has no {what} {given!r:.80}.",
+                f"{self.prog} has no {what} {shown(given, 80)}.",
                 [("there are", ", ".join(names))],
                 f"{meant(given, names)}See {self.prog} --help.",
             )
@@ -281,17 +283,8 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
 
 def _add_model(parser: argparse.ArgumentParser, title: str, about: str) -> None:
     model = parser.add_argument_group(title, about)
-    model.add_argument(
-        "--model", metavar="NAME", help="folder or name of a transformers model, tiny, language"
-    )
+    add_model_options(model)
     model.add_argument("--layer", type=int, metavar="L", help="one layer, in the order of calls")
-    model.add_argument(
-        "--text", metavar="TEXT", help="what it reads: a text, a file, or - (default: a paragraph)"
-    )
-    model.add_argument("--tokens", type=int, metavar="N", help="read only the first N tokens")
-    model.add_argument(
-        "--download", action="store_true", help="fetch the model if it is not on this machine"
-    )
 
 
 def _to_offset(text: str) -> int | str:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import qkv
+from qkv.arguments.declarations import shown
 from qkv.errors import ArgumentError, FileError, QkvError
 
 __all__ = ["VariantArgument", "add_variants", "command_line_of", "variants_of", "words"]
@@ -168,7 +169,7 @@ def _make_variant(option: Option, text: str) -> Any:
     except QkvError as error:
         raise type(error)(f"{option.flag} {text}: {error.fact}", error.seen, takes) from error
     except (ValueError, OverflowError) as error:
-        raise ArgumentError(f"{option.flag} was given {text!r:.80}.", action=takes) from error
+        raise ArgumentError(f"{option.flag} was given {shown(text, 80)}.", action=takes) from error
 
 
 def add_variants(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from qkv.arguments.declarations import checked
+from qkv.arguments.declarations import checked, shown
 from qkv.arguments.spelling import did_you_mean
 from qkv.cost.configs.config import read_config
 from qkv.cost.model import Model
@@ -58,7 +58,7 @@ def model_card(name: str) -> Model:
                 notes=(*card.get("notes", ()), *model.notes),
             )
     raise ArgumentError(
-        f"there is no card of a model {str(name)!r:.60}.",
+        f"there is no card of a model {shown(str(name))}.",
         [("models", ", ".join(model_names()))],
         f"{did_you_mean(str(name), model_names())}Name one of these, or pass the model's "
         "config.json.",

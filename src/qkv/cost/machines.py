@@ -10,7 +10,7 @@ from importlib import resources
 from typing import NamedTuple
 
 from qkv import get_num_threads
-from qkv.arguments.declarations import checked
+from qkv.arguments.declarations import checked, shown
 from qkv.arguments.spelling import did_you_mean
 from qkv.count import Amount
 from qkv.errors import ArgumentError, KernelBuildError, UnsupportedError
@@ -42,7 +42,7 @@ def bytes_of(dtype: str) -> int:
     """
     if dtype not in DTYPE_BYTES:
         raise ArgumentError(
-            f"dtype={dtype!r:.40} is not a type whose cost is counted.",
+            f"dtype={shown(dtype)} is not a type whose cost is counted.",
             [("types", ", ".join(DTYPE_BYTES))],
             "Choose one of these.",
         )
@@ -164,7 +164,7 @@ def machine(name: str) -> Machine:
         return _measured(get_num_threads())
     if name not in _described():
         raise ArgumentError(
-            f"no machine is called {name!r:.40}.",
+            f"no machine is called {shown(name)}.",
             [("machines", ", ".join(machine_names()))],
             f"{did_you_mean(name, machine_names())}Name one of these.",
         )

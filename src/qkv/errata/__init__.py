@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from importlib import resources
 
-from qkv.arguments.declarations import checked
+from qkv.arguments.declarations import checked, shown
 from qkv.errors import ArgumentError
 
 __all__ = ["ERRATA", "Erratum", "erratum", "markdown"]
@@ -90,7 +90,7 @@ def erratum(name: str) -> Erratum:
         if entry.name == name:
             return entry
     raise ArgumentError(
-        f"no erratum is called {name!r:.60}.",
+        f"no erratum is called {shown(name)}.",
         [("errata", ", ".join(entry.name for entry in ERRATA))],
         "Name one of these.",
     )

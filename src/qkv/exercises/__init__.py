@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from qkv.arguments.declarations import checked
+from qkv.arguments.declarations import checked, shown
 from qkv.errors import ArgumentError
 from qkv.exercises.answers import NAMES, verdict_on
 from qkv.exercises.verdict import Verdict
@@ -92,7 +92,7 @@ def check(name: str, answer: Any) -> Verdict:
     """
     if name not in NAMES:
         raise ArgumentError(
-            f"there is no exercise {name!r:.40}.",
+            f"there is no exercise {shown(name)}.",
             [("exercises", ", ".join(NAMES))],
             "Name one of these.",
         )

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import shown
 from qkv.errors import FileError
 from qkv.files.writing import replace_file
 
@@ -90,7 +91,8 @@ def read_described(
             )
         if header.get("version") not in range(1, version + 1):
             raise FileError(
-                f"{name} has version {header.get('version')!r:.20}; this reads 1 to {version}.",
+                f"{name} has version {shown(header.get('version'), 20)}; this reads 1 to "
+                f"{version}.",
                 action="Read it with the version of qkv that wrote it.",
             )
         return made_of(header, _arrays(path))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from qkv.arguments.declarations import is_integer
 from qkv.errors import ArgumentError
 
 __all__ = ["can_be_scaled", "positions_of", "require_positions", "warn_beyond"]
@@ -28,7 +29,7 @@ def positions_of(config: Any) -> int | None:
     if {*kinds} - {None} == {"dynamic"}:
         return None
     longest = getattr(text, "max_position_embeddings", None)
-    return longest if isinstance(longest, int) and longest > 0 else None
+    return longest if is_integer(longest) and longest > 0 else None
 
 
 def require_positions(model: torch.nn.Module, count: int, decoder: bool = False) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import LARGEST, is_integer
 from qkv.errors import ArgumentError, QkvError
 
 __all__ = ["Answer", "Request", "failure", "in_page", "key_of", "plain", "read_request"]
@@ -81,12 +82,12 @@ def read_request(given: Any) -> Request:
     if not isinstance(given, dict):
         raise ArgumentError("the request is not a JSON object.")
     number, method, params = given.get("id"), given.get("method"), given.get("params", {})
-    if isinstance(number, bool) or not isinstance(number, int) or abs(number) > 2**53:
+    if not is_integer(number) or abs(number) > LARGEST:
         raise ArgumentError("the id of the request is not a whole number.")
     if not isinstance(method, str) or not isinstance(params, dict):
         raise ArgumentError("the request has no method, or its parameters are not an object.")
     shown = given.get("shown")
-    if shown is not None and (isinstance(shown, bool) or not isinstance(shown, int)):
+    if shown is not None and not is_integer(shown):
         raise ArgumentError("the number of what the page shows is not a whole number.")
     return Request(number, method, params, shown)
 
@@ -139,7 +140,7 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, float) and not isfinite(value):
         return None if isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    return int(value) if is_integer(value) else value
 
 
 def in_page(value: Any) -> str:

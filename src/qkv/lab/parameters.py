@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qkv.arguments.declarations import shown
+from qkv.arguments.declarations import is_integer, shown
 from qkv.errors import ArgumentError
 
 __all__ = ["MissingError", "Parameters", "StaleError", "TooLongError"]
@@ -41,7 +41,7 @@ class Parameters:
     def integer(self, name: str, least: int, most: int, default: int | None = None) -> int:
         """A whole number from `least` to `most`."""
         value = self._given.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        if not is_integer(value) or not least <= value <= most:
             raise ArgumentError(
                 f"{name}={shown(value)} is not a whole number from {least} to {most}.",
                 action="Choose one in this range.",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv.arguments.declarations import checked
+from qkv.arguments.declarations import checked, shown
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.inspection.rendering.tokens import printable
 from qkv.lab.messages import Answer, key_of, plain
@@ -140,7 +140,7 @@ class Session:
         """
         if method not in self._methods:
             raise MissingError(
-                f"the lab has no method {method!r:.60}.",
+                f"the lab has no method {shown(method)}.",
                 [("methods", ", ".join(self._methods))],
                 "Use one of these.",
             )

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from qkv.arguments.declarations import is_integer
 from qkv.errors import QkvError, UnsupportedError
 from qkv.extras import install_command
 from qkv.lab.document import asset
@@ -80,7 +81,6 @@ def reply(session: Session, content: Any) -> tuple[dict[str, Any], list[bytes]]:
     except Exception as error:
         if not isinstance(error, QkvError):
             _LOG.error("a request failed", exc_info=error)
-        whole = isinstance(number, int) and not isinstance(number, bool)
-        return failure(number if whole else 0, error), []
+        return failure(number if is_integer(number) else 0, error), []
     little = (a.astype(a.dtype.newbyteorder("<")) for a in answer.arrays)
     return answer.message(asked.id), [a.tobytes() for a in little]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from qkv.arguments.declarations import shown
 from qkv.arguments.spelling import did_you_mean
 from qkv.errors import ArgumentError
 from qkv.mechanisms.base.mechanism import Mechanism
@@ -87,7 +88,7 @@ def mechanism_class(name: str) -> type[Mechanism]:
     """
     if name not in MECHANISMS:
         raise ArgumentError(
-            f"there is no mechanism {name!r:.60}.",
+            f"there is no mechanism {shown(name)}.",
             [("mechanisms", ", ".join(MECHANISMS))],
             f"{did_you_mean(name, MECHANISMS)}Choose one of these.",
         )

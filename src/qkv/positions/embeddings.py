@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv.arguments.declarations import NotNegative, Size, Whole, checked
+from qkv.arguments.declarations import NotNegative, Size, Whole, checked, is_integer, shown
 from qkv.arguments.readable_checks import array_shape, as_array
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.positions.rotation import array_namespace, cast, check_positions
@@ -51,10 +51,9 @@ class SinusoidalPositions:
     """
 
     def __init__(self, embed_dim: int, base: float = 10000.0) -> None:
-        whole = isinstance(embed_dim, int | np.integer) and not isinstance(embed_dim, bool)
-        if not whole or embed_dim < 2 or embed_dim % 2:
+        if not is_integer(embed_dim) or embed_dim < 2 or embed_dim % 2:
             raise ArgumentError(
-                f"embed_dim={embed_dim!r:.60} is not a positive even integer.",
+                f"embed_dim={shown(embed_dim)} is not a positive even integer.",
                 action="Pass the width of the model: each sine has a cosine beside it.",
             )
         self.embed_dim, self.base = int(embed_dim), positive("base", base)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import shown
 from qkv.errors import ArgumentError
 from qkv.positions import scaling
 
@@ -79,7 +80,7 @@ def read(config: Any, layer_type: str | None, seq_len: int | None) -> RotaryEmbe
     kind = fields.get("rope_type") or fields.rotary.get("type") or "default"
     if kind not in TYPES:
         raise ArgumentError(
-            f"the rotary type {kind!r:.60} of the configuration is not known.",
+            f"the rotary type {shown(kind)} of the configuration is not known.",
             [("known", ", ".join(TYPES))],
             "Pass RoPE(inv_freq=..., attention_factor=...) as the model's own code computes them.",
         )
@@ -161,7 +162,8 @@ def _rotary_part(config: Any, layer_type: str | None) -> Mapping[str, Any]:
         return part
     if layer_type not in layers or not layers[layer_type]:
         raise ArgumentError(
-            f"layers of this model differ in their rotary embedding; layer_type={layer_type!r}.",
+            "layers of this model differ in their rotary embedding; "
+            f"layer_type={shown(layer_type)}.",
             [("layer types", ", ".join(layers))],
             "Pass layer_type=... with one of them.",
         )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv.arguments.declarations import checked
+from qkv.arguments.declarations import checked, is_integer, shown
 from qkv.arguments.readable_checks import as_array
 from qkv.errors import ArgumentError, DTypeError
 
@@ -45,7 +45,7 @@ def positive(name: str, value: Any) -> float:
         number = nan
     if not 0 < number <= float_info.max:
         is_array = getattr(value, "shape", None) == () and not isinstance(value, np.generic)
-        given = f"RoPE {name}={value!r:.60}"
+        given = f"RoPE {name}={shown(value)}"
         raise ArgumentError(
             f"{given} is an array, not a number."
             if is_array
@@ -63,12 +63,12 @@ _MOST_ENTRIES = 2**24
 
 def checked_rotary_dim(rotary_dim: Any, name: str = "rotary_dim") -> int:
     """The number of entries to rotate, which come in pairs."""
-    is_whole = isinstance(rotary_dim, int | np.integer) and not isinstance(rotary_dim, bool)
+    is_whole = is_integer(rotary_dim)
     if not is_whole or rotary_dim % 2 or not 0 <= rotary_dim <= _MOST_ENTRIES:
         action = f"Pass an even {name}."
         if name == "head_dim" and is_whole and 1 < rotary_dim <= _MOST_ENTRIES:
             action = f"Pass qkv.RoPE(rotary_dim={rotary_dim - 1}), or rows with an even head_dim."
-        given = f"{rotary_dim!r:.60}"
+        given = shown(rotary_dim)
         raise ArgumentError(
             f"RoPE rotates pairs; {name}={given} entries are not a whole number of pairs.",
             action=action,

@@ -16,14 +16,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.partial import Partial
 from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
 
-__all__ = ["recomputed"]
+__all__ = ["finite_or_recomputed", "recomputed"]
 
 LARGEST_WEIGHT = 2.0**16
 """The largest `exp(s - m)` of kernels whose m is not the maximum, such as those on matrix tiles."""
+
+
+def finite_or_recomputed(problem: Problem, run: Callable[[Problem], Partial]) -> Partial:
+    """What `run` gives, whose output is computed again where its sums may have overflowed."""
+    partial = run(problem)
+    if np.isfinite(partial.out).all():
+        return partial
+    return replace(partial, out=recomputed(problem, partial.out, lambda p: run(p).out))
 
 
 def recomputed(problem: Problem, out: Array, run: Callable[[Problem], Array]) -> Array:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import operator
 import os
 from functools import lru_cache
 from pathlib import Path
 
 from qkv._dynamo import ends_graph
+from qkv.arguments.declarations import is_integer, shown
 from qkv.errors import ArgumentError
 
 __all__ = ["get_num_threads", "set_num_threads"]
@@ -50,16 +50,12 @@ def set_num_threads(num_threads: int | None) -> None:
     if num_threads is None:
         _num_threads = None
         return
-    try:
-        number = operator.index(num_threads)
-    except TypeError:
-        number = 0
-    if isinstance(num_threads, bool) or not 1 <= number <= MAX_THREADS:
+    if not is_integer(num_threads) or not 1 <= num_threads <= MAX_THREADS:
         raise ArgumentError(
-            f"num_threads={num_threads!r} is not a number of threads.",
+            f"num_threads={shown(num_threads)} is not a number of threads.",
             action=f"Pass a whole number from 1 to {MAX_THREADS}, or None for the default.",
         )
-    _num_threads = number
+    _num_threads = int(num_threads)
 
 
 @ends_graph
@@ -96,7 +92,7 @@ def default_num_threads() -> int:
     is_number = text.isascii() and text.isdigit() and len(text) <= _DIGITS
     if not is_number or not 1 <= int(text) <= MAX_THREADS:
         raise ArgumentError(
-            f"QKV_NUM_THREADS={text!r:.60} is not a number of threads.",
+            f"QKV_NUM_THREADS={shown(text)} is not a number of threads.",
             action=f"Unset it to use every core, or set a whole number from 1 to {MAX_THREADS}.",
         )
     return int(text)

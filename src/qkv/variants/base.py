@@ -173,6 +173,9 @@ class Variant(ABC):
         device that have none yet. It holds for the class that says so alone.
     constant_fields : Mapping
         Arrays that have no gradient, and what to write instead for one that is learned.
+    dense_field : str or None
+        The field whose array has an entry for each pair. Where it is boolean, a bias of 0 and -inf
+        may stand for the variant, as in programs for ONNX.
 
     Examples
     --------
@@ -192,6 +195,7 @@ class Variant(ABC):
     uses_batch_index: ClassVar[bool] = True
     read_by_backend: ClassVar[bool] = False
     constant_fields: ClassVar[Mapping[str, str]] = {}
+    dense_field: ClassVar[str | None] = None
 
     def __repr__(self) -> str:
         """The constructor call, without defaults and with arrays by shape."""

@@ -58,8 +58,8 @@ class Dropout(Variant):
     def __post_init__(self) -> None:
         if self.seed is UNSAID:
             raise ArgumentError(
-                f"Dropout({self.p!r}) has no seed, which says which weights are dropped.",
-                action=f"Write Dropout({self.p!r}, seed=0), with a new seed for each step.",
+                f"Dropout({shown(self.p)}) has no seed, which says which weights are dropped.",
+                action=f"Write Dropout({shown(self.p)}, seed=0), with a new seed for each step.",
             )
         try:
             fits = 0 <= float(self.p) < 1
@@ -77,7 +77,8 @@ class Dropout(Variant):
         if type(self.seed) is int and 0 <= self.seed < 2**64:
             return self.seed  # Dynamo can trace this.
         try:
-            seed = int(self.seed) if np.size(self.seed) == 1 else -1
+            is_one = np.size(self.seed) == 1 and not isinstance(self.seed, bool | np.bool_)
+            seed = int(self.seed) if is_one else -1
         except (TypeError, ValueError, OverflowError):
             seed = -1
         if seed < 0 or seed != self.seed or not 0 <= seed < 2**64:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv._dynamo import made_outside
+from qkv.arguments.declarations import shown
 from qkv.arguments.readable_checks import array_shape
 from qkv.errors import ArgumentError
 from qkv.positions import hf_config, scaling
@@ -77,7 +78,7 @@ class RoPE(Variant):
     def __post_init__(self) -> None:
         if not isinstance(self.layout, str) or self.layout not in ("half_split", "interleaved"):
             action = "Use 'half_split' (Hugging Face Llama) or 'interleaved' (GPT-J)."
-            raise ArgumentError(f"RoPE layout={self.layout!r:.60} is not known.", action=action)
+            raise ArgumentError(f"RoPE layout={shown(self.layout)} is not known.", action=action)
         scaling.positive("base", self.base)
         scaling.positive("attention_factor", self.attention_factor)
         if self.rotary_dim is not None:
@@ -378,8 +379,7 @@ class RoPE(Variant):
         dense.key = self._rotated(dense.key, dense.kv_pos, frequencies)
 
     def _rotated(self, rows: Array, positions: Array, frequencies: Array) -> Array:
-        out = rows.astype(np.float64)
-        n = len(frequencies)
+        out, n = rows.astype(np.float64), len(frequencies)
         for row, position in enumerate(positions):
             for i, frequency in enumerate(frequencies):
                 a, b = (i, i + n) if self.layout == "half_split" else (2 * i, 2 * i + 1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv.arguments.declarations import checked_size, shown
+from qkv.arguments.declarations import checked_size, is_integer, shown
 from qkv.cache.arguments import Lengths
 from qkv.errors import ArgumentError, ShapeError, UnsupportedError
 from qkv.process.forks import RenewedLock
@@ -242,18 +242,17 @@ class PageAllocator:
 
     def _named(self, pages: Sequence[Any] | Lengths) -> Counter[int]:
         """How often each page is named, if there are such pages."""
-        named = Counter(_page_numbers(pages))
-        for page in named:
+        numbers = _page_numbers(pages)
+        for page in numbers:
             if not self._is_page(page):
                 raise ArgumentError(
                     f"there is no page {shown(page)}; there are {self.num_pages} pages.",
                     action="Pass numbers of pages, from 0.",
                 )
-        return named
+        return Counter(numbers)
 
     def _is_page(self, page: Any) -> bool:
-        whole = type(page) is int or isinstance(page, np.integer)
-        return whole and 0 <= page < self._num_pages
+        return is_integer(page) and 0 <= page < self._num_pages
 
 
 def _page_numbers(pages: Any) -> list[Any]:

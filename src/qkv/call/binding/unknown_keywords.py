@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from inspect import signature
 from typing import Any, TypeVar
 
+from qkv.arguments.declarations import is_integer
 from qkv.errors import KeywordError
 
 __all__ = ["drop_in_error", "keyword_error", "with_signature_of_theirs"]
@@ -119,7 +120,7 @@ def _window(name: str, value: Any) -> str:
 
 def _one_window(name: str, value: Any) -> str:
     """A window as one number (transformers counts the query itself), or as two."""
-    if isinstance(value, int) and not isinstance(value, bool):
+    if is_integer(value):
         before = value - 1 if name == "sliding_window" else value
         return f"qkv.SlidingWindow({before}, 0)"
     if name == "sliding_window":

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import shown
 from qkv.arrays.views import view
 from qkv.call.binding.bound import BoundCall
 from qkv.errors import ArgumentError, UnsupportedError
@@ -152,4 +153,4 @@ def briefly(thing: Any) -> str:
     """An object as a few words of a message."""
     if isinstance(thing, np.ndarray):
         return f"a {thing.dtype} array {thing.shape}"
-    return f"{thing!r:.80}"
+    return shown(thing, 80)

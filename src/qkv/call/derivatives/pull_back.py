@@ -18,7 +18,7 @@ from qkv.call.checked import CheckedCall, check_call
 from qkv.call.derivatives.gradients import Gradients, backward_inputs, gradients_of
 from qkv.call.repeated.cache import CALLS, Form, PreparedCall
 from qkv.call.repeated.forms import Views, fixed_form, heads_first, in_place
-from qkv.call.repeated.numpy_port import run_on_arrays
+from qkv.call.repeated.numpy_runs import run_on_arrays
 from qkv.call.repeated.preparing import prepare
 from qkv.partial import Partial
 

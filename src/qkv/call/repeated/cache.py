@@ -133,8 +133,8 @@ class CallCache:
     changed.
     """
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
-        self.capacity = capacity
+    def __init__(self) -> None:
+        self.capacity = CAPACITY
         self.clock = 0
         self._entries: dict[Structure, Entry] = {}
         self._seen: dict[tuple[Structure, Form], None] = {}
@@ -185,7 +185,7 @@ class CallCache:
                 call.used = self.clock
             entry = self._entries.get(key)
             if entry is None or form not in entry.calls:
-                while len(self) >= max(self.capacity, 1):
+                while len(self) >= self.capacity:
                     self._drop_oldest()
             self._entries.setdefault(key, Entry()).calls[form] = call
 

@@ -16,7 +16,7 @@ from qkv.call.binding.bound import BoundCall
 from qkv.call.binding.flatten import ReadByValue
 from qkv.call.repeated.cache import StepForm
 from qkv.call.repeated.forms import in_place
-from qkv.call.repeated.numpy_port import run_on_arrays, run_on_stored_rows
+from qkv.call.repeated.numpy_runs import run_on_arrays, run_on_stored_rows
 from qkv.problem.building.builder import INDEX_LIMIT
 from qkv.problem.building.check import KEY_OFFSET
 from qkv.problem.spec import Problem

@@ -6,6 +6,7 @@ import argparse
 import json
 from dataclasses import replace
 
+from qkv.arguments.declarations import shown
 from qkv.cli.commands.inspect import require_top, run_layer
 from qkv.cli.commands.inspect_json import finite
 from qkv.cli.commands.lab import require_folder, require_place, write_page
@@ -57,7 +58,7 @@ def run_saved(options: argparse.Namespace) -> str:
     of_layer = options.layer is not None and not options.html
     taken = ("layer", "batch") if of_layer else ("layer",)
     known = {**_FILE_OPTIONS, **_MODEL_OPTIONS}
-    refused = {name: shown for name, shown in known.items() if name not in taken}
+    refused = {name: flag for name, flag in known.items() if name not in taken}
     _refuse(options, refused, "goes with arrays or --model, not with a record that was saved")
     _refuse_variants(options, "a record of a model")
     _require_layer(options, f"the record {Page().token(options.file, 80)}")
@@ -72,10 +73,10 @@ def run_saved(options: argparse.Namespace) -> str:
 
 def _require_layer(options: argparse.Namespace, what: str) -> None:
     """Complain of an option about one layer where none is chosen."""
-    for attribute, shown in _LAYER_OPTIONS.items():
+    for attribute, flag in _LAYER_OPTIONS.items():
         if options.layer is None and getattr(options, attribute) is not None:
             raise ArgumentError(
-                f"{shown} is about one layer, and {what} shows all.",
+                f"{flag} is about one layer, and {what} shows all.",
                 action="Say which with --layer N; without, the map lists them.",
             )
 
@@ -120,8 +121,8 @@ def refuse_with_model(options: argparse.Namespace) -> None:
     """Complain of an option that says something of arrays, where a model has them."""
     if options.file is not None:
         raise ArgumentError(
-            f"the file {options.file!r:.80} and --model {Page().token(options.model, 80)} are two "
-            "inputs.",
+            f"the file {shown(options.file, 80)} and --model {Page().token(options.model, 80)} are "
+            "two inputs.",
             action="Leave one of them out.",
         )
     _refuse(options, _FILE_OPTIONS, "goes with a file of arrays, not with --model")
@@ -145,10 +146,10 @@ def _refuse_variants(options: argparse.Namespace, what: str, *others: str) -> No
 
 
 def _refuse(options: argparse.Namespace, names: dict[str, str], reason: str) -> None:
-    for attribute, shown in names.items():
+    for attribute, flag in names.items():
         value = getattr(options, attribute, None)
         if value is not None and value is not False:
-            raise ArgumentError(f"{shown} {reason}.", action=f"See {options.parser.prog} --help.")
+            raise ArgumentError(f"{flag} {reason}.", action=f"See {options.parser.prog} --help.")
 
 
 # --- JSON ----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qkv.cli.enter_key import is_interactive, on_enter
+from qkv.cli.model_options import add_model_options
 from qkv.cli.variants import add_variants, command_line_of, variants_of
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.extras import install_command
@@ -37,16 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, metavar="N", help="default: a free one")
     parser.add_argument("--no-open", action="store_true", help="do not open a browser")
     parser.add_argument("--export", metavar="FILE", help="write the page as one file instead")
-    parser.add_argument(
-        "--model", metavar="NAME", help="folder or name of a transformers model, tiny, language"
-    )
-    parser.add_argument(
-        "--text", metavar="TEXT", help="what it reads: a text, a file, or - (default: a paragraph)"
-    )
-    parser.add_argument("--tokens", type=int, metavar="N", help="read only the first N tokens")
-    parser.add_argument(
-        "--download", action="store_true", help="fetch the model if it is not on this machine"
-    )
+    add_model_options(parser)
     add_variants(parser)
 
 

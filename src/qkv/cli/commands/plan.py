@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import qkv
+from qkv.arguments.declarations import shown
 from qkv.cli.variants import variants_of
 from qkv.errors import ArgumentError
 from qkv.files import read_arrays
@@ -59,8 +60,8 @@ def _arrays(options: argparse.Namespace) -> tuple[Array, Array, Array]:
     if options.file is not None:
         if given_options:
             raise ArgumentError(
-                f"{_flag(given_options[0])} was given, and the file {options.file!r:.80}, whose "
-                "arrays have sizes.",
+                f"{_flag(given_options[0])} was given, and the file {shown(options.file, 80)}, "
+                "whose arrays have sizes.",
                 action="Pass a file, or sizes.",
             )
         arrays = read_arrays(options.file)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import qkv
+from qkv.arguments.declarations import shown
 from qkv.call.inspected import Inspected
 from qkv.cli.variants import command_line_of, variants_of
 from qkv.errors import ArgumentError
@@ -71,8 +72,8 @@ class InputArrays:
         given += ["--scale"] if options.scale is not None else []
         if given:
             raise ArgumentError(
-                f"{given[0]} goes with a file of arrays; {self.source!r:.80} is a saved record, "
-                "which has its variants and options.",
+                f"{given[0]} goes with a file of arrays; {shown(self.source, 80)} is a saved "
+                "record, which has its variants and options.",
                 action="Leave it out.",
             )
 

@@ -41,7 +41,7 @@ def sentence_is_text(options: argparse.Namespace) -> None:
     if said is not None and _is_text(said, options.model):
         if options.text is not None:
             raise ArgumentError(
-                f"{said!r:.80} and --text are two texts.", action="Leave one of them out."
+                f"{shown(said)} and --text are two texts.", action="Leave one of them out."
             )
         options.file, options.text = None, said
     if options.file is None and options.text is not None:

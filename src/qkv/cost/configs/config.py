@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qkv.arguments.declarations import checked
+from qkv.arguments.declarations import checked, shown
 from qkv.cost.configs.encoder_decoder import encoder_and_decoder
 from qkv.cost.configs.families import (
     ACTIVATION,
@@ -99,7 +99,7 @@ def read_config(
         if given.flag("audio"):
             notes.append("of the convolutions before the encoder only the parameters are counted")
     if kind not in families():
-        notes.append(f"model_type {kind!r:.40} is not known; counted as llama")
+        notes.append(f"model_type {shown(kind)} is not known; counted as llama")
         notes += unlike_llama(fields)
     given = Fields(fields, families().get(kind, families()["llama"]), left_out(fields, kind))
     called = name or str(fields.get("_name_or_path") or (path.name if path else "") or kind)
@@ -121,20 +121,21 @@ def _contents(path: Path) -> Mapping[str, Any]:
             raw = opened.read(_LARGEST + 1)
     except OSError as error:
         raise FileError(
-            f"{str(file)!r:.200} cannot be read: {error.strerror or error}.", action=_NAME_A_CONFIG
+            f"{shown(str(file), 200)} cannot be read: {error.strerror or error}.",
+            action=_NAME_A_CONFIG,
         ) from error
     if len(raw) > _LARGEST:
         raise FileError(
-            f"{str(file)!r:.200} is larger than {_LARGEST} bytes; no config is.",
+            f"{shown(str(file), 200)} is larger than {_LARGEST} bytes; no config is.",
             action=_NAME_A_CONFIG,
         )
     try:
         contents = json.loads(raw)
     except (ValueError, RecursionError) as error:
         reason = [("reason", f"{error!s:.100}")]
-        raise FileError(f"{str(file)!r:.200} is not JSON.", reason, _NAME_A_CONFIG) from error
+        raise FileError(f"{shown(str(file), 200)} is not JSON.", reason, _NAME_A_CONFIG) from error
     if not isinstance(contents, dict):
-        raise FileError(f"{str(file)!r:.200} holds no JSON object.", action=_NAME_A_CONFIG)
+        raise FileError(f"{shown(str(file), 200)} holds no JSON object.", action=_NAME_A_CONFIG)
     return contents
 
 
@@ -312,7 +313,7 @@ def _window(given: Fields, index: int, count: int) -> int | None:
         kind = kinds[index] if index < len(kinds) == count else None
         if kind not in ("full_attention", "sliding_attention"):
             raise UnsupportedError(
-                f"layer {index} is {kind!r:.40} in the config's layer_types.",
+                f"layer {index} is {shown(kind)} in the config's layer_types.",
                 [("layers", f"{count}, of which {len(kinds)} have a type")],
                 "Only full_attention and sliding_attention are counted.",
             )
@@ -378,6 +379,6 @@ def _activation(name: Any) -> str:
         if any(word in text for word in words):
             return known
     raise UnsupportedError(
-        f"the config's activation {name!r:.40} is not counted.",
+        f"the config's activation {shown(name)} is not counted.",
         action="gelu, silu, swish and relu are.",
     )

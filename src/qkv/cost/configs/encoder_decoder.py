@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from qkv.arguments.declarations import shown
 from qkv.errors import ArgumentError, UnsupportedError
 
 __all__ = ["ENCODER_DECODERS", "encoder_and_decoder"]
@@ -39,7 +40,7 @@ def encoder_and_decoder(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict
     kind = fields.get("model_type")
     if kind not in ENCODER_DECODERS:
         raise UnsupportedError(
-            f"a model of an encoder and a decoder with model_type {kind!r:.40} is not counted.",
+            f"a model of an encoder and a decoder with model_type {shown(kind)} is not counted.",
             action=f"Those with {', '.join(ENCODER_DECODERS)} are.",
         )
     shared = {name: value for name, value in fields.items() if name != "num_hidden_layers"}

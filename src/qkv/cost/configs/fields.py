@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qkv.arguments.declarations import shown
+from qkv.arguments.declarations import is_integer, shown
 from qkv.errors import ArgumentError
 
 __all__ = ["Fields"]
@@ -38,14 +38,14 @@ class Fields:
             value = self.fields.get(name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            if not is_integer(value) or not least <= value <= most:
                 raise ArgumentError(
                     f"{name} is {shown(value)} in the config.",
                     action=f"Give an integer of {least} or more, and at most {most}.",
                 )
             if name in self.left_out:
-                self.assumed[name] = value
-            return value
+                self.assumed[name] = int(value)
+            return int(value)
         if default is None:
             raise ArgumentError(
                 f"the config has no {names[0]}.",

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from qkv.arguments.declarations import shown
 from qkv.cost.configs.families import HIDDEN
 from qkv.errors import UnsupportedError
 
@@ -56,16 +57,16 @@ def unlike_llama(fields: Mapping[str, Any]) -> Iterator[str]:
     others = [name for name in said if _NO_ATTENTION.search(str(name))]
     if others:
         raise UnsupportedError(
-            f"model_type {fields.get('model_type', '')!r:.40} is not known, and its config says "
+            f"model_type {shown(fields.get('model_type', ''))} is not known, and its config says "
             "that some layers are not attention.",
-            [(name, f"{said[name]!r:.60}") for name in others[:4]],
+            [(name, shown(said[name])) for name in others[:4]],
             "Models whose every layer is attention are counted.",
         )
     strange = [name for name in said if name not in _READ and _MEANS_MORE.search(str(name))]
     if said.get("multi_query") and (said.get("num_kv_heads") or said.get("num_key_value_heads")):
         yield "multi_query says 1 key head and another field more; the larger number is counted"
     if strange:
-        named = ", ".join(f"{name} {said[name]!r:.20}" for name in strange[:6])
+        named = ", ".join(f"{name} {shown(said[name], 20)}" for name in strange[:6])
         yield f"but the config has {named}, which a llama has not: the count may be off"
     if not any(name in fields for name in (*HIDDEN, "d_ff")):
         yield "there is no intermediate_size; three matrices of 4 times the width are a guess"

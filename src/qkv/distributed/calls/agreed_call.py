@@ -47,8 +47,8 @@ class Place:
             return cls(links, Links(None, timeout))
         if len(dim) != 2 or strategy == "ulysses":
             raise ArgumentError(
-                f"dim={shown(dim)} with strategy={strategy!r} does not say what is spread along "
-                "what.",
+                f"dim={shown(dim)} with strategy={shown(strategy)} does not say what is spread "
+                "along what.",
                 action="Name two dimensions, that of the ring and that of the heads, with "
                 'strategy="ring" or "gather".',
             )

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 
-from qkv.arguments.declarations import shown
+from qkv.arguments.declarations import is_integer, shown
 from qkv.errors import ArgumentError, DistributedError, UnsupportedError
 
 __all__ = ["Links", "Pending", "group_of", "outside_of_graphs"]
@@ -83,7 +83,7 @@ def _along(mesh: Any, dim: Any) -> Any:
     """The group of a dimension of a mesh; `dim` may be left out of a mesh of one."""
     names = mesh.mesh_dim_names or ()
     given = dim is not None or mesh.ndim == 1
-    is_place = type(dim) is int and 0 <= dim < mesh.ndim
+    is_place = is_integer(dim) and 0 <= dim < mesh.ndim
     if not given or not (dim is None or is_place or (isinstance(dim, str) and dim in names)):
         raise ArgumentError(
             f"dim={shown(dim)} does not name one dimension of the mesh.",
@@ -92,7 +92,7 @@ def _along(mesh: Any, dim: Any) -> Any:
         )
     if mesh.get_coordinate() is None:
         raise _not_a_member("the mesh")
-    return mesh.get_group(dim)
+    return mesh.get_group(int(dim) if is_place else dim)
 
 
 def _not_a_member(what: str) -> ArgumentError:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import torch
 
+from qkv.arguments.declarations import is_integer, shown
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.attention import change_outputs, observe
 from qkv.hf.inspection.forward_calls import BackwardAfter, LayerNumbers, around_forward, parts_of
@@ -116,28 +116,24 @@ def _checked(changes: Any) -> dict[tuple[int, int], Change]:
     checked: dict[tuple[int, int], Change] = {}
     for place, change in dict(changes).items():
         pair = isinstance(place, tuple) and len(place) == 2
-        if not pair or not all(_is_number(index) for index in place):
+        if not pair or not all(map(is_integer, place)):
             raise ArgumentError(
-                f"{place!r:.60} is not a pair of layer and head.",
+                f"{shown(place)} is not a pair of layer and head.",
                 action="Pass {(layer, head): ...}.",
             )
         if min(place) < 0:
             # How many layers there are is known when the model has run.
             raise ArgumentError(
-                f"{place!r:.60} has a negative number; layers and heads count from 0 here.",
+                f"{shown(place)} has a negative number; layers and heads count from 0 here.",
                 action="Count from 0, as record.heads() does.",
             )
         if not isinstance(change, CopyFrom) and change not in ("off", "uniform"):
             raise ArgumentError(
-                f"{change!r:.60} is not a change of a head.",
+                f"{shown(change)} is not a change of a head.",
                 action='Use "off", "uniform", or qkv.hf.CopyFrom(**inputs).',
             )
         checked[int(place[0]), int(place[1])] = change
     return checked
-
-
-def _is_number(index: Any) -> bool:
-    return isinstance(index, int | np.integer) and not isinstance(index, bool)
 
 
 def _copied(

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from qkv.arguments.declarations import shown
+from qkv.arrays.torch_arrays import check_loaded
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.attention import observe
 from qkv.hf.inspection.forward_calls import BackwardAfter, around_forward, in_backward
@@ -377,13 +378,8 @@ class _Run:
 
 
 def _require_cpu(model: torch.nn.Module) -> None:
+    check_loaded(model, model.parameters())
     elsewhere = {str(p.device) for p in model.parameters() if p.device.type != "cpu"}
-    if "meta" in elsewhere:
-        raise UnsupportedError(
-            f"weights of {type(model).__name__} are on the device meta: they are offloaded, or "
-            "were never loaded.",
-            action="Load the model into memory, without device_map or offloading.",
-        )
     if elsewhere:
         raise UnsupportedError(
             f"{type(model).__name__} is on {', '.join(sorted(elsewhere))}; scores of heads are "

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from qkv.arguments.declarations import shown
+from qkv.arguments.declarations import is_integer, shown
 from qkv.errors import ArgumentError
 
 __all__ = ["inputs_of_text"]
@@ -90,7 +90,7 @@ def _start_token(model: Any) -> int:
     for name in ("decoder_start_token_id", "bos_token_id"):
         for config in (getattr(model, "generation_config", None), model.config):
             token = getattr(config, name, None)
-            if isinstance(token, int):
+            if is_integer(token):
                 return token
     raise ArgumentError(
         f"{type(model).__name__} has an encoder and a decoder, and its configuration names no "

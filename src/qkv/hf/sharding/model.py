@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from qkv.arguments.declarations import shown
 from qkv.distributed.messages.links import TIMEOUT, Links, group_of
 from qkv.distributed.orders.order import Order
 from qkv.errors import ArgumentError, UnsupportedError
@@ -103,7 +104,7 @@ def sharded(
     """
     if isinstance(dim, tuple):
         raise ArgumentError(
-            f"dim={dim!r} names two dimensions; a model is spread along one.",
+            f"dim={shown(dim)} names two dimensions; a model is spread along one.",
             action="Name one, and use tensor parallelism for heads.",
         )
     AttentionInterface.register(SPREAD, attend_shard)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from qkv.arguments.declarations import shown
 from qkv.distributed.inspection.head_scores import shard_head_scores
 from qkv.errors import UnsupportedError
 from qkv.hf.sharding.layers import Sharding
@@ -29,7 +30,7 @@ class ShardRecord(ModelRecord):
     def __init__(self, model: str, sharding: Sharding, *, top: int, keep: Keep) -> None:
         if keep is not None:
             raise UnsupportedError(
-                f"keep={keep!r} asks for weights of a sequence that no rank holds.",
+                f"keep={shown(keep)} asks for weights of a sequence that no rank holds.",
                 action="Leave keep out; qkv.distributed.inspect(...).tile(queries, keys) gives "
                 "weights of one layer.",
             )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import shown
 from qkv.errors import ArgumentError
 from qkv.inspection.heads.kept_inputs import KeptInputs
 from qkv.inspection.weights.lazy_weights import LazyWeights
@@ -39,7 +40,7 @@ def require_score(score: str) -> None:
     """
     if score not in SCORES:
         raise ArgumentError(
-            f"there is no score {score!r:.60}.",
+            f"there is no score {shown(score)}.",
             [("scores", ", ".join(SCORES))],
             "Choose one of these.",
         )

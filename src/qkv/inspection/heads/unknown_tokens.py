@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import is_integer
+
 __all__ = ["sentences_of_unknown", "unknown_id_of", "without_unknown"]
 
 _UNKNOWN = -1
@@ -22,7 +24,7 @@ def unknown_id_of(tokenizer: Any) -> int | None:
     """
     unknown_id = getattr(tokenizer, "unk_token_id", None)
     ends = [getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos")]
-    return unknown_id if isinstance(unknown_id, int) and unknown_id not in ends else None
+    return unknown_id if is_integer(unknown_id) and unknown_id not in ends else None
 
 
 def without_unknown(tokens: Any, unknown_id: int | None) -> NDArray[Any] | None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Literal
 
-import numpy as np
-
-from qkv.arguments.declarations import shown
+from qkv.arguments.declarations import is_integer, shown
 from qkv.errors import ArgumentError
 
 __all__ = ["Keep", "require_keep"]
@@ -30,7 +28,7 @@ def require_keep(keep: Any) -> None:
         numbers: list[Any] = list(keep) if isinstance(keep, Collection) else [None]
     except TypeError:  # An array of no dimension.
         numbers = [None]
-    if isinstance(keep, str) or not all(isinstance(n, int | np.integer) for n in numbers):
+    if isinstance(keep, str) or not all(map(is_integer, numbers)):
         raise ArgumentError(
             f"keep={shown(keep)} is not known.",
             action='Pass "weights" for all layers, or the numbers of some, from 0.',

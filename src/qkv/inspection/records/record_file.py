@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import shown
 from qkv.arrays import ArrayLibrary, is_array, library_named
 from qkv.call.binding.bound import bind
 from qkv.call.binding.options import OptionValues
@@ -154,7 +155,7 @@ def _operand(data: Any, arrays: Mapping[str, Array], library: ArrayLibrary, dept
     if "array" in data:
         array, order = arrays[data["array"]], data["order"]
         if sorted(order) != list(range(array.ndim)):
-            raise ValueError(f"{order!r:.60} is not an order of {array.ndim} axes")
+            raise ValueError(f"{shown(order)} is not an order of {array.ndim} axes")
         dense = np.ascontiguousarray(array.transpose(order)).transpose(np.argsort(order))
         return library.restore(dense)
     if depth > len(_STORAGE):

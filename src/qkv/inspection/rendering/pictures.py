@@ -76,7 +76,7 @@ def save_picture(
     kind = os.path.splitext(path)[1].removeprefix(".").lower()
     if kind not in _FORMATS:
         raise ArgumentError(
-            f"{str(path)!r:.100} does not end in {', '.join(f'.{f}' for f in _FORMATS)}.",
+            f"{shown(str(path), 100)} does not end in {', '.join(f'.{f}' for f in _FORMATS)}.",
             action="Name a file with one of these endings.",
         )
     try:

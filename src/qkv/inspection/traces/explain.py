@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import index as as_index
 from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qkv._dynamo import ends_graph
-from qkv.arguments.declarations import shown
+from qkv.arguments.declarations import checked_size, is_integer, shown
 from qkv.arrays.views import view
 from qkv.call.binding.options import Options, option_values, with_options
 from qkv.call.checked import CheckedCall
@@ -138,7 +137,8 @@ def explain(
     _check_size(spec, len(batches) * len(heads) * len(q_rows), grad)
     names = _tokens(tokens, spec.q_len, "tokens", "q_len")
     kv_names = _tokens(kv_tokens, spec.kv_len, "kv_tokens", "kv_len")
-    _check_block(block_kv)
+    if block_kv is not None:
+        block_kv = checked_size("block_kv", block_kv)
     if kv_names is None and spec.q_len == spec.kv_len:
         kv_names = names
     d_out = d_query = gradient = None
@@ -166,14 +166,6 @@ def explain(
         None if projections is None else projections.kept(),
         TracedLedger.of(traced, spec.head_dim, spec.v_head_dim),
     )
-
-
-def _check_block(block_kv: Any) -> None:
-    whole = isinstance(block_kv, int | np.integer) and not isinstance(block_kv, bool)
-    if block_kv is not None and (not whole or block_kv < 1):
-        raise ArgumentError(
-            f"block_kv={block_kv!r:.60} is not a number of keys.", action="Pass 1 or more."
-        )
 
 
 def _traced_problem(problem: Problem) -> TracedProblem:
@@ -294,19 +286,15 @@ def selected_indices(value: Any, size: int, name: str, of: str) -> Array:
     """All indices, or the requested one."""
     if value is None:
         return np.arange(size)
-    try:
-        number = as_index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool | np.bool_) or not -size <= number < size:
+    if not is_integer(value) or not -size <= value < size:
         raise ArgumentError(
-            f"{name}={value!r:.60} is not one of the {size} indices.",
+            f"{name}={shown(value)} is not one of the {size} indices.",
             [(of, str(size))],
             f"Pass an integer from 0 to {size - 1}, or leave it out for all."
             if size
             else f"Leave it out: {of}=0.",
         )
-    return np.array([number % size])
+    return np.array([int(value) % size])
 
 
 def _tokens(tokens: Any, size: int, name: str, of: str) -> tuple[str, ...] | None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qkv.arguments.declarations import Indent, Size, Whole, checked
+from qkv.arguments.declarations import Indent, Size, Whole, checked, shown
 from qkv.errors import ArgumentError
 from qkv.inspection.rendering.counts import counted
 from qkv.inspection.rendering.pages import page_of
@@ -111,7 +111,7 @@ class Trace(TraceFields):
             header, fields = ("nothing", 0), {}
         if header[0] != SCHEMA or header[1] not in range(1, VERSION + 1):
             raise ArgumentError(
-                f"this does not read schema {header[0]!r:.40}, version {header[1]!r:.20}.",
+                f"this does not read schema {shown(header[0])}, version {shown(header[1], 20)}.",
                 [("reads", f"{SCHEMA}, versions 1 to {VERSION}")],
                 "Pass what Trace.to_json wrote.",
             )

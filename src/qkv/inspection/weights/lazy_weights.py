@@ -10,7 +10,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import NDArray
 
-from qkv.arguments.declarations import checked, shown
+from qkv.arguments.declarations import checked, is_integer, shown
 from qkv.backends import Inspectable
 from qkv.backends.reference import DENSE_LIMIT
 from qkv.errors import ArgumentError, DTypeError, UnsupportedError
@@ -296,7 +296,7 @@ def _index_per_axis(index: Any, shape: tuple[int, ...]) -> list[Any]:
             parts.append(part)
         elif isinstance(part, bool | np.bool_):
             raise IndexError("weights cannot be indexed with a single boolean")
-        elif isinstance(part, int | np.integer):
+        elif is_integer(part):
             parts.append(int(part))
         else:
             array = np.asarray(part)

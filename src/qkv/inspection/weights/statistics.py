@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import checked_size
 from qkv.backends import Progress
-from qkv.errors import ArgumentError
 from qkv.inspection.weights.replay import Replay, ScoreTile, weights_of
 
 Array = NDArray[Any]
@@ -56,14 +56,7 @@ def number_of_keys(k: Any) -> int:
     ArgumentError
         It is not a whole number from 1 to `_MOST_KEYS`.
     """
-    if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
-        raise ArgumentError(
-            f"top(k={k!r}) asks for no whole number of keys.", action="Pass 1 or more."
-        )
-    if k > _MOST_KEYS:
-        raise ArgumentError(f"top(k={k!r}) asks for too many keys.",
-                            action=f"Pass {_MOST_KEYS} or fewer.")  # fmt: skip
-    return int(k)
+    return checked_size("k", k, most=_MOST_KEYS)
 
 
 def top_keys(replay: Replay, k: int, progress: Progress | None = None) -> tuple[Array, Array]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import checked_integer
 from qkv.inspection.weights.replay import Replay
 
 __all__ = ["Axis", "Tiled", "largest", "place_of_largest", "reduced_axes", "smallest", "total"]
@@ -47,12 +48,14 @@ def reduced_axes(axis: Axis, ndim: int) -> set[int]:
 
     Raises
     ------
+    ArgumentError
+        An axis is not an integer.
     numpy.exceptions.AxisError
         As NumPy does, for an axis that is not there.
     """
     if axis is None:
         return set(range(ndim))
-    given = axis if isinstance(axis, tuple) else (axis,)
+    given = [checked_integer("axis", n) for n in (axis if isinstance(axis, tuple) else (axis,))]
     for n in given:
         if not -ndim <= n < ndim:
             raise np.exceptions.AxisError(n, ndim)

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from qkv.arguments.declarations import is_integer
 from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.files import read_array_bytes
 from qkv.lab.document import FILES, asset, export_data, offline_page, served_page
@@ -182,7 +183,7 @@ class _Answers:
         except (_RefusedError, ValueError, AttributeError, RecursionError):
             error = ArgumentError('a job is asked for with {"stop": null}.')
             raise _RefusedError(error, 400) from None
-        if isinstance(number, int) and not isinstance(number, bool):
+        if is_integer(number):
             self.jobs.stop(number)
         return _JSON({"ok": True, "result": self.jobs.state()})
 

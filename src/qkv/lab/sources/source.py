@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import qkv
-from qkv.arguments.declarations import checked
+from qkv.arguments.declarations import checked, shown
 from qkv.backends import Progress
 from qkv.files import Arrays, read_arrays
 from qkv.inspection.models.model_file import is_model_record
@@ -85,8 +85,8 @@ def open_file(path: str | os.PathLike[str], *variants: Any, **options: Any) -> S
     if (is_of_a_model or is_record(path)) and (variants or options):
         given = ", ".join([*map(short_repr, variants), *options])
         raise qkv.ArgumentError(
-            f"{title!r:.80} is a saved record, which has its variants and options, and {given:.80} "
-            "is given.",
+            f"{shown(title, 80)} is a saved record, which has its variants and options, and "
+            f"{given:.80} is given.",
             action="Leave it out.",
         )
     if is_of_a_model:
@@ -147,17 +147,17 @@ def require_pairs(arrays: Arrays, most: int) -> None:
         )
 
 
-def source_of(shown: Any, tokens: Sequence[str] | None = None) -> Source:
+def source_of(given: Any, tokens: Sequence[str] | None = None) -> Source:
     """What to show of a record, model record or trace, or of a source itself."""
-    if isinstance(shown, Source):
-        return shown
-    if isinstance(shown, ModelRecord):
-        return Source(shown.model, heads=heads_of_model(shown))
-    if isinstance(shown, Record):
-        return Source("A record", heads=heads_of_record(shown, "A record", tokens))
-    if isinstance(shown, Trace):
-        return Source("A trace", traced_example(shown))
+    if isinstance(given, Source):
+        return given
+    if isinstance(given, ModelRecord):
+        return Source(given.model, heads=heads_of_model(given))
+    if isinstance(given, Record):
+        return Source("A record", heads=heads_of_record(given, "A record", tokens))
+    if isinstance(given, Trace):
+        return Source("A trace", traced_example(given))
     raise qkv.ArgumentError(
-        f"the lab cannot show {type(shown).__name__}.",
+        f"the lab cannot show {type(given).__name__}.",
         action="Pass a record of qkv.inspect, a model record, a trace, or qkv.lab.open_file(path).",
     )

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
+from qkv.arguments.declarations import shown
 from qkv.errors import UnsupportedError
 from qkv.mechanisms.base.modules.comparing import closest, decoder_run
 from qkv.mechanisms.base.modules.loading import (
@@ -181,7 +182,7 @@ def window_of(module: Any) -> int | None:
         raise UnsupportedError(
             f"the configuration of {type(module).__name__} names a mask that is neither causal nor "
             "a window of fixed length.",
-            [(name, f"{value!r:.100}") for name, value in others.items()],
+            [(name, shown(value, 100)) for name, value in others.items()],
             "Call the module itself.",
         )
     window = getattr(config, "sliding_window", None)
@@ -192,7 +193,7 @@ def window_of(module: Any) -> int | None:
 
 def _layouts(rope: RoPE | None, given: RoPE | None) -> list[tuple[str, RoPE | None]]:
     if given is not None:
-        return [(f"rope={given!r:.80}", given)]
+        return [(f"rope={shown(given, 80)}", given)]
     if rope is None:
         return [("no rotation", None)]
     layouts: tuple[Pairs, ...] = ("half_split", "interleaved")

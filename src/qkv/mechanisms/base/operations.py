@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qkv.arguments.declarations import checked
+from qkv.arguments.declarations import checked, shown
 from qkv.errors import DTypeError
 from qkv.ledger import Count, Ledger, matmul, step
 
@@ -113,7 +113,7 @@ def item_bytes(dtype: str) -> int:
     """
     if dtype not in _BYTES:
         raise DTypeError(
-            f"dtype={dtype!r:.60} is not a floating type.",
+            f"dtype={shown(dtype)} is not a floating type.",
             action=f"Pass one of {', '.join(_BYTES)}.",
         )
     return _BYTES[dtype]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arguments.declarations import Size, Whole
+from qkv.arguments.declarations import Size, Whole, shown
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.arguments import refuse_other_values
@@ -151,7 +151,7 @@ class ProjectedAttention(AttentionMechanism):
         self.qk_norm_eps = options.get("qk_norm_eps", 1e-6)
         if self.qk_norm not in (None, "head", "all heads"):
             raise ArgumentError(
-                f"qk_norm={self.qk_norm!r:.60} is not a norm of queries and keys.",
+                f"qk_norm={shown(self.qk_norm)} is not a norm of queries and keys.",
                 action='Pass "head" or "all heads".',
             )
         shapes: dict[str, tuple[int, ...]] = {}

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from qkv.arguments.declarations import shown
 from qkv.arguments.readable_checks import as_array
 from qkv.errors import AmbiguityError, ArgumentError, DTypeError, ShapeError
 from qkv.problem.building.padding import padding_index
@@ -284,7 +285,7 @@ class Builder:
         """State for the whole problem where query rows stand among the keys."""
         if not isinstance(how, str) or how not in ("start", "end"):
             raise ArgumentError(
-                f"align={how!r} is not 'start' or 'end'.",
+                f"align={shown(how)} is not 'start' or 'end'.",
                 [("variant", self._label)],
                 "Use one of the two words, or leave it out and pass q_offset.",
             )

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arguments.declarations import shown
+from qkv.arguments.readable_checks import check_layout
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.problem.building.builder import FLOATS, INDEX_LIMIT, MAX_DIMENSIONS, Builder, Shape
 from qkv.problem.building.offsets import positions_of
@@ -47,11 +48,7 @@ def check(
     kv_offset: Any = 0,
 ) -> Problem:
     """Bind arrays and variants into a problem, or raise the first thing that is wrong."""
-    if not isinstance(layout, str) or layout not in ("bhld", "blhd"):
-        raise ArgumentError(
-            f"layout={shown(layout)} is not known.",
-            action="Use 'bhld' (batch, heads, length, dim) or 'blhd'.",
-        )
+    check_layout(layout)
     arrays: Arrays = {"query": query}
     for name, given in (("key", key), ("value", value)):
         if isinstance(given, Paged | Quantized):
@@ -174,7 +171,7 @@ def _check_dtypes(arrays: Arrays) -> None:
 def _no_variant(given: Any) -> ArgumentError:
     """The error for a fourth argument that is neither a variant nor an array."""
     kind, name = type(given).__name__, getattr(given, "__name__", "")
-    fact, action = f"{given!r:.80} is not a variant.", ""
+    fact, action = f"{shown(given, 80)} is not a variant.", ""
     if given is None:
         action = "Leave it out: without a mask every query sees every key."
     elif isinstance(given, list | tuple):

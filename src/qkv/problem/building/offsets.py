@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import shown
 from qkv.arguments.readable_checks import as_array
 from qkv.errors import AmbiguityError, ArgumentError
 from qkv.problem.building.builder import INDEX_LIMIT, Align, Builder
@@ -58,7 +59,7 @@ def _offset(value: Any, name: str, builder: Builder) -> Array:
     if array.dtype.kind not in "iu":
         words = ", 'start' or 'end'" if name == "q_offset" else ""
         raise ArgumentError(
-            f"{name}={value!r:.60} is not a whole number.",
+            f"{name}={shown(value)} is not a whole number.",
             action=f"Pass an integer, an integer array over the leading dimensions{words}.",
         )
     if array.size and (array.min() < -INDEX_LIMIT or array.max() > INDEX_LIMIT):
@@ -93,7 +94,7 @@ def _requested_offset(builder: Builder, q_offset: Any) -> Any:
     if isinstance(q_offset, str):
         if q_offset not in ("start", "end"):
             raise ArgumentError(
-                f"q_offset={q_offset!r} is not 'start' or 'end'.",
+                f"q_offset={shown(q_offset)} is not 'start' or 'end'.",
                 action="Pass one of the two words, or integers.",
             )
         requests.append(("q_offset", q_offset))

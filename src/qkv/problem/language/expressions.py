@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from qkv.arguments.declarations import is_integer
 from qkv.errors import ArgumentError
 from qkv.problem.language.nodes import (
     Const,
@@ -114,7 +115,7 @@ OPERATIONS: Mapping[str, Operation] = {
 def constant(value: Number) -> Const:
     if isinstance(value, bool | np.bool_):
         return Const("bool", bool(value))
-    if isinstance(value, int | np.integer):
+    if is_integer(value):
         return Const("int", int(value))
     return Const("float", float(value))
 

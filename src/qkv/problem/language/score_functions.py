@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from qkv.arguments.declarations import shown
 from qkv.errors import ArgumentError
 from qkv.problem.language.elementary import (
     build,
@@ -115,7 +116,7 @@ def _divide(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
     """torch's `div`, whose rounding keeps integers integers."""
     if rounding_mode not in (None, "floor", "trunc"):
         raise ArgumentError(
-            f"rounding_mode={rounding_mode!r} is not known.", action="Use 'floor' or 'trunc'."
+            f"rounding_mode={shown(rounding_mode)} is not known.", action="Use 'floor' or 'trunc'."
         )
     if rounding_mode is None:
         return build("div", x, y)

@@ -9,8 +9,9 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from qkv.arguments.declarations import checked_size
 from qkv.arguments.readable_checks import as_array
-from qkv.errors import ArgumentError, DTypeError, ShapeError
+from qkv.errors import DTypeError, ShapeError
 from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.base import Role
@@ -58,12 +59,7 @@ class BlockSparse(MaskVariant):
 
     def __post_init__(self) -> None:
         for name in ("block_q", "block_kv"):
-            value = getattr(self, name)
-            if not isinstance(value, int | np.integer) or value < 1:
-                raise ArgumentError(
-                    f"BlockSparse {name}={value!r} is not a whole number of 1 or more.",
-                    action="Pass the number of rows in one block.",
-                )
+            checked_size(name, getattr(self, name))
 
     def lower(self, builder: Builder) -> None:
         mask = as_array("mask", self.mask)

@@ -49,8 +49,7 @@ class Mask(MaskVariant):
     roles: ClassVar[Mapping[str, Role]] = {"array": "condition"}
     positions_only: ClassVar[bool] = True
     uses_batch_index: ClassVar[bool] = False
-    dense_field: ClassVar[str] = "array"
-    """Has a boolean for each pair, which a bias of 0 and -inf can stand for."""
+    dense_field: ClassVar[str | None] = "array"
 
     array: ArrayLike | Callable[..., Any]
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv._dynamo import is_reading
+from qkv.arguments.declarations import shown
 from qkv.arguments.readable_checks import as_array
 from qkv.errors import ArgumentError
 from qkv.problem.building.builder import INDEX_LIMIT, Builder, Shape
@@ -65,7 +66,7 @@ class GlobalTokens(MaskVariant):
         positions = as_array("positions", self.positions)
         if positions.ndim != 1 or (positions.size and positions.dtype.kind not in "iu"):
             raise ArgumentError(
-                f"GlobalTokens takes a list of positions, not {self.positions!r}.",
+                f"GlobalTokens takes a list of positions, not {shown(self.positions)}.",
                 action="Pass integers, as in GlobalTokens([0, 5]).",
             )
         low, high = (int(positions.min()), int(positions.max())) if positions.size else (0, 0)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv._dynamo import is_reading
+from qkv.arguments.declarations import shown
 from qkv.arguments.readable_checks import as_array
 from qkv.errors import ArgumentError
 from qkv.problem.building.builder import INDEX_LIMIT, Builder, Shape
@@ -58,7 +59,7 @@ class Prefix(MaskVariant):
         length = as_array("length", self.length)
         if length.dtype.kind not in "iu" or (length < 0).any():
             raise ArgumentError(
-                f"Prefix length={self.length!r} is not a whole number of positions.",
+                f"Prefix length={shown(self.length)} is not a whole number of positions.",
                 action="Pass an integer of 0 or more, or one for each batch row.",
             )
         # Any length above all positions allows all keys, so longer ones may be cut.

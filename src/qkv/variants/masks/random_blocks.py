@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arguments.declarations import is_integer
+from qkv.arguments.declarations import is_integer, shown
 from qkv.arguments.readable_checks import checked_flag
 from qkv.errors import ArgumentError
 from qkv.problem.building.builder import INDEX_LIMIT, Builder, Shape
@@ -96,7 +96,7 @@ class RandomBlocks(MaskVariant):
                 continue
             if not is_integer(value) or not least <= value <= most:
                 raise ArgumentError(
-                    f"RandomBlocks {name}={value!r:.60} is not an integer from {least} to {most}.",
+                    f"RandomBlocks {name}={shown(value)} is not an integer from {least} to {most}.",
                     action="Pass BigBird's numbers, as in RandomBlocks(64, 3, seed=0).",
                 )
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from qkv.arguments.declarations import is_integer
+from qkv.arguments.declarations import is_integer, shown
 from qkv.errors import ArgumentError
 from qkv.problem.building.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
@@ -56,10 +56,11 @@ class SlidingWindow(MaskVariant):
 
     def __post_init__(self) -> None:
         if self.right is UNSAID:
+            left = shown(self.left)
             raise ArgumentError(
-                f"SlidingWindow({self.left!r}) says one side of the window.",
-                action=f"Write SlidingWindow({self.left!r}, 0) for the query and keys before it, "
-                f"or SlidingWindow({self.left!r}, {self.left!r}) for both sides. A window of W in "
+                f"SlidingWindow({left}) says one side of the window.",
+                action=f"Write SlidingWindow({left}, 0) for the query and keys before it, "
+                f"or SlidingWindow({left}, {left}) for both sides. A window of W in "
                 "transformers is SlidingWindow(W - 1, 0).",
             )
         for name in ("left", "right"):
@@ -68,7 +69,7 @@ class SlidingWindow(MaskVariant):
                 continue
             if not is_integer(value) or value < 0:
                 raise ArgumentError(
-                    f"SlidingWindow {name}={value!r} is not a whole number of keys.",
+                    f"SlidingWindow {name}={shown(value)} is not a whole number of keys.",
                     action="Pass an integer of 0 or more, or None for no bound.",
                 )
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from qkv.arguments.declarations import is_integer
+from qkv.arguments.declarations import is_integer, shown
 from qkv.errors import ArgumentError
 from qkv.problem.building.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
@@ -54,7 +54,7 @@ class Strided(MaskVariant):
     def __post_init__(self) -> None:
         if not is_integer(self.stride) or not 1 <= self.stride <= INDEX_LIMIT:
             raise ArgumentError(
-                f"Strided stride={self.stride!r} is not a whole number of 1 or more.",
+                f"Strided stride={shown(self.stride)} is not a whole number of 1 or more.",
                 action="Pass the distance between allowed keys.",
             )
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv.arguments.declarations import shown
+from qkv.arguments.declarations import is_integer, shown
 from qkv.arguments.readable_checks import array_shape, as_array
 from qkv.errors import ArgumentError, ShapeError
 from qkv.problem.building.builder import Builder, Shape
@@ -81,10 +81,7 @@ class RelativeBias(Variant):
                 f"(num_buckets, num_heads) with at least {4 if self.bidirectional else 2} buckets.",
                 action="Pass the weight of T5's relative_attention_bias.",
             )
-        if (
-            not isinstance(self.max_distance, int | np.integer)
-            or self.max_distance <= per_side // 2
-        ):
+        if not is_integer(self.max_distance) or self.max_distance <= per_side // 2:
             raise ArgumentError(
                 f"max_distance={shown(self.max_distance)} is not beyond the {per_side // 2} exact "
                 "buckets of a direction.",

@@ -71,9 +71,9 @@ class SharedFunctions:
 
     def _of_kernels(self, make: Maker, functions: dict[str, Value]) -> dict[str, Value]:
         """What kernels call."""
-        types = self.frame.dtypes["query"], self.products.query_dtype
+        dtype, to = self.frame.dtypes["query"], self.products.query_dtype
         shared = {
-            "copy query": make(copy_rows_function, self.e, *types),
+            "copy query": make(copy_rows_function, self.e, dtype, to=to),
             "key": make(self.blocks.function, "key", functions),
             "merge": make(RecordMerge(self.frame, self.key).function),
         }

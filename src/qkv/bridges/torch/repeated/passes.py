@@ -15,7 +15,7 @@ from qkv.bridges.torch.repeated.guards import Guard, gradient_guard
 from qkv.call.binding.bound import BoundCall, Structure
 from qkv.call.derivatives.pull_back import Residuals, prepared_gradients
 from qkv.call.repeated.cache import PreparedCall
-from qkv.call.repeated.numpy_port import run_on_arrays
+from qkv.call.repeated.numpy_runs import run_on_arrays
 
 __all__ = ["PreparedPasses"]
 

@@ -7,6 +7,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any, TypeVar, cast
 
+from qkv.arguments.declarations import shown
 from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.mechanisms.base.arrays.normalization import weighted_rms_norm
 from qkv.variants import RoPE
@@ -80,16 +81,13 @@ def named_weights(module: Any, names: Mapping[str, str] | Iterable[str]) -> dict
     UnsupportedError
         Its weights are not in memory.
     """
+    from qkv.arrays.torch_arrays import check_loaded
+
     require_attributes(module, ("state_dict",))
     state = module.state_dict()
     names = names if isinstance(names, Mapping) else {name: name for name in names}
     weights: dict[str, Any] = {}
-    if any(value.is_meta for value in state.values()):
-        raise UnsupportedError(
-            f"weights of {type(module).__name__} are on the device meta: they are offloaded, or "
-            "were never loaded.",
-            action="Load the model into memory, without device_map or offloading.",
-        )
+    check_loaded(module, state.values())
     for name, theirs in names.items():
         parts = [part for part in ("", ".weight", ".bias") if f"{theirs}{part}" in state]
         if not parts:
@@ -160,7 +158,7 @@ def refuse_other_attributes(module: Any, known: Iterable[str]) -> None:
     if others:
         raise UnsupportedError(
             f"{type(module).__name__} has attributes that its loader does not know.",
-            [(name, f"{value!r:.100}") for name, value in others.items()],
+            [(name, shown(value, 100)) for name, value in others.items()],
             "Call the module itself, or one of the class that the loader names.",
         )
 
@@ -193,7 +191,7 @@ def measured_norm(module: Any, name: str) -> tuple[Any, float]:
                 return candidate, eps
     raise UnsupportedError(
         f"{name} of {type(module).__name__} is not an RMSNorm with one weight for each number.",
-        [(name, f"{norm!r:.100}")],
+        [(name, shown(norm, 100))],
         "Call the module itself.",
     )
 
@@ -225,7 +223,7 @@ def module_rope(config: Any, layer_type: str | None, rope: RoPE | None) -> RoPE 
     kind = positions.get("rope_type", "default")
     if kind in ("dynamic", "longrope"):
         raise UnsupportedError(
-            f"the frequencies of rope_type {kind!r} change with the length of the text.",
+            f"the frequencies of rope_type {shown(kind)} change with the length of the text.",
             action="Pass rope=qkv.RoPE.from_hf_config(module.config, seq_len=...).",
         )
     return RoPE.from_hf_config(config, layer_type=layer_type if nested else None)

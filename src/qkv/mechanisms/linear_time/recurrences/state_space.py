@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import shown
 from qkv.errors import UnsupportedError
 from qkv.mechanisms.base.modules.loading import require_attributes
 
@@ -62,6 +63,6 @@ def require_silu(module: Any) -> None:
     require_attributes(module, ("activation",))
     if module.activation not in ("silu", "swish"):
         raise UnsupportedError(
-            f"the module has the activation {module.activation!r}; qkv computes silu.",
+            f"the module has the activation {shown(module.activation)}; qkv computes silu.",
             action="Use a module with hidden_act='silu'.",
         )

@@ -1,4 +1,4 @@
-"""The port of NumPy: a prepared call is told the addresses of arrays, and gets new results."""
+"""How prepared calls run on NumPy arrays: they are told addresses, and results are new arrays."""
 
 from __future__ import annotations
 
