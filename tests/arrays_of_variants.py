@@ -10,7 +10,7 @@ import torch
 
 BATCH = (3, 2)
 SHAPE = (*BATCH, 2, 4, 8)
-"""Of query, key and value: batch rows, heads, tokens, dimensions."""
+"""The shape of query, key and value: batch rows, heads, tokens, dimensions."""
 
 
 class Own:

@@ -153,7 +153,7 @@ def test_every_error_names_one_thing_to_do() -> None:
 
 
 def test_a_sentence_of_errors_is_written_once() -> None:
-    """Of 60 characters or more, by one function where several modules raise it."""
+    """A sentence of 60 characters or more that several modules raise is in one function."""
     sentences: dict[str, set[str]] = {}
     for path in sorted(SOURCE.rglob("*.py")):
         raised = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Raise)]

@@ -56,7 +56,7 @@ def expected(name: str, batch: int, length: int) -> np.ndarray:
 @of_caches
 @pytest.mark.parametrize("new", [1, 2, 6])
 def test_the_last_tokens(cache: Callable[[], Any], name: str, new: int) -> None:
-    """Their positions were counted from the start of the cache, and later keys were read."""
+    """The positions of queries were counted from the start of the cache: later keys were read."""
     first, held = LENGTH - new, cache()
     held.append(K[:, :, :first], V[:, :, :first])
     rows = held.append(K[:, :, first:], V[:, :, first:])

@@ -22,7 +22,7 @@ NAMES = [
 
 
 def files(path: str) -> list[Path]:
-    """Those with this path, or with this end of a path in the package."""
+    """The files with this path, or with this end of a path in the package."""
     found = [ROOT / path, SOURCE / path, *SOURCE.rglob(path.rstrip("/"))]
     return [each / "__init__.py" if each.is_dir() else each for each in found if each.exists()]
 

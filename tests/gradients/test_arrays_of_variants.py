@@ -30,7 +30,7 @@ def test_gradients_of_numpy_arrays(example: Example, backend: str) -> None:
 
 @of_examples
 def test_directional_derivatives_of_numpy_arrays(example: Example) -> None:
-    """Along a direction the sum of squares changes by its product with the gradient."""
+    """The sum of squares changes by the product of a direction and the gradient."""
     variant = example.kind(example.array)
     along = np.random.default_rng(7).normal(size=np.shape(example.array))
     tangents = qkv.Tangents(of_variants=[(variant, example.array, along)])
@@ -51,8 +51,8 @@ def test_gradients_of_tensors(example: Example, backend: str) -> None:
 
 @of_backends
 def test_what_lower_computes_is_read_and_has_no_gradient(backend: str) -> None:
-    """Its gradient was taken for that of the array it was computed from, and on a device that array
-    was read in its place."""
+    """The gradient of a computed array was taken for that of the array it was computed from, and on
+    a device that array was read in its place."""
     doubled = Example(Computed, np.array([0.3, 0.7]), lambda a, s, d: 2 * a[:, None, None] * s)
     tensors = list(map(torch.tensor, operands()))
     array = torch.tensor(doubled.array)

@@ -83,7 +83,7 @@ def test_integer_arrays_on_any_axes(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("ndim", SHAPES)
 def test_an_ellipsis_separates_arrays_even_if_it_stands_for_no_axis(ndim: int) -> None:
-    """Their axes come first then, as in NumPy; the result was transposed."""
+    """The axes of the arrays come first then, as in NumPy; the result was transposed."""
     weights, dense = PAIRS[ndim]
     rows, columns = np.array([4, 3]), np.array([4, 1])
     before = (slice(0, 2),) * (ndim - 2)

@@ -390,7 +390,7 @@ def test_int8_rows_are_rounded_once(paged: bool) -> None:
 
 
 def test_layers_that_were_cut_off() -> None:
-    """Their types stay in the configuration, which `DynamicCache` takes as well."""
+    """The types of such layers stay in the configuration, which `DynamicCache` takes as well."""
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     config = transformers.Gemma3TextConfig(
         **{**SIZES, "num_hidden_layers": 3}, head_dim=8, sliding_window=6, layer_types=types

@@ -93,7 +93,7 @@ def test_a_record_is_of_the_thread_that_opened_it() -> None:
 @pytest.mark.parametrize("kind", ["inspect", "intervene"])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_is_a_model_of_its_own(kind: str, copied: Callable[[Any], Any]) -> None:
-    """It computed with the weights of the model that it was copied from."""
+    """A copy computed with the weights of the model that it was copied from."""
     model = llama()
     expected = logits(model)
     with open_with(model, kind):
