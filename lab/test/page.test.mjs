@@ -7,8 +7,9 @@ import { check, general } from "../src/exercises/answers.js";
 import { paint } from "../src/drawing/colours.js";
 import { BUILT_IN, complaint, decode, encode, matrixOf, numberOf } from "../src/examples/examples.js";
 import { arraysOf, exampleOf } from "../src/examples/files.js";
-import { shown, size, tsv, written } from "../src/drawing/format.js";
+import { exact, shown, size, tsv, written } from "../src/drawing/format.js";
 import { Client, keyOf, unpacked } from "../src/host/host.js";
+import { exampleOfJson, numbersOfJson } from "../src/host/numbers.js";
 import { View, address, parsed } from "../src/host/view.js";
 import { readings } from "../src/exercises/written.js";
 
@@ -78,6 +79,30 @@ test("numbers for reading", () => {
   for (const text of ["\u0645\u06cc\u200c\u062e", "\u{1f469}\u200d\u{1f467}", "\u{1f469}\u{1f3fd}\u200d\u{1f4bb}", "\u2764\ufe0f\u200d\u{1f525}", "\u0915\u094d\u200d\u0937"]) assert.equal(shown(text), text);
   for (const [text, seen] of [["\u200d", "�"], ["a\u200c", "a�"], ["\u200db", "�b"], ["a\u200d\u200db", "a��b"], ["a\u200d\u202eb", "a��b"]]) assert.equal(shown(text), seen);
   assert.equal(tsv([["a\tb", null], [1, 0.5]]), "a b\t-inf\n1\t0.5");
+});
+
+test("numbers that JSON has not", () => {
+  const [json, numbers] = [[null, "nan", "inf", 0.5], [-Infinity, NaN, Infinity, 0.5]];
+  assert.deepEqual(numbersOfJson([json, 1]), [numbers, 1]);
+  for (const row of [json, numbers]) {
+    assert.deepEqual(row.map((x) => written(x)), ["−∞", "NaN", "∞", "0.5000"]);
+    assert.deepEqual(row.map(exact), ["-inf", "nan", "inf", "0.5"]);
+    assert.equal(tsv([row]), "-inf\tnan\tinf\t0.5");
+  }
+  assert.deepEqual([written(undefined), exact(undefined)], ["–", ""]);
+});
+
+test("a trace of Python has numbers, and what it leaves out is not one", () => {
+  const softmax = { row_max: null, sink: null, weights: ["nan", 0], lse: "nan" };
+  const row = { rotated_query: null, scores: [null, "inf"], allowed: [false, true], softmax };
+  const given = { tokens: ["nan", "inf"], query: [["nan", null]], trace: { tokens: ["nan"], heads: [{ rotated_key: null, rows: [row] }] } };
+  const { tokens, query, trace } = exampleOfJson(given);
+  assert.deepEqual([tokens, query, trace.tokens], [["nan", "inf"], [[NaN, -Infinity]], ["nan"]]);
+  assert.deepEqual(trace.heads, [{ rotated_key: null, rows: [{
+    rotated_query: null, scores: [-Infinity, Infinity], allowed: [false, true],
+    softmax: { row_max: -Infinity, sink: null, weights: [NaN, 0], lse: NaN },
+  }] }]);
+  assert.equal(exampleOfJson(given), exampleOfJson(given));
 });
 
 test("text on every colour can be read", () => {

@@ -26,9 +26,9 @@ import pytest
 import qkv
 from qkv.backends.cpu.backward.delta_correction import emit_delta_correction
 from qkv.backends.cpu.backward.kernel import emit_backward
+from qkv.backends.cpu.bf16_pairs.kernel import emit_bf16_pairs
 from qkv.backends.cpu.compiler import compile as compiler
 from qkv.backends.cpu.compiler import stored_kernels
-from qkv.backends.cpu.forward.bf16_dot import emit_bf16_dot
 from qkv.backends.cpu.forward.kernel import emit_forward
 from qkv.backends.cpu.machine import host as machine
 from qkv.backends.cpu.machine.host import Host
@@ -190,7 +190,7 @@ def _made_from_the_same(made: list[Made], isa: str) -> Iterator[Made]:
         elif emit is emit_replay:
             yield emit_weight_blocks, (replace(arguments[0], question="blocks"),)
         elif emit is emit_forward and isa in PAIRS and arguments[0].spec.dtype == "bfloat16":
-            yield emit_bf16_dot, (replace(arguments[0], shape=PAIRS[isa]),)
+            yield emit_bf16_pairs, (replace(arguments[0], shape=PAIRS[isa]),)
 
 
 def modules_of_threads(target: Target) -> tuple[Made, ...]:

@@ -48,3 +48,6 @@ export function paint(t, theme) {
   // Black from here on, and white below, have a contrast of 4.5 or more.
   return { background: css(colour), color: light > 0.179 ? "#000000" : "#ffffff" };
 }
+
+/** The colours of a share, none where it is null or not finite. */
+export const painted = (share, theme) => (Number.isFinite(share) ? paint(share, theme) : undefined);

@@ -1,12 +1,14 @@
 // How numbers are written.
 
-/** A number for reading; null is -inf. @param {number|null|string|undefined} x @param {number} digits */
-export function written(x, digits = 4) {
-  if (x === null || x === -Infinity || x === "-Infinity") return "−∞";
+import { numbersOfJson } from "../host/numbers.js";
+
+/** A number for reading, also one of JSON. @param {number|null|string|undefined} given @param {number} digits */
+export function written(given, digits = 4) {
+  const x = numbersOfJson(given);
   if (x === undefined) return "–";
-  if (x === Infinity || x === "Infinity") return "∞";
   if (typeof x !== "number") return String(x);
   if (Number.isNaN(x)) return "NaN";
+  if (!Number.isFinite(x)) return x < 0 ? "−∞" : "∞";
   const minus = (text) => text.replace("-", "−");
   if (digits > 4) return minus(String(Number(x.toPrecision(digits))));
   if (Number.isInteger(x) && Math.abs(x) < 1e7) return minus(String(x));
@@ -14,6 +16,13 @@ export function written(x, digits = 4) {
   if (size !== 0 && (size < 5e-5 || size >= 1e7)) return minus(x.toExponential(2));
   const text = x.toFixed(digits);
   return minus(Number(text) === 0 ? text.replace("-", "") : text);
+}
+
+/** A number with all its digits, also one of JSON; not finite ones as NumPy writes them. */
+export function exact(given) {
+  const x = numbersOfJson(given);
+  if (typeof x !== "number" || Number.isFinite(x)) return String(x ?? "");
+  return Number.isNaN(x) ? "nan" : x < 0 ? "-inf" : "inf";
 }
 
 /** An integer with its thousands apart. @param {number} x */
@@ -42,5 +51,4 @@ export const quoted = (token) => `“${shown(token)}”`;
 
 /** Rows as tab-separated text, for spreadsheets. @param {unknown[][]} rows */
 export const tsv = (rows) =>
-  rows.map((row) => row.map((cell) =>
-    cell === null ? "-inf" : String(cell ?? "").replace(/[\t\r\n]+/g, " ")).join("\t")).join("\n");
+  rows.map((row) => row.map((cell) => exact(cell).replace(/[\t\r\n]+/g, " ")).join("\t")).join("\n");

@@ -1,6 +1,6 @@
 // Pictures of the page as files: SVG that stands by itself, and PNG of it. Both look as the page does.
 
-import { paint } from "./colours.js";
+import { painted } from "./colours.js";
 import { shown, written } from "./format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -19,7 +19,7 @@ const cut = (name) => (shown(name).length > 18 ? `${shown(name).slice(0, 17)}…
 
 /**
  * A matrix as coloured squares, with its numbers where there is room for them.
- * @param {{title: string, values: (number|null|undefined)[][], rows: string[], columns: string[], share: Function, theme: "light"|"dark"}} matrix
+ * @param {{title: string, values: (number|undefined)[][], rows: string[], columns: string[], share: Function, theme: "light"|"dark"}} matrix
  */
 export function matrixSvg({ title, values, rows, columns, share, theme }) {
   const [, ink, faint] = INKS[theme];
@@ -40,8 +40,7 @@ export function matrixSvg({ title, values, rows, columns, share, theme }) {
     });
   }
   values.forEach((row, i) => row.forEach((x, j) => {
-    const part = x === null || x === undefined ? null : share(x, i, j);
-    const { background, color } = part === null || part === undefined ? { background: "none", color: faint } : paint(part, theme);
+    const { background, color } = painted(share(x, i, j), theme) ?? { background: "none", color: faint };
     const [x0, y0] = [left + j * cell, top + i * down];
     parts.push(`<rect x="${x0 + 0.5}" y="${y0 + 0.5}" width="${cell - 1}" height="${down - 1}" fill="${background}"${background === "none" ? ` stroke="${faint}" stroke-opacity="0.35" stroke-dasharray="2 2"` : ""}/>`);
     if (numbered && x !== undefined) parts.push(text(x0 + cell / 2, y0 + down / 2 + 4, written(x), { fill: color }));

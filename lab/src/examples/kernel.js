@@ -1,5 +1,5 @@
 // Attention in float64 for small examples, step by step. The result has the form of docs/trace.md,
-// so that panels draw a trace of Python and one of the page in the same way. null is -inf.
+// so that panels draw a trace of Python and one of the page in the same way.
 
 /** @typedef {number[][]} Matrix */
 /**
@@ -45,22 +45,22 @@ function allows(options, i, j) {
   }
 }
 
-/** Softmax as texts do it by hand: max, shift, exp, sum, divide. @param {(number|null)[]} scores */
+/** Softmax as texts do it by hand: max, shift, exp, sum, divide. @param {number[]} scores */
 export function softmax(scores) {
-  const finite = scores.filter((score) => score !== null);
-  const rowMax = finite.length ? Math.max(...finite) : null;
-  const shifted = scores.map((score) => (score === null ? null : score - rowMax));
-  const exp = shifted.map((score) => (score === null ? 0 : Math.exp(score)));
+  const rowMax = Math.max(...scores);
+  // Where all are -inf, a difference would be NaN.
+  const shifted = rowMax === -Infinity ? scores : scores.map((score) => score - rowMax);
+  const exp = shifted.map(Math.exp);
   const rowSum = exp.reduce((sum, e) => sum + e, 0);
   const weights = exp.map((e) => (rowSum === 0 ? 0 : e / rowSum));
   // -sum w log w, with log w = shifted - log(sum), so that the smallest weights have a logarithm too.
   const logSum = Math.log(rowSum);
   const entropy = weights.reduce(
-    (sum, w, j) => (w > 0 ? sum + w * (logSum - shifted[j]) : sum), 0,
+    (sum, w, j) => (w === 0 ? sum : sum + w * (logSum - shifted[j])), 0,
   );
   return {
     row_max: rowMax, shifted, exp, sink: null, sink_exp: null, row_sum: rowSum, weights, entropy,
-    lse: rowMax === null ? null : rowMax + logSum,
+    lse: rowMax + logSum,
   };
 }
 
@@ -79,7 +79,7 @@ function rowOf(example, options, scale, index) {
   const raw = products.map((row) => row.reduce((sum, p) => sum + p, 0));
   const scaled = raw.map((score) => score * scale);
   const allowed = scaled.map((_, j) => allows(options, index, j));
-  const scores = scaled.map((score, j) => (allowed[j] ? score : null));
+  const scores = scaled.map((score, j) => (allowed[j] ? score : -Infinity));
   const steps = softmax(scores);
   const contributions = example.value.map((value, j) =>
     value.map((v) => (allowed[j] ? steps.weights[j] * v : 0)));
@@ -120,7 +120,7 @@ export function traceOf(example, options = {}) {
 
 /**
  * The states of the streaming algorithm for one query row, one for each block of keys.
- * @param {(number|null)[]} scores @param {Matrix} value @param {number} block keys in a block
+ * @param {number[]} scores @param {Matrix} value @param {number} block keys in a block
  */
 export function tilesOf(scores, value, block) {
   let rowMax = -Infinity;
@@ -131,11 +131,11 @@ export function tilesOf(scores, value, block) {
     const stop = Math.min(start + block, scores.length);
     const some = scores.slice(start, stop);
     const before = { row_max: rowMax, row_sum: rowSum, accumulator };
-    const blockMax = Math.max(...some.map((score) => score ?? -Infinity));
+    const blockMax = Math.max(...some);
     rowMax = Math.max(rowMax, blockMax);
     // Nothing was there to rescale before the first key that is allowed.
     const rescale = before.row_max === -Infinity ? 0 : Math.exp(before.row_max - rowMax);
-    const exp = some.map((score) => (score === null ? 0 : Math.exp(score - rowMax)));
+    const exp = some.map((score) => (rowMax === -Infinity ? 0 : Math.exp(score - rowMax)));
     rowSum = rescale * rowSum + exp.reduce((sum, e) => sum + e, 0);
     accumulator = accumulator.map((a, d) =>
       exp.reduce((sum, e, j) => (e > 0 ? sum + e * value[start + j][d] : sum), rescale * a));

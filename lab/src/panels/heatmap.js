@@ -57,7 +57,7 @@ export function Heatmap() {
   const select = (i, j) => {
     if (i === index && j === key) return;
     set({ token: i, key: j });
-    announce(`${quoted(names[i])} reads ${quoted(keyNames[j])}: ${values[i][j] === null ? "forbidden" : values[i][j].toFixed(4)}`);
+    announce(`${quoted(names[i])} reads ${quoted(keyNames[j])}: ${values[i][j] === -Infinity ? "forbidden" : values[i][j].toFixed(4)}`);
   };
   return html`<p class="lead">Queries go down and keys across; each row is one query's choice. Point at a cell, or walk there with the arrow keys, for all of its arithmetic.</p>
     <${ExampleBar} withToken=${false} />

@@ -11,7 +11,8 @@ import { Shown } from "../parts/shown.js";
 import { Words } from "../parts/words.js";
 import { withSuchAKey } from "../language/kinds.js";
 import { UNCHOSEN } from "../host/view.js";
-import { shown } from "../drawing/format.js";
+import { numbersOfJson } from "../host/numbers.js";
+import { shown, written } from "../drawing/format.js";
 
 const PAGE = 512;
 /** The name of the model that the page computes itself. */
@@ -45,18 +46,18 @@ function HeadGrid({ layers, score, layer, head, onOpen }) {
   const most = Math.max(...layers.map(({ heads }) => heads.length));
   const numbers = layers.flatMap(({ heads }) => heads.map((each) => each[score])).filter(Number.isFinite);
   const largest = Math.max(1e-12, ...numbers);
-  const values = layers.map(({ heads }) => Array.from({ length: most }, (_, i) => (heads[i] ? heads[i][score] ?? undefined : undefined)));
+  const values = layers.map(({ heads }) => Array.from({ length: most }, (_, i) => numbersOfJson(heads[i]?.[score])));
   const group = ({ heads, num_kv_heads: kv }) => (kv && kv < heads.length ? heads.length / kv : 1);
   const place = layers.findIndex(({ index }) => index === layer);
   const select = (i, j) => {
     if (!layers[i].heads[j] || (layers[i].index === layer && j === head)) return;
     set({ layer: layers[i].index, head: j, kkey: UNCHOSEN });
-    announce(`${nameOf(layers, layers[i].index, j)}: ${score} ${layers[i].heads[j][score]?.toFixed?.(3) ?? "none"}${layers[i].heads[j].kind ? `, ${layers[i].heads[j].kind}` : ""}`);
+    announce(`${nameOf(layers, layers[i].index, j)}: ${score} ${written(layers[i].heads[j][score], 3)}${layers[i].heads[j].kind ? `, ${layers[i].heads[j].kind}` : ""}`);
   };
   const grouped = layers.some((each) => group(each) > 1);
   const isOne = layers.length === 1;
   return html`<${Grid} title=${isOne ? `${score} of each head` : `${score}: layers down, heads across`} kind="heat heads" values=${values} rows=${isOne ? [score === "max_logit" ? "largest" : "mean"] : layers.map(({ index }) => `layer ${index}`)} columns=${Array.from({ length: most }, (_, i) => String(i))}
-      share=${(x) => (Number.isFinite(x) ? x / largest : null)} selected=${[place, head]} onSelect=${select} onOpen=${(i, j, byKey) => { select(i, j); onOpen(byKey); }} axes=${isOne ? "head →" : "layer ↓ head →"}
+      share=${(x) => x / largest} selected=${[place, head]} onSelect=${select} onOpen=${(i, j, byKey) => { select(i, j); onOpen(byKey); }} axes=${isOne ? "head →" : "layer ↓ head →"}
       mark=${(i, j) => { const each = group(layers[i]); return each === 1 ? "" : `grouped ${j % each === 0 ? "first" : ""} ${j % each === each - 1 ? "last" : ""}`; }} />
     ${grouped && html`<p class="faint">Heads under one bracket read the same keys and values.</p>`}`;
 }
@@ -129,7 +130,7 @@ const WHATS = [["off", "off"], ["uniform", "uniform"], ["copy", "as for another 
 
 function Losses({ before, after, tokens }) {
   // The first token has no loss: nothing predicted it.
-  return html`<${DataTable} title="Loss of each token" columns=${["token", "text", "before", "after"]} rows=${before.map((x, i) => ({ key: i, class: Math.abs(x - after[i]) > 0.5 ? "here" : "", cells: [i, shown(tokens[i]), { x: x ?? undefined }, { x: after[i] ?? undefined }] }))} />`;
+  return html`<${DataTable} title="Loss of each token" columns=${["token", "text", "before", "after"]} rows=${before.map((x, i) => ({ key: i, class: Math.abs(x - after[i]) > 0.5 ? "here" : "", cells: [i, shown(tokens[i]), ...[x, after[i]].map((loss) => ({ x: i ? loss : undefined }))] }))} />`;
 }
 
 function WhatIf({ layers, layer, head }) {
@@ -218,7 +219,7 @@ export function Inspect() {
       <div ref=${text}><${TopKeys} best=${best} query=${query} tokens=${tokens} qLen=${qLen} kvLen=${kvLen} />
         <${BestLines} best=${best} query=${query} tokens=${tokens} qLen=${qLen} kvLen=${kvLen} /></div></div>
     <${DataTable} title="All heads in numbers" sortable=${true} columns=${["head", "kind", ...scores.map(worded)]} under=${["", "", ...scores.map((name) => (name === "max_logit" ? "largest" : `of ${current.counted[name]}`))]}
-      rows=${layers.flatMap((each) => each.heads.map((one, i) => ({ key: `${each.index}.${i}`, class: each.index === layer && i === head ? "here" : "", cells: [layers.length > 1 ? `${each.index}.${i}` : i, one.kind ?? "", ...scores.map((name) => ({ x: one[name] ?? NaN }))] })))}
+      rows=${layers.flatMap((each) => each.heads.map((one, i) => ({ key: `${each.index}.${i}`, class: each.index === layer && i === head ? "here" : "", cells: [layers.length > 1 ? `${each.index}.${i}` : i, one.kind ?? "", ...scores.map((name) => ({ x: one[name] }))] })))}
       note="Each column is a mean over the queries that have such a key; under its name stands how many they are. The columns of a row are means over different queries, so they are not parts of one whole." />
     ${!model.can_intervene && model.kind === "model" && html`<${NoWhatIf} model=${model.model} />`}
     ${model.can_intervene && client.host !== "export" && html`<${WhatIf} layers=${layers} layer=${layer} head=${head} />`}`;

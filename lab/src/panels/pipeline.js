@@ -4,7 +4,7 @@ import { html, useLab, inside } from "../parts/lab.js";
 import { ExampleBar, useRow } from "../parts/example.js";
 import { Block, Num, Quoted, Stepper, Token, Vector } from "../parts/basics.js";
 import { quoted } from "../drawing/format.js";
-import { paint } from "../drawing/colours.js";
+import { painted } from "../drawing/colours.js";
 import { product, LONGEST } from "../examples/kernel.js";
 
 /** Steps: name, title, formula, the column that it adds. */
@@ -47,7 +47,7 @@ function sentence(name, { row, trace, name: token, keyNames, example }) {
         ? html`${row.masks.map(({ label }) => html`<code>${label}</code> `)}forbids ${forbidden} of ${n} keys; their score becomes −∞, so that their exp is 0.`
         : html`Nothing is forbidden to <${Quoted} text=${token} />${row.masks.length ? html` by <code>${row.masks.map(({ label }) => label).join(", ")}</code>` : ""}: it sees all ${n} keys.`;
     case "max":
-      return softmax.row_max === null
+      return softmax.row_max === -Infinity
         ? html`Every key is forbidden, so there is no largest score.`
         : html`The largest score is <${Num} x=${softmax.row_max} />. Subtracting it changes no weight and keeps exp from overflowing.`;
     case "shifted":
@@ -59,6 +59,8 @@ function sentence(name, { row, trace, name: token, keyNames, example }) {
     case "weights":
       return softmax.row_sum === 0
         ? html`A row that may see nothing has weights 0 and output 0, not NaN.`
+        : best < 0
+        ? html`Where a score is NaN or ∞, the sum is NaN, and so are the weights.`
         : html`Divided by the sum they are shares that add up to 1. The most, <${Num} x=${softmax.weights[best]} />, goes to <${Quoted} text=${keyNames[best]} />; the entropy, −Σ w log w, is <${Num} x=${softmax.entropy} /> nats (natural logarithms) of at most <${Num} x=${Math.log(n)} />.`;
     default:
       return html`Each value is multiplied by its weight, and all are added: <${Vector} of=${row.output} kind="o" />. ${example.tokens.length <= LONGEST ? "This row is what the next layer reads." : ""}`;
@@ -87,7 +89,7 @@ export function Pipeline() {
   const now = (each) => (each === step ? "now" : "");
   const { softmax } = row;
   const head = trace.heads[0];
-  const largest = Math.max(...row.raw.map(Math.abs), 1e-300);
+  const largest = Math.max(...row.raw.filter(Number.isFinite).map(Math.abs), 1e-300);
 
   const columns = [
     ["products", "q × k", (j) => html`<span class="products">${row.products[j].map((p, d) => html`<span class="product" title=${`number ${d}`}>
@@ -105,8 +107,8 @@ export function Pipeline() {
     const given = value(j);
     if (!Array.isArray(given)) return html`<td class=${now(column)} data-column=${column}>${given}</td>`;
     const [x, part] = given;
-    const style = part === null || x === null ? undefined : paint(part, theme);
-    return html`<td class=${`right ${now(column)} ${x === null ? "forbidden" : ""}`} data-column=${column}>
+    const style = painted(part, theme);
+    return html`<td class=${`right ${now(column)} ${x === -Infinity ? "forbidden" : ""}`} data-column=${column}>
       <span class="swatch" style=${style}><${Num} x=${x} /></span></td>`;
   };
   const totals = {

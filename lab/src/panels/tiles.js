@@ -5,7 +5,7 @@ import { Figure } from "../parts/chart.js";
 import { ExampleBar, useRow } from "../parts/example.js";
 import { Block, DataTable, Num, Stepper, Token, Vector, Whole } from "../parts/basics.js";
 import { quoted } from "../drawing/format.js";
-import { paint } from "../drawing/colours.js";
+import { painted } from "../drawing/colours.js";
 import { tilesOf } from "../examples/kernel.js";
 
 const KINDS = { full: "no mask needed", partial: "the mask is evaluated", skipped: "never read" };
@@ -42,7 +42,7 @@ export function Tiles() {
   const before = states[at - 1];
   const digits = (list) => list.map((x) => x.toPrecision(12)).join(" ");
   const same = digits(output) === digits(row.output);
-  const weights = (j, last) => (row.scores[j] === null || last.row_max === -Infinity ? 0 : Math.exp(row.scores[j] - last.row_max));
+  const weights = (j, last) => (last.row_max === -Infinity ? 0 : Math.exp(row.scores[j] - last.row_max));
 
   return html`<p class="lead">Softmax seems to need the whole row: its largest score and its sum. It does not. Read a block of keys at a time, and when a larger score comes, shrink what was added so far.</p>
     <${ExampleBar} />
@@ -53,7 +53,7 @@ export function Tiles() {
       const read = j < state.stop;
       const now = j >= state.start && read;
       return html`<span key=${j} class=${`keycell ${now ? "now" : ""} ${j % block === 0 ? "first" : ""}`}
-        style=${read && score !== null ? paint(weights(j, state), theme) : undefined}><b>${keyNames[j]}</b><span>${read ? html`<${Num} x=${score} digits=${4} />` : "?"}</span></span>`;
+        style=${read && score !== -Infinity ? painted(weights(j, state), theme) : undefined}><b>${keyNames[j]}</b><span>${read ? html`<${Num} x=${score} digits=${4} />` : "?"}</span></span>`;
     })}</div>
     <div class="explained" aria-live="polite">
       <p>Block ${at + 1} has scores <${Vector} of=${state.scores} />; its largest is <b><${Num} x=${state.block_max} /></b>.</p>

@@ -1,14 +1,15 @@
 // Small parts: numbers, copy buttons, titled blocks, tables, choices, steppers.
 
 import { html, useLab, useKeys, useRef, useState } from "./lab.js";
-import { quoted, shown, tsv, written } from "../drawing/format.js";
+import { exact, quoted, shown, tsv, written } from "../drawing/format.js";
 import { unknownOf } from "../language/language.js";
 import { save } from "../drawing/picture.js";
+import { numbersOfJson } from "../host/numbers.js";
 
 /** A number for reading, with all its digits in `value`. */
 export function Num({ x, digits }) {
   const { view } = useLab();
-  return html`<data class="num" value=${x === null ? "-inf" : String(x)}>${written(x, digits ?? view.digits)}</data>`;
+  return html`<data class="num" value=${exact(x)}>${written(x, digits ?? view.digits)}</data>`;
 }
 
 /** Numbers of a vector in brackets. */
@@ -85,8 +86,9 @@ export function Block({ title, rows, svg, children, class: kind = "", level = 3 
 }
 
 const isCell = (value) => value !== null && typeof value === "object";
-const rawOf = (value) => (!isCell(value) ? value : "x" in value ? value.x : value.props?.text ?? "");
-const isNumeric = (value) => typeof rawOf(value) === "number" || rawOf(value) === null || /^[\d,.−e+ ]+( [KMGTP]iB| bytes)?$/.test(String(rawOf(value)));
+const isNumber = (value) => isCell(value) && "x" in value;
+const rawOf = (value) => (!isCell(value) ? value : isNumber(value) ? numbersOfJson(value.x) : value.props?.text ?? "");
+const isNumeric = (value) => isNumber(value) || typeof rawOf(value) === "number" || /^[\d,.−e+ ]+( [KMGTP]iB| bytes)?$/.test(String(rawOf(value)));
 
 /**
  * A table that can be copied. Cells are strings, numbers, {x: number} for all digits, or html.
@@ -107,7 +109,7 @@ export function DataTable({ title, columns, rows, under, note, sortable = false,
     <thead><tr>${columns.map((name, i) => html`<th scope="col" class=${numeric[i] ? "right" : ""} aria-sort=${sorted(i)}>${
       sortable ? html`<button type="button" onClick=${() => sortBy(i)}>${name}</button>` : name}${under?.[i] && html`<br /><small>${under[i]}</small>`}</th>`)}</tr></thead>
     <tbody>${ordered.map(({ cells, class: mark, key }) => html`<tr key=${key} class=${mark ?? ""}>${cells.map((value, i) => {
-      const shownCell = isCell(value) && "x" in value ? html`<${Num} x=${value.x} />` : value;
+      const shownCell = isNumber(value) ? html`<${Num} x=${value.x} />` : value;
       return i === 0 ? html`<th scope="row">${shownCell}</th>` : html`<td class=${numeric[i] ? "right" : ""}>${shownCell}</td>`;
     })}</tr>`)}</tbody></table></div>${note && html`<p class="faint">${note}</p>`}</${Block}>`;
 }

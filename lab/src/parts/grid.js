@@ -2,7 +2,7 @@
 
 import { html, useLayoutEffect, useLab, useRef, useState, inside } from "./lab.js";
 import { Block, Num } from "./basics.js";
-import { paint } from "../drawing/colours.js";
+import { painted } from "../drawing/colours.js";
 import { LARGEST, numberOf } from "../examples/examples.js";
 import { shown } from "../drawing/format.js";
 import { matrixSvg } from "../drawing/picture.js";
@@ -10,10 +10,10 @@ import { matrixSvg } from "../drawing/picture.js";
 /**
  * @param {object} props
  * @param {string} props.title
- * @param {(number|null)[][]} props.values
+ * @param {number[][]} props.values
  * @param {string[]} props.rows names of the rows
  * @param {string[]} [props.columns] names of the columns, their numbers if absent
- * @param {(x: number|null, i: number, j: number) => number|null} [props.share] -1 to 1, for colours
+ * @param {(x: number, i: number, j: number) => number|null} [props.share] -1 to 1, for colours; null for none
  * @param {[number|null, number|null]} [props.selected] a cell, or a row or column with null for the other
  * @param {(i: number, j: number) => void} [props.onSelect] focus, or hover where a click opens nothing
  * @param {(i: number, j: number) => void} [props.onOpen] click or Enter, where nothing is edited
@@ -110,10 +110,10 @@ export function Grid({
       (selected[1] === j || selected[1] === null) && (selected[0] !== null || selected[1] !== null);
     const isHere = here[0] === i && here[1] === j;
     const classes = [
-      chosen ? "chosen" : "", x === null ? "forbidden" : "", mark?.(i, j) ?? "",
+      chosen ? "chosen" : "", x === -Infinity ? "forbidden" : "", mark?.(i, j) ?? "",
       onEdit ? "editable" : "",
     ].join(" ");
-    const style = part === undefined || part === null ? undefined : paint(part, theme);
+    const style = painted(part, theme);
     if (editing?.i === i && editing?.j === j) {
       return html`<td key=${j} class=${classes} role="gridcell"><input aria-label=${`${title}, ${rows[i]}, ${names[j]}`}
         defaultValue=${editing.text} inputmode="decimal"
@@ -145,8 +145,8 @@ export function Grid({
 
 /** How strong a score is against the largest of its matrix, with its sign. */
 export function scoreShare(matrix) {
-  const most = Math.max(1e-300, ...matrix.flat().filter((x) => x !== null).map(Math.abs));
-  return (x) => (x === null ? null : x / most);
+  const most = Math.max(1e-300, ...matrix.flat().filter(Number.isFinite).map(Math.abs));
+  return (x) => x / most;
 }
 
 /** A weight is its own share. */

@@ -5,6 +5,7 @@ import { useContext, useEffect, useLayoutEffect, useMemo, useRef, useState } fro
 import htm from "htm";
 import { BUILT_IN, decode, encode } from "../examples/examples.js";
 import { traceOf } from "../examples/kernel.js";
+import { exampleOfJson } from "../host/numbers.js";
 
 export { useEffect, useLayoutEffect, useMemo, useRef, useState };
 export const html = htm.bind(h);
@@ -66,7 +67,7 @@ export function useKept(name, first) {
 
 /** The examples of the host, then those of the page that it does not have. */
 export function examplesOf(client) {
-  const given = client.given("example")?.examples ?? [];
+  const given = (client.given("example")?.examples ?? []).map(exampleOfJson);
   return [...given, ...BUILT_IN.filter(({ name }) => !given.some((other) => other.name === name))];
 }
 

@@ -6,6 +6,7 @@ import { Choice, Num, Save } from "./basics.js";
 import { canvasSvg } from "../drawing/picture.js";
 import { Tiles, drawMap } from "../drawing/map.js";
 import { shown } from "../drawing/format.js";
+import { numbersOfJson } from "../host/numbers.js";
 
 const bounded = (x, least, most) => Math.min(Math.max(x, least), most);
 
@@ -119,7 +120,7 @@ export function WeightMap({ name: headName, layer, head, query, chosenKey: key, 
   const queryName = (index) => name(index, qLen === kvLen ? tokens : null);
   const isExact = exact && exact.query === readQuery && exact.key === readKey && exact.layer === layer && exact.head === head;
   useEffect(() => {
-    if (isExact && document.activeElement === canvas.current) announce(`query ${queryName(query)}, key ${name(key)}: ${exact.weight?.toPrecision(4)}`);
+    if (isExact && document.activeElement === canvas.current) announce(`query ${queryName(query)}, key ${name(key)}: ${numbersOfJson(exact.weight).toPrecision(4)}`);
   }, [isExact]);
 
   const zoomAt = (factor, px, py) => {
@@ -215,6 +216,6 @@ export function WeightMap({ name: headName, layer, head, query, chosenKey: key, 
     <p class="faint">Click to choose a point, drag to move, Ctrl and the wheel or + and − to zoom.</p>
     <p class="readout" data-over=${over ? "pointer" : "chosen"}><span>query <b class="token" data-name="query">${queryName(readQuery)}</b></span> <span>key <b class="token" data-name="key">${name(readKey)}</b></span>
       <span>weight <b data-name="weight">${isExact ? html`<${Num} x=${exact.weight} digits=${8} />` : "…"}</b></span></p>
-    ${isExact && html`<details class="faint"><summary>How it comes about</summary><dl class="sums">${Object.entries(exact).filter(([each]) => !["query", "key", "layer", "head", "weight"].includes(each)).map(([each, value]) => html`<div key=${each}><dt>${each.replaceAll("_", " ")}</dt><dd>${Array.isArray(value) ? html`[${value.map((v, i) => html`${i ? ", " : ""}<${Num} x=${v} />`)}]` : typeof value === "boolean" ? String(value) : html`<${Num} x=${value ?? NaN} digits=${8} />`}</dd></div>`)}</dl></details>`}
+    ${isExact && html`<details class="faint"><summary>How it comes about</summary><dl class="sums">${Object.entries(exact).filter(([each]) => !["query", "key", "layer", "head", "weight"].includes(each)).map(([each, value]) => html`<div key=${each}><dt>${each.replaceAll("_", " ")}</dt><dd>${Array.isArray(value) ? html`[${value.map((v, i) => html`${i ? ", " : ""}<${Num} x=${v} />`)}]` : typeof value === "boolean" ? String(value) : html`<${Num} x=${value} digits=${8} />`}</dd></div>`)}</dl></details>`}
   </div>`;
 }

@@ -51,7 +51,7 @@ const WORDS = {
     title: "No token reads what comes after it",
     said: html`The model makes such scores for all tokens at once: queries go down, keys across. A token that is to predict the next one must not see it, so all scores above the diagonal become −∞. <${Quoted} text=${tokens[last]} /> is the last one and may read all.`,
     columns: ["query", ...tokens.map(quoted)],
-    rows: scaled.map((row, i) => [quoted(tokens[i]), ...row.map((x, j) => ({ x: j <= i ? x : null }))]),
+    rows: scaled.map((row, i) => [quoted(tokens[i]), ...row.map((x, j) => ({ x: j <= i ? x : -Infinity }))]),
   }),
   weights: ({ tokens, last, scaled, weights, rowMax, rowSum, exp }) => ({
     title: "Softmax makes shares of scores",

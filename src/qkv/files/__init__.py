@@ -3,6 +3,8 @@
 Nothing that a file says is believed before it is compared with the bytes that are there. A file is
 opened once, headers are parsed within fixed limits, and memory is taken only for arrays whose size
 is covered by real bytes. Pickles are never loaded. Whatever is wrong is a `FileError`.
+
+`json_numbers` is about files that qkv writes: it has the numbers that JSON has not.
 """
 
 from __future__ import annotations

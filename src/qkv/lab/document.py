@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from qkv.errors import UnsupportedError
+from qkv.files.json_numbers import json_data, numbers_of_json
 from qkv.inspection.rendering.tokens import printable
-from qkv.lab.messages import Answer, in_page, key_of, plain
+from qkv.lab.messages import Answer, in_page, key_of
 from qkv.lab.session import Session
 from qkv.lab.sources.heads import HeadLayer, Heads
 from qkv.lab.sources.source import source_of
@@ -208,8 +209,11 @@ def _is_small(layer: HeadLayer) -> bool:
 def _rounded(head: dict[str, Any]) -> dict[str, Any]:
     """The answer to `head` with fewer digits: its numbers are float32, written as float64."""
     shorter = np.vectorize(lambda x: float(f"{x:.{_DIGITS}g}"), otypes=[float])
-    rounded = {name: shorter(np.array(head[name], float)) for name in ("entropy", "top_weights")}
-    return {**head, **plain(rounded)}
+    rounded = {
+        name: shorter(np.array(numbers_of_json(head[name]), float))
+        for name in ("entropy", "top_weights")
+    }
+    return {**head, **json_data(rounded)}
 
 
 def _with_bytes(answer: Answer) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Requests and answers of the lab, as JSON and as bytes."""
+"""Requests and answers of the lab, as JSON and as bytes.
+
+Numbers in JSON are written as `qkv.files.json_numbers` has it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite, isnan
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 from qkv.arguments.declarations import LARGEST, is_integer
 from qkv.errors import ArgumentError, QkvError
 
-__all__ = ["Answer", "Request", "failure", "in_page", "key_of", "plain", "read_request"]
+__all__ = ["Answer", "Request", "failure", "in_page", "key_of", "read_request"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,26 +123,6 @@ def key_of(method: str, params: Mapping[str, Any] | None = None) -> str:
     if not params:
         return method
     return f"{method}:{json.dumps(params, sort_keys=True, separators=(',', ':'))}"
-
-
-def plain(value: Any) -> Any:
-    """Lists, numbers and strings; NaN is None, infinities are strings.
-
-    Examples
-    --------
-    >>> plain({"a": np.array([1.0, np.nan, -np.inf])})
-    {'a': [1.0, None, '-Infinity']}
-    """
-    if isinstance(value, np.ndarray | np.generic):
-        whole = value.dtype.kind in "biu" or (value.dtype.kind == "f" and np.isfinite(value).all())
-        return value.tolist() if whole else plain(value.tolist())
-    if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not isfinite(value):
-        return None if isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return int(value) if is_integer(value) else value
 
 
 def in_page(value: Any) -> str:

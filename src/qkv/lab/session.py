@@ -11,8 +11,9 @@ import numpy as np
 
 from qkv.arguments.declarations import checked, shown
 from qkv.errors import ArgumentError, UnsupportedError
+from qkv.files.json_numbers import json_data
 from qkv.inspection.rendering.tokens import printable
-from qkv.lab.messages import Answer, key_of, plain
+from qkv.lab.messages import Answer, key_of
 from qkv.lab.parameters import MissingError, Parameters, StaleError
 from qkv.lab.small_examples.examples import examples
 from qkv.lab.small_examples.small_methods import SmallMethods
@@ -211,7 +212,7 @@ class Session:
         if self._first is not None and self._first.heads is not None:
             others.insert(0, ("given", self._first.title))
         return {
-            **plain(summary),
+            **json_data(summary),
             "can_intervene": source is not None and source.intervene is not None,
             "can_read": source is not None and source.read is not None,
             "text": None if source is None else source.text,
@@ -258,7 +259,7 @@ class Session:
             "top_keys": keys,
             "top_weights": weights,
         }
-        result: dict[str, Any] = plain(fields)
+        result: dict[str, Any] = json_data(fields)
         return result
 
     def _thumbnails(self, given: Parameters) -> Answer:
@@ -299,7 +300,7 @@ class Session:
             "query_row": query,
             "key_row": key,
         }
-        result: dict[str, Any] = plain(fields)
+        result: dict[str, Any] = json_data(fields)
         return result
 
     def _intervene(self, given: Parameters) -> dict[str, Any]:
@@ -310,7 +311,7 @@ class Session:
                 action="Start qkv lab with --model.",
             )
         with self._lock:
-            result: dict[str, Any] = plain(source.intervene(given))
+            result: dict[str, Any] = json_data(source.intervene(given))
         return result
 
     def _layer(self, given: Parameters) -> HeadLayer:

@@ -16,13 +16,13 @@ import pytest
 from qkv.backends.cpu.backward import layout as backward_layout
 from qkv.backends.cpu.backward.kernel import emit_backward
 from qkv.backends.cpu.backward.layout import BackwardKey
+from qkv.backends.cpu.bf16_pairs.kernel import emit_bf16_pairs
 from qkv.backends.cpu.bf16_tiles.kernel import emit_bf16_tiles
 from qkv.backends.cpu.compiler.compile import Module, parsed_for
 from qkv.backends.cpu.decode import layout as decode_layout
 from qkv.backends.cpu.decode.kernel import emit_decode
 from qkv.backends.cpu.decode.layout import DecodeKey
 from qkv.backends.cpu.forward import layout as forward_layout
-from qkv.backends.cpu.forward.bf16_dot import emit_bf16_dot
 from qkv.backends.cpu.forward.kernel import emit_forward
 from qkv.backends.cpu.forward.layout import ForwardKey
 from qkv.backends.cpu.machine.host import Host
@@ -70,7 +70,7 @@ def assembly(triple: str, cpu: str, shape: TileShape, dtype: str) -> str:
         emit = emit_bf16_tiles if shape.terms == 1 else emit_split_forward
         return compiled(emit(key), triple, cpu)
     if shape.product != "elements":
-        return compiled(emit_bf16_dot(key), triple, cpu)
+        return compiled(emit_bf16_pairs(key), triple, cpu)
     return linked(emit_forward(key), forward_layout.shared_modules(key), triple, cpu)
 
 

@@ -11,9 +11,10 @@ and packages on one line do not import one another:
     split_bf16 | bf16_tiles
                   split_bf16: kernels for float32 and float16 as sums of bfloat16 on matrix tiles
                   bf16_tiles: the forward kernel for bfloat16 on matrix tiles (AMX)
-    backward | decode | replay
+    backward | bf16_pairs | decode | replay
                   the kernels for gradients, for few queries, and for questions about weights
-    forward       the kernels for many queries
+                  bf16_pairs: the forward kernel for bfloat16 by pairs of it
+    forward       the kernel for many queries, and what all forward kernels have
     products      the matrix products that all of these are made of
     threads | python_calls
                   threads: native worker threads

@@ -39,7 +39,8 @@ def run(options: argparse.Namespace) -> str:
         for index in every
     ]
     if options.json:
-        data = [one.to_dict() for one in explanations]
-        return json.dumps(data if options.query is None else data[0], indent=2) + "\n"
+        all_data = [one.to_dict() for one in explanations]
+        data = all_data if options.query is None else all_data[0]
+        return json.dumps(data, indent=2, allow_nan=False) + "\n"
     text = "\n\n".join(map(str, explanations))
     return f"{text}\n\n{cls.paper}\n"

@@ -1,4 +1,4 @@
-"""What `qkv inspect --json` prints, as docs/inspect-json.md describes it."""
+"""What `qkv inspect --json` prints of arrays; docs/inspect-json.md has the fields."""
 
 from __future__ import annotations
 

@@ -49,7 +49,8 @@ def run(options: argparse.Namespace) -> str:
     if options.json:
         data = asdict(plan)
         data["refusals"] = {name: list(map(str, why)) for name, why in plan.refusals.items()}
-        return json.dumps({"schema": SCHEMA, "version": VERSION, **data}, indent=2) + "\n"
+        data = {"schema": SCHEMA, "version": VERSION, **data}
+        return json.dumps(data, indent=2, allow_nan=False) + "\n"
     page = Page()
     return "\n".join(page.token(line, 1000) for line in str(plan).splitlines()) + "\n"
 

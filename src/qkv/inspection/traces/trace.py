@@ -13,10 +13,11 @@ from typing import Any
 
 from qkv.arguments.declarations import Indent, Size, Whole, checked, shown
 from qkv.errors import ArgumentError
+from qkv.files.json_numbers import json_data
 from qkv.inspection.rendering.counts import counted
 from qkv.inspection.rendering.pages import page_of
 from qkv.inspection.summaries import in_html
-from qkv.inspection.traces.trace_data import built, plain, read_only
+from qkv.inspection.traces.trace_data import built, read_only
 from qkv.inspection.traces.trace_fields import TracedHead, TracedLedger, TracedProblem, TraceFields
 from qkv.inspection.traces.trace_text import render
 
@@ -89,7 +90,7 @@ class Trace(TraceFields):
 
         -inf is None; NaN and +inf are the strings "nan" and "inf".
         """
-        return {"schema": SCHEMA, "version": VERSION, **plain(self)}
+        return {"schema": SCHEMA, "version": VERSION, **json_data(self)}
 
     def to_json(self, indent: Indent | None = None) -> str:
         """`to_dict` as strict JSON."""
@@ -172,5 +173,5 @@ def _since_1(fields: dict[str, Any]) -> dict[str, Any]:
         "heads": heads,
         "mechanism": None,
         "projections": None,
-        "ledger": plain(ledger),
+        "ledger": json_data(ledger),
     }

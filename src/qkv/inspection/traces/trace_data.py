@@ -1,48 +1,22 @@
-"""Dataclasses of numbers as plain lists, numbers and strings, and back.
-
-Numbers keep all their digits. -inf is None; NaN and +inf are the strings "nan" and "inf".
-"""
+"""Dataclasses of numbers out of the plain lists, numbers and strings that `json_data` made."""
 
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
 from functools import cache
-from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-__all__ = ["built", "plain", "read_only"]
+from qkv.files.json_numbers import numbers_of_json
+
+__all__ = ["built", "read_only"]
 
 T = TypeVar("T")
 
 _DTYPES: dict[str, Any] = {"allowed": np.bool_, "kv_pos": np.int64}
 """Types of arrays by the name of their field; all others are float64."""
-
-_NOT_FINITE = {None: -np.inf, "nan": np.nan, "inf": np.inf}
-
-
-def plain(value: Any) -> Any:
-    """Plain lists, numbers and strings.
-
-    Examples
-    --------
-    >>> plain(np.array([1.0, -np.inf, np.nan]))
-    [1.0, None, 'nan']
-    """
-    if isinstance(value, np.ndarray | np.generic):
-        whole = value.dtype.kind != "f" or bool(np.isfinite(value).all())
-        return value.tolist() if whole else plain(value.tolist())
-    if is_dataclass(value):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, dict):
-        return {name: plain(item) for name, item in value.items()}
-    if isinstance(value, float) and not isfinite(value):
-        return None if value == -np.inf else str(float(value))
-    return value
 
 
 def read_only(value: Any) -> None:
@@ -58,7 +32,7 @@ def read_only(value: Any) -> None:
 
 
 def built(kind: type[T], value: Any) -> T:
-    """The dataclass that `plain` was given.
+    """The dataclass that `json_data` was given.
 
     Raises
     ------
@@ -85,7 +59,7 @@ def _built(kind: Any, value: Any, name: str) -> Any:
     if is_dataclass(kind):
         return _dataclass(kind, _fields(value, name), name)
     if kind is float:
-        value = _NOT_FINITE.get(value, value) if not isinstance(value, int) else float(value)
+        value = float(value) if isinstance(value, int) else numbers_of_json(value)
     if type(value) is not kind:
         raise ValueError(f"{name} is not of type {kind.__name__}")
     return value
@@ -107,7 +81,7 @@ def _types(kind: Any) -> dict[str, Any]:
 def _array(value: Any, name: str) -> Any:
     dtype = _DTYPES.get(name, np.float64)
     try:
-        array = np.asarray(_finite(value) if dtype is np.float64 else value)
+        array = np.asarray(numbers_of_json(value) if dtype is np.float64 else value)
     except ValueError:
         raise ValueError(f"the rows of {name} differ in length") from None
     right = {"b": (np.bool_,), "i": (np.int64, np.float64), "f": (np.float64,)}
@@ -115,12 +89,6 @@ def _array(value: Any, name: str) -> Any:
         raise ValueError(f"{name} holds something else than {np.dtype(dtype)}")
     # A single number stays one, and no array of no dimensions.
     return array.astype(dtype)[()]
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return _NOT_FINITE.get(value, value) if value is None or isinstance(value, str) else value
 
 
 def _list(value: Any, name: str) -> list[Any]:

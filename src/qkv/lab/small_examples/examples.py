@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.files.json_numbers import json_data
 from qkv.inspection.traces.trace import Trace
 from qkv.inspection.traces.trace_fields import Projections
 from qkv.samples import shared_example
@@ -57,14 +58,14 @@ class Example:
             "name": self.name,
             "title": self.title,
             "tokens": list(self.tokens),
-            "query": self.query.tolist(),
-            "key": self.key.tolist(),
-            "value": self.value.tolist(),
+            "query": json_data(self.query),
+            "key": json_data(self.key),
+            "value": json_data(self.value),
             "scale": self.query.shape[1] ** -0.5,
         }
         if self.projections is not None:
             fields |= {
-                name: getattr(self.projections, name).tolist()
+                name: json_data(getattr(self.projections, name))
                 for name in ("x", "w_q", "w_k", "w_v")
             }
         if self.trace is not None:

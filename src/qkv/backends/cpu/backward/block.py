@@ -18,6 +18,7 @@ from qkv.backends.cpu.emit.argument_block import COUNTER_BYTES, WORD
 from qkv.backends.cpu.emit.emitter import DOUBLE, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.expressions.tables import TableView
 from qkv.backends.cpu.emit.expressions.vector_code import Expressions
+from qkv.backends.cpu.emit.forbidden_pairs import FORBIDDEN_WEIGHT, is_forbidden
 from qkv.backends.cpu.forward.boundary_blocks import write_range
 from qkv.backends.cpu.products.query_lanes import SumOrder, store_vectors, vectors_at
 from qkv.problem.language.derivative import derivative
@@ -77,7 +78,7 @@ def seen_range_function(frame: BackwardFrame) -> Value:
 
 
 def weights_function(frame: BackwardFrame, name: str, masked: bool) -> Value:
-    """Mods and mask make P of the products; -0.0 where a pair is forbidden."""
+    """Mods and mask make P of the products; forbidden pairs are marked."""
     e = frame.e
     with frame.vector_function(name) as (function, at):
         b = e.builder
@@ -99,7 +100,7 @@ def weights_function(frame: BackwardFrame, name: str, masked: bool) -> Value:
                 allowed = b.fcmp_unordered("!=", score, e.const(-math.inf))
                 if masked:
                     allowed = b.and_(allowed, inner.condition(frame.mask))
-            e.store_vector(b.select(allowed, weight, e.const(-0.0)), place)
+            e.store_vector(b.select(allowed, weight, e.const(FORBIDDEN_WEIGHT)), place)
 
         if not frame.plain:
             places.hoist(frame.score)
@@ -170,7 +171,7 @@ def score_gradients_function(frame: BackwardFrame, vectors: int) -> Value:
             share = weight if frame.applies_chain_rule else b.fmul(weight, scale)
             gradient = b.fmul(share, difference)
             if frame.may_forbid:
-                gradient = b.select(frame.is_forbidden(weight), e.const(0.0), gradient)
+                gradient = b.select(is_forbidden(e, weight), e.const(0.0), gradient)
             return gradient
 
         def store_gradients(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
@@ -210,7 +211,7 @@ def correct_sums_function(frame: BackwardFrame) -> Value:
             weight = e.load_vector(e.at(at.weights, e.mul(k, at.width)))
             corrected = b.fsub(load_gradient(k), b.fmul(weight, excess))
             if frame.may_forbid:
-                corrected = b.select(frame.is_forbidden(weight), e.const(0.0), corrected)
+                corrected = b.select(is_forbidden(e, weight), e.const(0.0), corrected)
             e.store_vector(corrected, e.at(at.score_grads, e.mul(k, at.width)))
 
         e.loop(0, at.count, 1, [], correct_key)
@@ -233,7 +234,7 @@ def chain_rule_function(frame: BackwardFrame) -> Value:
             place = e.mul(k, at.width)
             score_grad = e.load_vector(e.at(at.score_grads, place))
             product = b.fmul(e.load_vector(e.at(at.products, place)), scale)
-            forbidden = frame.is_forbidden(e.load_vector(e.at(at.weights, place)))
+            forbidden = is_forbidden(e, e.load_vector(e.at(at.weights, place)))
             counts = b.and_(b.not_(forbidden), is_query)
             inner = places.at_key(e.add(at.kv_start, k), product)
             following: list[Value] = []

@@ -35,6 +35,7 @@ from qkv.backends.cpu.backward.layout import ROW_SUMS, BackwardKey
 from qkv.backends.cpu.backward.query_block import QueryBlockPass
 from qkv.backends.cpu.backward.shared import declare_shared
 from qkv.backends.cpu.emit.emitter import POINTER, Value
+from qkv.backends.cpu.emit.forbidden_pairs import FORBIDDEN_WEIGHT
 from qkv.backends.cpu.forward.layout import STATS_SUMS, StatsRow
 from qkv.backends.cpu.forward.softmax import RowSums
 
@@ -61,7 +62,7 @@ def emit_delta_correction(key: BackwardKey) -> str:
 
 
 def _weights_function(frame: BackwardFrame, name: str, masked: bool) -> Value:
-    """P = exp(S - m) of the products, -0.0 where a pair is forbidden; m and l advance."""
+    """P = exp(S - m) of the products, forbidden pairs marked; m and l advance."""
     e = frame.e
     with frame.vector_function(name) as (function, at):
         b = e.builder
@@ -85,7 +86,8 @@ def _weights_function(frame: BackwardFrame, name: str, masked: bool) -> Value:
 
         def weigh_key(k: Value) -> Value:
             place = e.at(at.weights, e.mul(k, at.width))
-            weight, _ = row.weigh_key(e.load_vector(place), row.zero_sums, e.const(-0.0))
+            score, forbidden = e.load_vector(place), e.const(FORBIDDEN_WEIGHT)
+            weight, _ = row.weigh_key(score, row.zero_sums, forbidden)
             e.store_vector(weight, place)
             return weight
 

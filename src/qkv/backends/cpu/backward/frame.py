@@ -182,8 +182,3 @@ class BackwardFrame(Frame):
     def _is_finite(self, x: Value) -> Value:
         b, zero = self.e.builder, self.e.const(0.0)
         return b.fcmp_ordered("ord", b.fmul(x, zero), zero)
-
-    def is_forbidden(self, weight: Value) -> Value:
-        """Which lanes' pairs are forbidden: they have weight -0.0, and no other pair has."""
-        e = self.e
-        return e.builder.icmp_signed("==", e.as_bits(weight), e.as_bits(e.const(-0.0)))

@@ -8,6 +8,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu.backward.frame import BackwardFrame
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.emit.forbidden_pairs import is_forbidden
 from qkv.backends.cpu.products.bfloat16 import join_pairs, round_both
 from qkv.backends.cpu.products.query_lanes import combine_rows, dot_rows, store_vectors, vectors_at
 
@@ -54,7 +55,7 @@ def selected_query_sums_function(frame: BackwardFrame, vectors: int) -> Value:
                     strict=True,
                 )
                 return [
-                    b.select(frame.is_forbidden(weight), old, e.fma(x, grad, old))
+                    b.select(is_forbidden(e, weight), old, e.fma(x, grad, old))
                     for grad, weight, old in pairs
                 ]
 

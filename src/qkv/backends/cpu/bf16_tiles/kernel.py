@@ -2,8 +2,9 @@
 
 One task is up to 64 *units* of 16 queries of one head. K and V of neighbouring keys are laid out as
 tiles once for all of them: K by rows, V transposed. Then each unit goes over the keys that it sees
-(`sweep`, `unit`). What a run of keys says of each block of queries is as in `forward.score_blocks`:
-whether it sees all of the keys, some or none, and between which quarters of a block.
+(`sweep`, `unit`). What a run of keys says of each block of queries is as in
+`bf16_pairs.score_blocks`: whether it sees all of the keys, some or none, and between which quarters
+of a block.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
+from qkv.backends.cpu.bf16_pairs.rows import Bf16Rows
 from qkv.backends.cpu.bf16_tiles.layout import BLOCK_KV, Layout, Row, Sizes, layout_of
 from qkv.backends.cpu.bf16_tiles.rows import TileRows
 from qkv.backends.cpu.bf16_tiles.sweep import Bf16Sweep, Sweep
@@ -20,7 +22,6 @@ from qkv.backends.cpu.bf16_tiles.tasks import Task, Tasks, UnitRows
 from qkv.backends.cpu.bf16_tiles.unit import unit_function
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import POINTER, Value
-from qkv.backends.cpu.forward.bf16_rows import Bf16Rows
 from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.backends.cpu.forward.layout import TASK, ForwardKey
 from qkv.backends.cpu.forward.rows import unpack_function

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from llvmlite import ir
 
+from qkv.backends.cpu.bf16_pairs.rows import Bf16Rows
 from qkv.backends.cpu.bf16_tiles.layout import GROUP, Sizes
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
-from qkv.backends.cpu.forward.bf16_rows import Bf16Rows
 from qkv.backends.cpu.products.bfloat16 import load_chunk, present_elements
 from qkv.backends.cpu.products.layout import CHUNK, TILE_BYTES, TILE_ROWS, TILE_SIZE
 

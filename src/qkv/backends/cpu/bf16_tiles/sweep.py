@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
+from qkv.backends.cpu.bf16_pairs.rows import Bf16Rows
+from qkv.backends.cpu.bf16_pairs.score_blocks import BLOCK_RUN
 from qkv.backends.cpu.bf16_tiles.layout import GROUP, PLANNED_KEYS, Sizes
 from qkv.backends.cpu.bf16_tiles.tasks import Task, Tasks, UnitRows
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import rows_from
-from qkv.backends.cpu.forward.bf16_rows import Bf16Rows
 from qkv.backends.cpu.forward.layout import LAST_PARTIAL, QUARTERS
-from qkv.backends.cpu.forward.score_blocks import BLOCK_RUN
 from qkv.problem.tiles import TileKind
 
 _EVERY_FIRST_BIT = 0x5555555555555555

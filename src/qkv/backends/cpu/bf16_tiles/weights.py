@@ -15,11 +15,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from llvmlite import ir
-
 from qkv.backends.cpu.bf16_tiles.layout import Row
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import Value
+from qkv.backends.cpu.emit.forbidden_pairs import forbidden_weight
 from qkv.backends.cpu.emit.transpose import transposed_values
 from qkv.backends.cpu.emit.transposed_loads import transposed_loads
 from qkv.backends.cpu.forward.frame import ForwardFrame
@@ -42,7 +41,7 @@ class Queries(NamedTuple):
     kv_start: Value
     count: Value
     marked: Value
-    """Whether forbidden pairs get the weight -0.0, which no other pair has."""
+    """Whether forbidden pairs get the weight `FORBIDDEN_WEIGHT`, else 0."""
 
 
 class Weights:
@@ -68,8 +67,7 @@ class Weights:
             self._places.hoist(frame.mask)
         self._forbidden = e.const(0.0)
         if frame.mask != TRUE or not frame.plain:
-            zero = (ir.Constant(e.real, sign) for sign in (-0.0, 0.0))
-            self._forbidden = e.splat(b.select(at.marked, *zero))
+            self._forbidden = forbidden_weight(e, at.marked)
         self._loads = transposed_loads(frame.spec)
         self._block_kv = frame.block_kv
         self.parts = [Row.GROUP_SUM] + [Row.GROUP_OUT] * self.rounds

@@ -11,6 +11,7 @@ from qkv.backends.cpu.decode.rows import DecodeFrame
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.expressions.vector_code import Expressions, Neighbours
+from qkv.backends.cpu.emit.forbidden_pairs import FORBIDDEN_WEIGHT
 from qkv.problem.language.expressions import SCORE
 
 
@@ -27,7 +28,7 @@ class RowSoftmax:
     def function(self, name: str, masked: bool) -> Value:
         """A function for one row of one stretch: S becomes P; row maximum and sum are updated.
 
-        It returns whether a pair is forbidden, whose weight is then -0.0; no other weight is.
+        It returns whether a pair is forbidden, whose weight is then `FORBIDDEN_WEIGHT`.
         """
         e = self.e
         arguments = [*[POINTER] * 6, *[INT64] * 5]
@@ -74,7 +75,7 @@ class RowSoftmax:
                     index = self._key_numbers(e.add(kv_start, k), e.add(kv_start, count))
                     weight = b.fmul(weight, self.frame.dropout_factor(arguments_, places, index))
                 if self.may_forbid:
-                    weight = b.select(is_forbidden, e.const(-0.0), weight)
+                    weight = b.select(is_forbidden, e.const(FORBIDDEN_WEIGHT), weight)
                     exists = e.first_lanes(e.sub(count, k))
                     following.append(b.or_(carried[-1], b.and_(is_forbidden, exists)))
                 e.store_vector(weight, place)

@@ -8,5 +8,6 @@ expressions     score mods and masks as vector code, their bounds, and the array
 storage         loading and storing dtypes, float16 and bfloat16 among them
 packing         rows of any stride transposed into vectors, copied, or checked for NaN
 transpose       dense masks and biases, transposed block by block; transposed_loads: which
+forbidden_pairs the weight that marks a forbidden pair, and the test for it
 vector_math     exp, log, tanh, and sums with their rounding errors
 """

@@ -3,13 +3,9 @@
 kernel          the kernel for every dtype and machine
 tasks           its tasks: neighbouring blocks of queries, which share blocks of keys
 query_block     its work for one block of queries
-bf16_dot        the kernel for bfloat16 on machines that multiply pairs of it
-bf16_rows       rows of bfloat16: copied, packed, transposed
-bf16_operands   the operands of bf16_dot as pairs
-score_blocks    one block of queries with one block of keys, in bf16_dot
-boundary_blocks blocks that the boundary of a mask crosses, in `kernel`
+boundary_blocks blocks that the boundary of a mask crosses
 softmax         scores to weights: score mods, masks, row maximum and row sum
-products        S = Q K^T and O += P V for one block of keys, in `kernel`
+products        S = Q K^T and O += P V for one block of keys
 rows            queries packed; keys and values copied; outputs and statistics unpacked
 shared          the modules of functions that are the same for every mask and score mod
 frame           arguments, tasks and queries in lanes of all forward kernels

@@ -13,6 +13,7 @@ from functools import reduce
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.expressions.vector_code import Expressions
+from qkv.backends.cpu.emit.forbidden_pairs import FORBIDDEN_WEIGHT
 from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.backends.cpu.forward.query_block import QueryBlock
 from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors
@@ -162,7 +163,7 @@ class BoundaryBlocks:
         finite = block.call("all_finite", value, value_row, count, block.v_head_dim)
 
         def mark_forbidden(weights: Value, first: Value, last: Value) -> None:
-            mark = e.const(-0.0)
+            mark = e.const(FORBIDDEN_WEIGHT)
             e.loop(
                 first, last, 1, [],
                 lambda k, _: e.store_vector(mark, e.at(weights, e.mul(k, width))),

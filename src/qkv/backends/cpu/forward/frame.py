@@ -18,7 +18,7 @@ class ScoreVector(NamedTuple):
     """The arguments of a function for one vector of queries and one block of keys.
 
     `scores` holds `count` vectors, `width` bytes apart. If `marked`, forbidden pairs get the weight
-    -0.0, which no other pair has.
+    `FORBIDDEN_WEIGHT`, else 0.
     """
 
     arguments: Value

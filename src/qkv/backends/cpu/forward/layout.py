@@ -11,7 +11,6 @@ from qkv.backends.cpu.compiler.compile import EmitFunction, Module
 from qkv.backends.cpu.emit.argument_block import COMMON_FIELDS, operand_fields
 from qkv.backends.cpu.emit.transposed_loads import transposed_bytes
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.products.layout import round_to_chunks
 from qkv.problem.language.expressions import TRUE, Load, Node, walk
 from qkv.problem.spec import Spec
 
@@ -20,9 +19,6 @@ BLOCK_KV = 64
 
 HEADER = 64
 """Bytes for a few words before vectors, in the scratch memory of `ONLINE_SOFTMAX`."""
-
-PAIRS_BLOCK_KV = 256
-"""The same for the kernel that multiplies pairs of bfloat16; a multiple of `CHUNK`."""
 
 FIELDS = (
     *COMMON_FIELDS,
@@ -104,16 +100,6 @@ def scratch_bytes(spec: Spec, shape: TileShape) -> int:
     return -(-(shared + shape.q_blocks_per_task * own + transposed) // 4096) * 4096
 
 
-def _scratch_bytes_of_pairs(spec: Spec, shape: TileShape) -> int:
-    """Memory of one worker: a block of S, V, K and tables; Q, O and statistics of each block."""
-    width = 4 * shape.block_q
-    head_dim, v_head_dim = round_to_chunks(spec.head_dim), round_to_chunks(spec.v_head_dim)
-    shared = PAIRS_BLOCK_KV * (width + 2 * (head_dim + 2 * v_head_dim))
-    own = width * (head_dim // 2 + v_head_dim + STATS)
-    transposed = transposed_bytes(spec, PAIRS_BLOCK_KV, 4 * shape.lanes)
-    return -(-(shared + shape.q_blocks_per_task * own + transposed) // 4096) * 4096
-
-
 class ForwardKernel(NamedTuple):
     """One of the forward kernels, as a forward pass uses it."""
 
@@ -145,10 +131,3 @@ ONLINE_SOFTMAX = ForwardKernel(
     shared_modules,
 )
 """The kernel for every dtype and machine."""
-
-BF16_DOT = ForwardKernel(
-    EmitFunction("qkv.backends.cpu.forward.bf16_dot", "emit_bf16_dot"),
-    _scratch_bytes_of_pairs,
-    PAIRS_BLOCK_KV,
-)
-"""The kernel for bfloat16 on machines that multiply pairs of it, and have no tiles."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from qkv.backends.cpu.emit.emitter import CACHE_LINE, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.emit.forbidden_pairs import forbidden_bits, is_allowed
 from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.backends.cpu.products.query_lanes import (
     SumOrder,
@@ -83,7 +84,7 @@ def _rescale_and_add(e: Emitter, place: Value, factors: list[Value], totals: lis
 def selected_values_function(frame: ForwardFrame, vectors: int) -> Value:
     """`values_function` for values that are not all finite.
 
-    A weight of -0.0 marks a forbidden pair, which leaves O alone: 0 * inf would be NaN.
+    A forbidden pair leaves O alone: 0 * inf would be NaN.
     """
     e = frame.e
     arguments = [*[POINTER] * 4, *[INT64] * 4]
@@ -91,7 +92,7 @@ def selected_values_function(frame: ForwardFrame, vectors: int) -> Value:
         value, weights, rescale, out, value_row, v_head_dim, count, width = args
         b = e.builder
         factors = vectors_at(e, rescale, vectors)
-        marked = e.as_bits(e.const(-0.0))
+        forbidden = forbidden_bits(e)
 
         def add_column(d: Value, _: list[Value]) -> None:
             start = e.at(value, e.mul(d, e.real_bytes))
@@ -100,7 +101,7 @@ def selected_values_function(frame: ForwardFrame, vectors: int) -> Value:
                 x = e.splat(e.load(e.at(start, e.mul(k, value_row)), e.real, e.real_bytes))
                 following = []
                 for p, old in zip(vectors_at(e, weights, vectors, k, width), total, strict=True):
-                    allowed = b.icmp_signed("!=", e.as_bits(p), marked)
+                    allowed = is_allowed(e, p, forbidden)
                     following.append(b.select(allowed, e.fma(x, p, old), old))
                 return following
 

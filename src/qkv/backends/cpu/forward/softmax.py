@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable
 from typing import TypeAlias
 
-from llvmlite import ir
-
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import Emitter, Value
 from qkv.backends.cpu.emit.expressions.vector_code import Expressions
+from qkv.backends.cpu.emit.forbidden_pairs import forbidden_weight
 from qkv.backends.cpu.emit.transpose import transpose_tables, transposed_values
 from qkv.backends.cpu.emit.transposed_loads import transposed_loads
 from qkv.backends.cpu.forward.frame import ForwardFrame, ScoreVector
@@ -119,8 +118,7 @@ def scores_to_weights(
     e, b = frame.e, frame.e.builder
     scale = forbidden = None
     if finished:
-        zero = (ir.Constant(e.real, sign) for sign in (-0.0, 0.0))
-        forbidden = e.splat(b.select(at.marked, *zero))
+        forbidden = forbidden_weight(e, at.marked)
     else:
         scale = e.splat(frame.real_field(at.arguments, "scale"))
         largest = b.fmul(largest, scale)

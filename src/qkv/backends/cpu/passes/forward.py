@@ -9,7 +9,6 @@ import numpy as np
 
 from qkv.backends.cpu.compiler.compile import Kernel, Runnable, build
 from qkv.backends.cpu.forward.layout import (
-    BF16_DOT,
     ONLINE_SOFTMAX,
     QUARTERS,
     ForwardKernel,
@@ -139,11 +138,12 @@ def _kernel_of(shape: TileShape) -> ForwardKernel:
         return ONLINE_SOFTMAX
     if shape.terms > 1:
         return split_bf16.forward_kernel()
-    if shape.product == "pairs":
-        return BF16_DOT
     with importing():
-        from qkv.backends.cpu.bf16_tiles.layout import BF16_TILES
-    return BF16_TILES
+        if shape.product == "pairs":
+            from qkv.backends.cpu.bf16_pairs.layout import BF16_PAIRS as kernel
+        else:
+            from qkv.backends.cpu.bf16_tiles.layout import BF16_TILES as kernel
+    return kernel
 
 
 def scratch_of(spec: Spec, shape: TileShape) -> int:

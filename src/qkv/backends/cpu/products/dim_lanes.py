@@ -18,6 +18,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import BIT, CACHE_LINE, DOUBLE, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.emit.forbidden_pairs import forbidden_bits, is_allowed
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.bfloat16 import load_chunk, multiply_add_pairs, present_elements
 from qkv.backends.cpu.products.float16 import multiply_add_halves
@@ -365,14 +366,14 @@ class RowProducts:
     def selected_values_function(self) -> Value:
         """`values_function` for one row of B, and values that are not all finite.
 
-        A weight of -0.0 marks a forbidden pair, which adds nothing: 0 * inf would be NaN.
+        A forbidden pair adds nothing: 0 * inf would be NaN.
         """
         e = self.e
         arguments = [*[POINTER] * 3, *[INT64] * 3]
         with e.function("selected_values", arguments) as (function, args):
             value, weights, block, value_row, v_head_dim, count = args
             b = e.builder
-            marked = e.as_bits(e.const(-0.0))
+            forbidden = forbidden_bits(e)
 
             def add_column(d: Value, live: Value | None, _: list[Value]) -> list[Value]:
                 def add_key(k: Value, totals: list[Value]) -> list[Value]:
@@ -381,7 +382,7 @@ class RowProducts:
                     )
                     at = e.at(weights, e.mul(k, e.real_bytes))
                     p = e.splat(e.load(at, e.real, e.real_bytes))
-                    allowed = b.icmp_signed("!=", e.as_bits(p), marked)
+                    allowed = is_allowed(e, p, forbidden)
                     return [b.select(allowed, e.fma(p, x, totals[0]), totals[0])]
 
                 at = e.at(block, e.mul(d, e.real_bytes))

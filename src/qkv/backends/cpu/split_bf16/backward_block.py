@@ -23,6 +23,7 @@ from qkv.backends.cpu.backward.query_rows import pack_function, unpack_function
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import BIT, INT16, INT64, POINTER, Value
+from qkv.backends.cpu.emit.forbidden_pairs import FORBIDDEN_BFLOAT16, FORBIDDEN_WEIGHT, is_forbidden
 from qkv.backends.cpu.emit.packing import copy_rows_function
 from qkv.backends.cpu.emit.storage import load, real_dtype
 from qkv.backends.cpu.products import matrix_unit
@@ -237,21 +238,21 @@ class SplitBlock:
             if Stage.WEIGHTS in stage:
                 less_lse = b.fsub(b.fsub(b.fmul(weight, scale), lse[j]), rest[j])
                 weight = vector_math.exp_flushed(e, less_lse)
-            forbidden = self.frame.is_forbidden(weight)
+            forbidden = is_forbidden(e, weight)
             if Stage.GRADIENTS in stage:
                 factor = e.load_vector(e.at(of.factors, place)) if dropout else None
                 if factor is not None:
                     gradient = b.fmul(gradient, factor)
                 gradient = b.fadd(b.fsub(gradient, delta[j]), grad_lse[j])
                 share = weight if self.frame.applies_chain_rule else b.fmul(weight, scale)
-                # Adding 0.0 turns -0.0 into 0.0, because -0.0 marks forbidden pairs.
+                # Adding 0.0 turns -0.0, which would mark a forbidden pair, into 0.0.
                 gradient = e.fma(share, gradient, e.const(0.0))
                 if factor is not None:
                     weight = b.fmul(weight, factor)
             else:
                 gradient = b.fadd(gradient, e.const(0.0))
             if Stage.SPLIT in stage and self.frame.may_forbid and Stage.WEIGHTS not in stage:
-                gradient = b.select(forbidden, e.const(-0.0), gradient)
+                gradient = b.select(forbidden, e.const(FORBIDDEN_WEIGHT), gradient)
             return weight, gradient
 
         return compute_pair
@@ -309,8 +310,7 @@ class SplitBlock:
         """A function `(*rows, first, last, non_finite_rows, left, sums, dim, count)`.
 
         Adds what `transpose_rows` left out: the elements that cannot be split, in the rows that
-        `non_finite_rows` marks. A left factor of -0.0 adds nothing: its pair is
-        forbidden, and 0 * inf would be NaN.
+        `non_finite_rows` marks. A forbidden pair adds nothing: 0 * inf would be NaN.
         """
         e, split = self.e, self.split
         rows = [POINTER, *[INT64] * 4]
@@ -340,7 +340,8 @@ class SplitBlock:
                         for n in range(1, split.terms):
                             term = load(e, e.at(place, n * TILE_SIZE), "bfloat16")
                             weight = b.fadd(weight, term)
-                        with b.if_then(b.icmp_unsigned("!=", upper, ir.Constant(INT16, 1 << 15))):
+                        mark_of_pair = ir.Constant(INT16, FORBIDDEN_BFLOAT16)
+                        with b.if_then(b.icmp_unsigned("!=", upper, mark_of_pair)):
                             to = e.at(column, e.mul(k, self.panels.width))
                             total = e.load(to, e.real, FLOAT_BYTES)
                             e.store(e.fma(x, weight, total), to, FLOAT_BYTES)

@@ -12,6 +12,7 @@ from llvmlite import ir
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.argument_block import WORD
 from qkv.backends.cpu.emit.emitter import BIT, INT32, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.emit.forbidden_pairs import is_allowed
 from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.products.bfloat16 import split_pairs
 from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
@@ -119,7 +120,7 @@ def _is_nonzero(e: Emitter, word: Value) -> Value:
 def add_non_finite(of: TermSplitter) -> Value:
     """A function `(rows, row, weights, out, dim, count)` for what `split_columns` left out.
 
-    A weight of -0.0 adds nothing: its pair is forbidden, and 0 * inf would be NaN.
+    A forbidden pair adds nothing: 0 * inf would be NaN. Its first term marks it.
     """
     e = of.e
     arguments = [POINTER, INT64, POINTER, POINTER, INT64, INT64]
@@ -137,9 +138,7 @@ def add_non_finite(of: TermSplitter) -> Value:
                 term = [b.select(is_second, second, first) for first, second in halves]
                 weights_of_key = list(map(b.fadd, weights_of_key, term)) if weights_of_key else term
                 if n == 0:
-                    allowed = [
-                        b.icmp_signed("!=", e.as_bits(x), e.as_bits(e.const(-0.0))) for x in term
-                    ]
+                    allowed = [is_allowed(e, x) for x in term]
 
             start_of_row = e.at(rows, e.mul(k, row))
 

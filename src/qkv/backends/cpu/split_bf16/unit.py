@@ -26,6 +26,7 @@ from qkv.backends.cpu.bf16_tiles.unit import ARGUMENT_TYPES, ARGUMENTS
 from qkv.backends.cpu.bf16_tiles.weights import Queries, Weights
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import Value
+from qkv.backends.cpu.emit.forbidden_pairs import is_forbidden
 from qkv.backends.cpu.emit.transpose import transpose_tables
 from qkv.backends.cpu.emit.transposed_loads import transposed_bytes, transposed_loads
 from qkv.backends.cpu.forward.frame import ForwardFrame
@@ -199,13 +200,13 @@ class UnitBody:
     def _rescale_weights(self, i: Value, j: int, factor: Value) -> None:
         """Rescale the weights of groups before i: what of V cannot be split takes them at the end.
 
-        A first term of -0.0, that of a forbidden pair, stays.
+        The first term of a forbidden pair, which marks it, stays.
         """
         e, b, split = self.e, self.e.builder, self.split
 
         def scaled(first: Value, *others: Value) -> Value:
-            is_forbidden = b.icmp_signed("==", e.as_bits(first), e.as_bits(e.const(-0.0)))
-            return b.select(is_forbidden, first, b.fmul(reduce(b.fadd, others, first), factor))
+            forbidden = is_forbidden(e, first)
+            return b.select(forbidden, first, b.fmul(reduce(b.fadd, others, first), factor))
 
         def scale_pair(k: Value, _: list[Value]) -> None:
             place = e.at(split.packed_row(self.at["weights"], k), j * TILE_BYTES)

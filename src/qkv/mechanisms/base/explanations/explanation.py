@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from qkv.arguments.declarations import Indent, checked
+from qkv.files.json_numbers import json_data
 from qkv.inspection.rendering.tokens import printable
 from qkv.inspection.summaries import in_html
 
@@ -136,7 +137,11 @@ class Explanation:
                     "title": step.title,
                     "formula": step.formula,
                     "lines": [
-                        {"label": line.label, "work": line.work, "value": _plain(line.value)}
+                        {
+                            "label": line.label,
+                            "work": line.work,
+                            "value": json_data(np.asarray(line.value, float)),
+                        }
                         for line in step.lines
                     ],
                 }
@@ -203,12 +208,3 @@ def _text(position: int, step: Step) -> str:
         work = f"{line.work:<{worked}} = " if worked else ""
         rows.append(f"   {label:<{width}}  {work}{numbers(line.value)}")
     return "\n".join(rows)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple | np.ndarray):
-        return [_plain(item) for item in value]
-    scalar = float(value)
-    if np.isfinite(scalar):
-        return scalar
-    return None if scalar == -np.inf else str(scalar)

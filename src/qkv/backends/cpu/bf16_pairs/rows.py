@@ -8,6 +8,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT16, INT32, INT64, POINTER, Value
+from qkv.backends.cpu.emit.forbidden_pairs import forbidden_bits, is_allowed
 from qkv.backends.cpu.emit.frame import RowView, rows_from
 from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.backends.cpu.products.bfloat16 import (
@@ -165,14 +166,14 @@ class Bf16Rows:
     def add_non_finite_function(self) -> Value:
         """A function `(rows, row, weights, out, v_head_dim, count)` that adds what `sift` left out.
 
-        A weight of -0.0 marks a forbidden pair, whose value is not added: 0 * inf would be NaN.
+        A forbidden pair adds nothing: 0 * inf would be NaN.
         """
         e = self.e
         arguments = [POINTER, INT64, POINTER, POINTER, INT64, INT64]
         with e.function("add_non_finite", arguments) as (function, args):
             rows, row, weights, out, v_head_dim, count = args
             b = e.builder
-            forbidden = e.as_bits(e.const(-0.0))
+            forbidden = forbidden_bits(e)
 
             def add_key(k: Value, _: list[Value]) -> None:
                 is_second = b.trunc(b.and_(k, e.index(1)), BIT)
@@ -187,7 +188,7 @@ class Bf16Rows:
                         place = e.at(out, e.mul(d, self.width))
                         total = vectors_at(e, place, self.vectors)
                         for j, (weight, old) in enumerate(zip(weights_of_key, total, strict=True)):
-                            allowed = b.icmp_signed("!=", e.as_bits(weight), forbidden)
+                            allowed = is_allowed(e, weight, forbidden)
                             new = b.select(allowed, e.fma(e.splat(x), weight, old), old)
                             e.store_vector(new, e.at(place, j * e.vector_bytes))
 

@@ -13,8 +13,8 @@ import qkv
 from forced import WITH_BFLOAT16, as_it_runs, runs_here
 from on_cpu import require_right, run
 from processes import in_a_process
+from qkv.backends.cpu.bf16_pairs.score_blocks import BLOCK_RUN
 from qkv.backends.cpu.forward.layout import RUN, TASK
-from qkv.backends.cpu.forward.score_blocks import BLOCK_RUN
 from qkv.backends.cpu.machine import arm_features
 from qkv.backends.cpu.machine import host as cpu_host
 from qkv.backends.cpu.machine.host import Host, host

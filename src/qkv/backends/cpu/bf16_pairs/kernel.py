@@ -23,34 +23,28 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
-from qkv.backends.cpu.forward.bf16_operands import V_ROW, Bf16Operands
-from qkv.backends.cpu.forward.frame import ForwardFrame
-from qkv.backends.cpu.forward.layout import (
-    PAIRS_BLOCK_KV,
-    STATS,
-    STATS_SUMS,
-    TASK,
-    ForwardKey,
-    StatsRow,
-)
-from qkv.backends.cpu.forward.rows import unpack_function
-from qkv.backends.cpu.forward.score_blocks import (
+from qkv.backends.cpu.bf16_pairs.layout import BLOCK_KV
+from qkv.backends.cpu.bf16_pairs.operands import V_ROW, Bf16Operands
+from qkv.backends.cpu.bf16_pairs.score_blocks import (
     BLOCK_RUN,
     KeyBlock,
     QueryBlockMemory,
     QueryBlocks,
     ScoreBlocks,
 )
+from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
+from qkv.backends.cpu.forward.frame import ForwardFrame
+from qkv.backends.cpu.forward.layout import STATS, STATS_SUMS, TASK, ForwardKey, StatsRow
+from qkv.backends.cpu.forward.rows import unpack_function
 from qkv.backends.cpu.forward.softmax import finish_scores, scores_to_weights
 from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
 from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
 from qkv.problem.language.expressions import TRUE
 
 
-def emit_bf16_dot(key: ForwardKey) -> str:
+def emit_bf16_pairs(key: ForwardKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
-    frame = ForwardFrame(key, block_kv=PAIRS_BLOCK_KV)
+    frame = ForwardFrame(key, block_kv=BLOCK_KV)
     operands = Bf16Operands(frame)
     product_function = operands.rows.packed.product_function
     functions = {

@@ -1,4 +1,4 @@
-"""The operands of `bf16_dot`: K as it lies or copied, V transposed, weights as pairs of keys."""
+"""The operands of the kernel: K as it lies or copied, V transposed, weights as pairs of keys."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
+from qkv.backends.cpu.bf16_pairs.layout import BLOCK_KV
+from qkv.backends.cpu.bf16_pairs.rows import Bf16Rows
+from qkv.backends.cpu.bf16_pairs.score_blocks import Buffers, QueryBlocks, ValueBlock
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.frame import rows_from
-from qkv.backends.cpu.forward.bf16_rows import Bf16Rows
 from qkv.backends.cpu.forward.frame import ForwardFrame
-from qkv.backends.cpu.forward.layout import PAIRS_BLOCK_KV
-from qkv.backends.cpu.forward.score_blocks import Buffers, QueryBlocks, ValueBlock
 from qkv.backends.cpu.forward.softmax import WeightOfKey
 from qkv.backends.cpu.products.bfloat16 import join_pairs, present_elements
 from qkv.backends.cpu.products.layout import CHUNK
 from qkv.problem.language.expressions import TRUE
 
-V_ROW = 2 * PAIRS_BLOCK_KV
+V_ROW = 2 * BLOCK_KV
 """Bytes of one row of transposed V."""
 _PARTIAL_BITS = int("01" * CHUNK, 2)
 """A run's word of kinds has two bits for each block of queries. These are the bits that mark blocks
@@ -99,10 +99,10 @@ class Bf16Operands:
     def buffers(self, scratch: Value, head_dim: Value, v_head_dim: Value) -> Buffers:
         """The buffers in a worker's memory; head dimensions are padded to whole chunks."""
         e = self.e
-        values = e.at(scratch, PAIRS_BLOCK_KV * self.width)
+        values = e.at(scratch, BLOCK_KV * self.width)
         key_copy = e.at(values, e.mul(v_head_dim, V_ROW))
-        value_copy = e.at(key_copy, e.mul(head_dim, 2 * PAIRS_BLOCK_KV))
-        blocks = e.at(value_copy, e.mul(v_head_dim, 2 * PAIRS_BLOCK_KV))
+        value_copy = e.at(key_copy, e.mul(head_dim, 2 * BLOCK_KV))
+        blocks = e.at(value_copy, e.mul(v_head_dim, 2 * BLOCK_KV))
         return Buffers(scratch, values, key_copy, value_copy, blocks)
 
     def prepare_keys(self, task: QueryBlocks, kv_start: Value, count: Value) -> tuple[Value, Value]:

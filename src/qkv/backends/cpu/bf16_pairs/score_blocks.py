@@ -1,4 +1,4 @@
-"""One block of queries with one block of keys, step by step, in `bf16_dot`.
+"""One block of queries with one block of keys, step by step.
 
     compute_scores    S = K Q^T
     finish_scores     scale, score mods and mask; the largest score of each row
