@@ -22,7 +22,7 @@ N = 5
 
 
 def arrays() -> tuple[Any, Any, Any]:
-    """In head 0 query 2 is NaN, and scores of key 4 are infinite; in head 1 all queries are NaN."""
+    """Arrays with NaN in query 2 of head 0 and all of head 1, and infinite scores of key 4."""
     q, k, v = np.random.default_rng(0).normal(size=(3, 2, N, 3))
     q[0, 2, 0] = q[1] = np.nan
     k[0, 4] = np.inf, 1, 1

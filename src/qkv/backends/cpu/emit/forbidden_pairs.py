@@ -13,7 +13,7 @@ from qkv.backends.cpu.emit.emitter import Emitter, Value
 
 FORBIDDEN_WEIGHT = -0.0
 FORBIDDEN_BFLOAT16 = 1 << 15
-"""Its bits as bfloat16."""
+"""The bits of this weight as bfloat16."""
 
 
 def forbidden_bits(e: Emitter) -> Value:
