@@ -11,8 +11,11 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -325,7 +328,7 @@ def test_what_is_called_emit_is_digested() -> None:
 
 
 DECIDES_NO_CODE = {
-    "errors.py", "process/forks.py", "process/threads.py",
+    "errors.py", "process/forks.py", "process/threads.py", "arguments/declarations.py",
     "backends/cpu/compiler/elf_object.py", "backends/cpu/compiler/stack_probe.py",
     "backends/cpu/compiler/stored_kernels.py",
     "arrays/addresses.py",
@@ -401,6 +404,60 @@ def test_code_that_cannot_be_built(folder, emit) -> None:
         cpu_compile.build(cpu_compile.EmitFunction(__name__, emit.__name__), (), host())
     assert dict(caught.value.seen)["machine"].startswith(host().cpu)
     assert not list(folder.iterdir())
+
+
+def ends() -> str:
+    return "define void @job() {\n ret void\n}"
+
+
+def shared() -> str:
+    return "define void @shared() {\n ret void\n}"
+
+
+def built_of_two(first, second) -> Any:
+    """Code of a kernel and of a module that is compiled before its text is written."""
+    emit = [cpu_compile.EmitFunction(__name__, each.__name__) for each in (first, second)]
+    module = cpu_compile.Module(emit[1], ())
+    return cpu_compile.build(emit[0], (), host(), shared=(module,))
+
+
+def test_texts_are_written_while_llvm_works_on_others(folder, monkeypatch) -> None:
+    threads = []
+
+    def compiling(text, host, compile_=cpu_compile._compile):
+        threads.append(threading.current_thread().name)
+        return compile_(text, host)
+
+    monkeypatch.setattr(cpu_compile, "_compile", compiling)
+    assert built_of_two(ends, shared).address("job")
+    assert threads == 2 * ["qkv-compiler"]
+
+
+def test_a_process_that_may_start_no_thread_compiles_in_its_own(folder, monkeypatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert built_of_two(ends, shared).address("job")
+
+
+def interrupted() -> str:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_process_waits_for_llvm(folder, monkeypatch) -> None:
+    """LLVM must not be at work when the lock is free, which a fork waits for."""
+    done = []
+
+    def slowly(text, host, compile_=cpu_compile._compile):
+        time.sleep(0.2)
+        done.append(compile_(text, host))
+        return done[0]
+
+    monkeypatch.setattr(cpu_compile, "_compile", slowly)
+    with pytest.raises(KeyboardInterrupt):
+        built_of_two(interrupted, shared)
+    assert len(done) == 1
 
 
 # The text that a key is made from

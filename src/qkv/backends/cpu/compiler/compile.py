@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
@@ -138,15 +139,10 @@ def build(
         modules = [Module(emit, arguments), *shared]
         places = [stored_kernels.digest(*m.emit, m.arguments, host) for m in modules]
         stored = [stored_files.read_file(name) for name in places]
-        sources = [
-            _text(*module) if data is None else ""
-            for module, data in zip(modules, stored, strict=True)
-        ]
+        objects, errors = _objects(modules, stored, host)
         try:
-            objects = [
-                _compile(source, host) if data is None else data
-                for source, data in zip(sources, stored, strict=True)
-            ]
+            if errors:
+                raise errors[0]
             code = linked(objects, host, names)
         except (RuntimeError, OSError, MemoryError) as error:
             raise KernelBuildError(
@@ -163,6 +159,48 @@ def build(
 def linked(objects: Sequence[bytes], host: Host, names: tuple[str, ...]) -> Code:
     """Object files that call one another, in memory, with the addresses of these functions."""
     return elf_object.load(objects, names) or _LinkedByLLVM(objects, host, names)
+
+
+def _objects(
+    modules: Sequence[Module], stored: Sequence[bytes | None], host: Host
+) -> tuple[list[bytes], list[BaseException]]:
+    """Machine code of these modules, stored or from LLVM, and what LLVM raised.
+
+    A text takes a third as long to write as LLVM takes to compile it, so the next one is written
+    meanwhile.
+    """
+    objects = {n: data for n, data in enumerate(stored) if data is not None}
+    errors: list[BaseException] = []
+
+    def compile_one(n: int, text: str) -> None:
+        try:
+            objects[n] = _compile(text, host)
+        except BaseException as error:
+            errors.append(error)
+
+    wait: Callable[[], None] | None = None
+    try:
+        # Shared modules come after the kernel in the list and are the longest, so they begin.
+        for n in sorted(set(range(len(modules))) - set(objects), reverse=True):
+            text = _text(*modules[n])
+            if wait is not None:
+                wait()
+            wait = _begun(compile_one, n, text)
+    finally:
+        if wait is not None:
+            wait()
+    return [objects[n] for n in range(len(modules)) if n in objects], errors
+
+
+def _begun(function: Callable[..., None], *arguments: Any) -> Callable[[], None]:
+    """Let another thread call the function; waits for it when called."""
+    thread = threading.Thread(target=function, args=arguments, name="qkv-compiler")
+    try:
+        thread.start()
+    except RuntimeError:  # The process has as many threads as it may, or is about to end.
+        function(*arguments)
+        return lambda: None
+    return thread.join
 
 
 def _text(emit: EmitFunction, arguments: tuple[Any, ...]) -> str:
