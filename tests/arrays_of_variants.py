@@ -45,6 +45,28 @@ class OfBatchRows(Own):
         builder.mod(builder.per_batch(self.array, "array") * builder.score)
 
 
+class OfTwoArrays:
+    """`array[head] * score - other[head] * distance`, of arrays that may be one."""
+
+    roles: ClassVar = {"array": "value", "other": "value"}
+
+    def __init__(self, array: Any) -> None:
+        self.array, self.other = array, array
+
+    def lower(self, builder: Any) -> None:
+        by = builder.per_head(self.other, "other") * abs(builder.q_pos - builder.kv_pos)
+        builder.mod(builder.per_head(self.array, "array") * builder.score - by)
+
+
+class Reshaped(OfTwoArrays):
+    """The same of arrays `(1, heads)`."""
+
+    def lower(self, builder: Any) -> None:
+        first, second = (np.asarray(a).reshape(-1) for a in (self.array, self.other))
+        by = builder.per_head(second, "other") * abs(builder.q_pos - builder.kv_pos)
+        builder.mod(builder.per_head(first, "array") * builder.score - by)
+
+
 class Computed(Own):
     """`(2 * array)[head] * score`, where `lower` computes the doubled array."""
 
@@ -75,6 +97,12 @@ EXAMPLES = {
     ),
     "an array that is read twice": Example(
         ReadTwice, _rng.random(2), lambda a, s, d: _heads(a) * s - _heads(a) * d
+    ),
+    "two arrays that are one": Example(
+        OfTwoArrays, _rng.random(2), lambda a, s, d: _heads(a) * s - _heads(a) * d
+    ),
+    "one array, reshaped": Example(
+        Reshaped, _rng.random((1, 2)), lambda a, s, d: _heads(a[0]) * s - _heads(a[0]) * d
     ),
     **{
         f"rows of shape {shape}": Example(

@@ -17,7 +17,7 @@ from qkv.call.binding.bound import BoundCall, UnboundCall
 from qkv.errors import ArgumentError, QkvError
 from qkv.partial import Partial, finish
 from qkv.problem.building.check import Layout, check
-from qkv.problem.spec import Problem
+from qkv.problem.spec import Origin, Problem
 from qkv.variants.as_variant import as_variant
 
 __all__ = ["CheckedCall", "check_call", "checked_problem", "views_of"]
@@ -127,10 +127,20 @@ class CheckedCall:
             )
         return owners[variant], self.leaves[variant]
 
-    def arrays_of(self, variant: Any) -> list[Any]:
-        """The arrays that a variant, as the problem knows it, holds."""
+    def holds(self, origin: Origin, array: Array) -> bool:
+        """Whether a table has the entries of this array; of several arrays over them, the first."""
+        others = [leaf for leaf in self.leaves if isinstance(leaf, np.ndarray)]
+        for leaf in others:
+            if origin.source is leaf:
+                return leaf is array
+        first = next((leaf for leaf in others if origin.holds(leaf)), None)
+        return origin.holds(array) if first is None else first is array
+
+    def arrays_of(self, variant: Any, array: Any = None) -> list[Any]:
+        """The arrays that a variant, as the problem knows it, holds, or the named one of them."""
         owned = [a for a, o in zip(self.leaves, self.unbound.owners, strict=True) if o is variant]
-        return owned or list(getattr(variant, "__dict__", {}).values())
+        held = owned or list(getattr(variant, "__dict__", {}).values())
+        return held if array is None else [own for own in held if own is array]
 
     def rows(self, array: Array, trailing: int = 0) -> Any:
         """A statistic `(..., num_heads, q_len)` with as many dimensions as the call has."""

@@ -162,6 +162,6 @@ def _device_arrays(
         own = [n for n, owner in enumerate(owners) if n >= 3 and made(origin, owner)]
         held = [bound.leaves[n] for n in own if origin.holds(views[n])]
         if held and hasattr(held[0], "requires_grad"):
-            leaf = held[0]
+            leaf = held[0].reshape(origin.source.shape)
             arrays[name] = leaf if origin.given is None else leaf.expand(origin.spread).flatten()
     return arrays

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -284,8 +284,10 @@ def _direction(
     sinks = None
     for variant, array, tangent in tangents.of_variants:
         seen = view(tangent, "a tangent")
-        for name, origin in _places(call, *call.named(variant, array)):
-            _check_own(call, seen, origin, variant)
+        known, own = call.named(variant, array)
+        holds = call.holds if isinstance(variant, int) else Origin.holds
+        for name, origin in _places(call, known, own, holds):
+            _check_own(call, seen, origin.source if own is None else own, variant)
             if name in tables or (name is None and sinks is not None):
                 raise ArgumentError(
                     f"the tangents name the array of {briefly(variant)} twice.",
@@ -294,9 +296,8 @@ def _direction(
             if name is None:
                 sinks = np.broadcast_to(seen.astype(np.float64), call.problem.spec.num_heads)
             else:
-                if origin.given is not None:
-                    seen = np.broadcast_to(seen, origin.spread)
-                tables[name] = seen.reshape(operands.tables[name].shape)
+                of_rows = seen if origin.given is None else np.broadcast_to(seen, origin.spread)
+                tables[name] = of_rows.reshape(operands.tables[name].shape)
     return OperandTangents(query, key, value, tables, sinks)
 
 
@@ -313,17 +314,23 @@ def _of_operand(
     return np.broadcast_to(seen, operand.shape)
 
 
-def _places(call: CheckedCall, variant: Any, array: Any) -> Iterator[tuple[str | None, Origin]]:
-    """The tables, by name, in which the problem reads a variant's array; None for sinks."""
+def _places(
+    call: CheckedCall, variant: Any, array: Any, holds: Callable[[Origin, Array], bool]
+) -> Iterator[tuple[str | None, Origin]]:
+    """The tables, by name, in which the problem reads a variant's array; None for sinks.
+
+    `holds` says whether a table is that of the array, if one is named.
+    """
     tables, sinks = own_arrays(call.problem, variant)
     places: list[tuple[str | None, Origin]] = [*tables]
     if sinks is not None:
         places.append((None, sinks))
-    arrays = call.arrays_of(variant) if array is None else [array]
-    check_given(variant, [origin for _, origin in places], arrays)
+    check_given(variant, [origin for _, origin in places], call.arrays_of(variant, array))
+    if array is not None and any(origin.holds(array) for _, origin in places):
+        return iter([(name, origin) for name, origin in places if holds(origin, array)])
     if array is not None:
-        places = [(name, origin) for name, origin in places if origin.holds(array)]
-    if len({origin.place for _, origin in places}) == 1 or (places and array is not None):
+        places = []
+    if len({origin.place for _, origin in places}) == 1:
         return iter(places)
     count = f"{len(places)} arrays" if places else "no such array"
     raise ArgumentError(
@@ -333,11 +340,10 @@ def _places(call: CheckedCall, variant: Any, array: Any) -> Iterator[tuple[str |
     )
 
 
-def _check_own(call: CheckedCall, tangent: Array, origin: Origin, variant: Any) -> None:
-    if tangent.shape != origin.source.shape:
+def _check_own(call: CheckedCall, tangent: Array, array: Array, variant: Any) -> None:
+    if tangent.shape != array.shape:
         raise ShapeError(
-            f"a tangent has shape {tangent.shape}, the array of {briefly(variant)} "
-            f"{origin.source.shape}.",
+            f"a tangent has shape {tangent.shape}, the array of {briefly(variant)} {array.shape}.",
             action="Pass a tangent for each entry of the array.",
         )
     if tangent.dtype.name not in FLOATS:

@@ -139,8 +139,8 @@ class ShardedCall:
             of_tables, of_sinks = wanted(self.call.problem, [owner])
             origins = [o for _, o in of_tables] + ([] if of_sinks is None else [of_sinks])
             check_given(owner, origins, [array])
-            tables += [(place, n, o) for n, o in of_tables if o.holds(array)]
-            if of_sinks is not None and of_sinks.holds(array):
+            tables += [(place, n, o) for n, o in of_tables if self.call.holds(o, array)]
+            if of_sinks is not None and self.call.holds(of_sinks, array):
                 sinks.append((place, of_sinks))
         return tables, sinks
 
@@ -197,7 +197,8 @@ class _Gradients(torch.autograd.Function):
             _add(own, place, as_given(origin, totals.tables[name]))
         for place, origin in sinks:
             _add(own, place, as_given(origin, _of_sinks(call, residuals)))
-        of_arrays = [own.get(place) for place in call.arrays.places]
+        shapes = {place: call.call.leaves[place].shape for place in call.arrays.places}
+        of_arrays = [own[n].reshape(shape) if n in own else None for n, shape in shapes.items()]
         for links in call.reducing:
             of_arrays = [None if g is None else links.summed(g) for g in of_arrays]
         of_operands = [
