@@ -138,6 +138,7 @@ GPT2Model._from_config(GPT2Config(n_embd=8, n_layer=1, n_head=2), attn_implement
 """
 
 
+@pytest.mark.slow
 def test_what_transformers_says_before_it_is_enabled_leads_to_it() -> None:
     """The guide and the docstring quote the error of a process that leaves the call out."""
     ran = subprocess.run(
