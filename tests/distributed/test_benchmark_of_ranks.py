@@ -68,6 +68,7 @@ def test_predictions_beside_the_clock(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is measured by Linux's /proc")
 @pytest.mark.usefixtures("ranks_of_the_tests")
+@pytest.mark.slow
 def test_memory_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks.ranks import __main__ as ranks
 

@@ -212,6 +212,7 @@ def test_a_killed_run_goes_on(group: Any, tmp_path: Path) -> None:
     assert all(path.stat().st_mtime_ns == before for path, before in files.items())
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named_and_what_is_done_is_kept(group: Any, tmp_path: Path) -> None:
     (other, _), (own, _) = group(2)(scored, str(tmp_path), 1, "fails")
     assert own == "ValueError: this text is bad"
@@ -368,6 +369,7 @@ def of_the_example(_rank: int, _ranks: int, folder: str) -> Any:
     return record.texts, digits(record)
 
 
+@pytest.mark.slow
 def test_the_example_has_the_numbers_of_one_process(group: Any, tmp_path: Path) -> None:
     (alone,) = group(1)(of_the_example, str(tmp_path / "alone"))
     assert group(2)(of_the_example, str(tmp_path / "together")) == [alone, alone]

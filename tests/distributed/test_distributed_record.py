@@ -42,6 +42,7 @@ def look(rank: int, ranks: int, name: str, backend: str) -> dict[str, Any]:
 @pytest.mark.parametrize("backend", ["cpu", "blocked"])
 @pytest.mark.parametrize("name", ["causal", "sinks", "packed documents", "mask array", "softcap"])
 @pytest.mark.one_in(4)
+@pytest.mark.slow
 def test_statistics_over_ranks(group: Any, name: str, backend: str) -> None:
     from qkv.distributed import Order
 

@@ -132,6 +132,7 @@ def test_conformance(case: Case, dtype: str) -> None:
     ],
 )
 @pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_sizes_that_fill_no_tile(dtype, dim, v_dim, q_len, kv_len) -> None:
     require_right(operands(q_len, kv_len, dim, v_dim, dtype=dtype))
 
