@@ -406,11 +406,11 @@ def test_code_that_cannot_be_built(folder, emit) -> None:
     assert not list(folder.iterdir())
 
 
-def ends() -> str:
+def empty_job() -> str:
     return "define void @job() {\n ret void\n}"
 
 
-def shared() -> str:
+def empty_shared() -> str:
     return "define void @shared() {\n ret void\n}"
 
 
@@ -429,7 +429,7 @@ def test_texts_are_written_while_llvm_works_on_others(folder, monkeypatch) -> No
         return compile_(text, host)
 
     monkeypatch.setattr(cpu_compile, "_compile", compiling)
-    assert built_of_two(ends, shared).address("job")
+    assert built_of_two(empty_job, empty_shared).address("job")
     assert threads == 2 * ["qkv-compiler"]
 
 
@@ -438,7 +438,7 @@ def test_a_process_that_may_start_no_thread_compiles_in_its_own(folder, monkeypa
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refused)
-    assert built_of_two(ends, shared).address("job")
+    assert built_of_two(empty_job, empty_shared).address("job")
 
 
 def interrupted() -> str:
@@ -456,7 +456,7 @@ def test_an_interrupted_process_waits_for_llvm(folder, monkeypatch) -> None:
 
     monkeypatch.setattr(cpu_compile, "_compile", slowly)
     with pytest.raises(KeyboardInterrupt):
-        built_of_two(interrupted, shared)
+        built_of_two(interrupted, empty_shared)
     assert len(done) == 1
 
 

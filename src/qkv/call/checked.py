@@ -127,8 +127,14 @@ class CheckedCall:
             )
         return owners[variant], self.leaves[variant]
 
-    def holds(self, origin: Origin, array: Array) -> bool:
-        """Whether a table has the entries of this array; of several arrays over them, the first."""
+    def holds(self, origin: Origin, variant: Any, array: Array) -> bool:
+        """Whether a table has the entries of the array that `named` has found.
+
+        If a number named it, a table counts for the first of several leaves that are one array:
+        the library that differentiates adds up what these leaves have.
+        """
+        if not isinstance(variant, int):
+            return origin.holds(array)
         others = [leaf for leaf in self.leaves if isinstance(leaf, np.ndarray)]
         for leaf in others:
             if origin.source is leaf:

@@ -163,5 +163,9 @@ def _device_arrays(
         held = [bound.leaves[n] for n in own if origin.holds(views[n])]
         if held and hasattr(held[0], "requires_grad"):
             leaf = held[0].reshape(origin.source.shape)
-            arrays[name] = leaf if origin.given is None else leaf.expand(origin.spread).flatten()
+            arrays[name] = (
+                leaf
+                if origin.broadcast_from is None
+                else leaf.expand(origin.broadcast_shape).flatten()
+            )
     return arrays

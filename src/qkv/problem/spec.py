@@ -191,20 +191,20 @@ class Angles:
 class Origin:
     """The origin of a table: the variant, the index among its tables, and its array.
 
-    Where that array is one entry for each batch row, `given` is the array that was broadcast to
-    `spread`, the shape of the batch.
+    Where that array has one entry for each batch row, `broadcast_from` is the array that the
+    variant gave, and `broadcast_shape` the shape of the batch, to which it was broadcast.
     """
 
     variant: Any
     place: int
     array: Array
-    given: Array | None = None
-    spread: tuple[int, ...] = ()
+    broadcast_from: Array | None = None
+    broadcast_shape: tuple[int, ...] = ()
 
     @property
     def source(self) -> Array:
         """The array that the variant gave."""
-        return self.array if self.given is None else self.given
+        return self.array if self.broadcast_from is None else self.broadcast_from
 
     def holds(self, array: Array) -> bool:
         """Whether the variant gave this array as it is, and not one that it computed."""

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -114,15 +115,33 @@ def file_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
-def server_address() -> Iterator[str]:
-    """The address that `qkv lab` prints; it opens once."""
-    command = [sys.executable, "-u", "-m", "qkv", "lab", "--model", "tiny", "--no-open"]
+@contextmanager
+def lab_server(*arguments: str) -> Iterator[str]:
+    """The address that `qkv lab` with these arguments prints; it opens once."""
+    command = [sys.executable, "-u", "-m", "qkv", "lab", *arguments, "--no-open"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         line = process.stdout.readline().strip()
         yield line[line.index("http://") :]
         process.terminate()
+
+
+@contextmanager
+def served_lab(chromium: Any, *arguments: str) -> Iterator[Lab]:
+    """The page of `qkv lab` with these arguments, in a browser of its own."""
+    with lab_server(*arguments) as address:
+        context = chromium.new_context(viewport={"width": 1440, "height": 900})
+        page = context.new_page()
+        page.goto(address)
+        yield Lab(page, address.partition("?")[0])
+        context.close()
+
+
+@pytest.fixture(scope="session")
+def server_address() -> Iterator[str]:
+    """The address of a small model's page."""
+    with lab_server("--model", "tiny") as address:
+        yield address
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,8 @@ import pytest
 from qkv.inspection.heads.head_scores import MEANINGS, THRESHOLD
 from qkv.samples import language_model
 
+from .conftest import lab_server
+
 pytestmark = pytest.mark.browser
 
 SCRIPT = Path(__file__).parents[3] / "lab" / "test" / "language.mjs"
@@ -213,12 +215,8 @@ def test_panels_begin_with_the_sentence_of_the_command(opened: Any, tmp_path: Pa
 
 @pytest.fixture
 def sentence_address() -> Iterator[str]:
-    command = [sys.executable, "-u", "-m", "qkv", "lab", SENTENCE, "--no-open"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline().strip()
-        yield line[line.index("http://") :]
-        process.terminate()
+    with lab_server(SENTENCE) as address:
+        yield address
 
 
 def test_the_server_gives_the_sentence_to_its_panels(chromium: Any, sentence_address: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 import qkv
 from qkv.samples import real_sample
 
-from .conftest import Lab
+from .conftest import Lab, served_lab
 
 pytestmark = pytest.mark.browser
 
@@ -130,17 +128,8 @@ def test_a_page_opens_with_its_query_in_sight(opened: Any) -> None:
 @pytest.fixture
 def bare(chromium: Any) -> Iterator[Lab]:
     """The page of `qkv lab` without a file or a model."""
-    command = [sys.executable, "-u", "-m", "qkv", "lab", "--no-open"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline().strip()
-        address = line[line.index("http://") :]
-        context = chromium.new_context(viewport={"width": 1440, "height": 900})
-        page = context.new_page()
-        page.goto(address)
-        yield Lab(page, address.partition("?")[0])
-        context.close()
-        process.terminate()
+    with served_lab(chromium) as lab:
+        yield lab
 
 
 def test_inspect_opens_the_sample_and_then_a_text_of_the_reader(bare: Lab) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 import qkv
 from qkv.lab import open_file, to_html
 
-from .conftest import Lab
+from .conftest import Lab, served_lab
 
 pytestmark = pytest.mark.browser
 
@@ -86,17 +84,8 @@ def test_every_panel_shows_the_numbers_of_an_example(
 def of_arrays(chromium: Any, tmp_path: Path) -> Iterator[Lab]:
     """The page of `qkv lab FILE --causal`, which asks Python for each weight."""
     np.savez(tmp_path / "a.npz", **dict(zip("qkv", arrays(), strict=True)))
-    command = [sys.executable, "-u", "-m", "qkv", "lab", str(tmp_path / "a.npz"), "--causal"]
-    with subprocess.Popen([*command, "--no-open"], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline().strip()
-        address = line[line.index("http://") :]
-        context = chromium.new_context(viewport={"width": 1440, "height": 900})
-        page = context.new_page()
-        page.goto(address)
-        yield Lab(page, address.partition("?")[0])
-        context.close()
-        process.terminate()
+    with served_lab(chromium, str(tmp_path / "a.npz"), "--causal") as lab:
+        yield lab
 
 
 SUMS = """() => Object.fromEntries([...document.querySelectorAll(".mapblock .sums > div")].map(

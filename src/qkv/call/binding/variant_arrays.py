@@ -115,8 +115,8 @@ def as_given(origin: Origin, gradient: Array) -> Array:
     """A gradient with shape and dtype of the array; of an entry that several rows or heads read,
     the sum."""
     source = origin.source
-    if origin.given is not None:
-        gradient = gradient.reshape(origin.spread)
+    if origin.broadcast_from is not None:
+        gradient = gradient.reshape(origin.broadcast_shape)
     if gradient.size != source.size:
         inserted = tuple(range(gradient.ndim - source.ndim))
         gradient = gradient.sum(axis=inserted)

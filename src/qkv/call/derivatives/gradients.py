@@ -93,9 +93,8 @@ class Gradients:
         if self._call is not None and own:
             check_given(known, [o for o, _ in own], self._call.arrays_of(known, array))
             if array is not None and any(o.holds(array) for o, _ in own):
-                # Another library adds up the gradients of leaves that are one array.
-                holds = self._call.holds if isinstance(variant, int) else Origin.holds
-                parts = [g.reshape(array.shape) for o, g in own if holds(o, array)]
+                held = [g for o, g in own if self._call.holds(o, variant, array)]
+                parts = [g.reshape(array.shape) for g in held]
                 nothing = self._call.library.restore(np.zeros(array.shape, array.dtype))
                 return sum(parts[1:], start=parts[0]) if parts else nothing
         if array is not None:

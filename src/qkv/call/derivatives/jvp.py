@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -284,9 +284,8 @@ def _direction(
     sinks = None
     for variant, array, tangent in tangents.of_variants:
         seen = view(tangent, "a tangent")
-        known, own = call.named(variant, array)
-        holds = call.holds if isinstance(variant, int) else Origin.holds
-        for name, origin in _places(call, known, own, holds):
+        own = call.named(variant, array)[1]
+        for name, origin in _places(call, variant, array):
             _check_own(call, seen, origin.source if own is None else own, variant)
             if name in tables or (name is None and sinks is not None):
                 raise ArgumentError(
@@ -296,7 +295,11 @@ def _direction(
             if name is None:
                 sinks = np.broadcast_to(seen.astype(np.float64), call.problem.spec.num_heads)
             else:
-                of_rows = seen if origin.given is None else np.broadcast_to(seen, origin.spread)
+                of_rows = (
+                    seen
+                    if origin.broadcast_from is None
+                    else np.broadcast_to(seen, origin.broadcast_shape)
+                )
                 tables[name] = of_rows.reshape(operands.tables[name].shape)
     return OperandTangents(query, key, value, tables, sinks)
 
@@ -314,20 +317,16 @@ def _of_operand(
     return np.broadcast_to(seen, operand.shape)
 
 
-def _places(
-    call: CheckedCall, variant: Any, array: Any, holds: Callable[[Origin, Array], bool]
-) -> Iterator[tuple[str | None, Origin]]:
-    """The tables, by name, in which the problem reads a variant's array; None for sinks.
-
-    `holds` says whether a table is that of the array, if one is named.
-    """
+def _places(call: CheckedCall, variant: Any, array: Any) -> Iterator[tuple[str | None, Origin]]:
+    """The tables, by name, in which the problem reads a variant's array; None for sinks."""
+    given, (variant, array) = variant, call.named(variant, array)
     tables, sinks = own_arrays(call.problem, variant)
     places: list[tuple[str | None, Origin]] = [*tables]
     if sinks is not None:
         places.append((None, sinks))
     check_given(variant, [origin for _, origin in places], call.arrays_of(variant, array))
     if array is not None and any(origin.holds(array) for _, origin in places):
-        return iter([(name, origin) for name, origin in places if holds(origin, array)])
+        return iter([place for place in places if call.holds(place[1], given, array)])
     if array is not None:
         places = []
     if len({origin.place for _, origin in places}) == 1:

@@ -139,8 +139,8 @@ class ShardedCall:
             of_tables, of_sinks = wanted(self.call.problem, [owner])
             origins = [o for _, o in of_tables] + ([] if of_sinks is None else [of_sinks])
             check_given(owner, origins, [array])
-            tables += [(place, n, o) for n, o in of_tables if self.call.holds(o, array)]
-            if of_sinks is not None and self.call.holds(of_sinks, array):
+            tables += [(place, n, o) for n, o in of_tables if self.call.holds(o, place, array)]
+            if of_sinks is not None and self.call.holds(of_sinks, place, array):
                 sinks.append((place, of_sinks))
         return tables, sinks
 

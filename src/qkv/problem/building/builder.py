@@ -192,8 +192,9 @@ class Builder:
             return self.scalar(array, label)
         table = self.table(self.batch_rows(array, label, 0), label)
         origin = self.origins[table.name]
-        spread = self.shape.batch_shape
-        self.origins[table.name] = replace(origin, given=array, spread=spread)
+        self.origins[table.name] = replace(
+            origin, broadcast_from=array, broadcast_shape=self.shape.batch_shape
+        )
         return table.entry(self.batch)
 
     def per_head(self, values: ArrayLike, label: str) -> Expr:

@@ -193,7 +193,7 @@ def _objects(
 
 
 def _begun(function: Callable[..., None], *arguments: Any) -> Callable[[], None]:
-    """Let another thread call the function; waits for it when called."""
+    """Call a function in another thread. The result is a function that waits for its end."""
     thread = threading.Thread(target=function, args=arguments, name="qkv-compiler")
     try:
         thread.start()
