@@ -276,6 +276,18 @@ def test_weights_that_are_no_numbers_are_said_to_be_none() -> None:
     assert "no numbers" not in qkv.explain(q, k, v, q_index=2).text(80, 12)
 
 
+def test_of_many_keys_print_and_notebooks_show_those_with_most_weight() -> None:
+    x = np.zeros((33, 4))
+    x[7] = 9
+    trace = qkv.explain(x, x, x, q_index=7)
+    for short in (str(trace), trace._repr_html_()):
+        assert "Of 33 keys, the 12 with most weight are shown" in short
+        assert "key 7" in short
+        assert "key 30" not in short
+    assert "key 30" in trace.text()
+    assert str(qkv.explain(x[:32], x[:32], x[:32], q_index=7)).count("key 30") > 0
+
+
 @pytest.mark.parametrize("width", [80, 60, 44])
 def test_the_bars_of_weights_fit_the_terminal(width: int) -> None:
     lines = qkv.explain(*np.random.default_rng(0).normal(size=(3, 5, 4))).text(width).splitlines()

@@ -15,6 +15,7 @@ from qkv.inspection.heads.head_scores import KINDS, MEANINGS, THRESHOLD
 from qkv.inspection.rendering.counts import counted
 from qkv.inspection.summaries.model import beside_threshold
 from qkv.inspection.summaries.terminal import Page
+from qkv.inspection.traces.trace import keys_to_read
 
 __all__ = ["run"]
 
@@ -25,8 +26,6 @@ _RANKS = {"sink": 0, "own": 1}
 """The rank of kinds of heads that say little about a text; other kinds have rank 2."""
 _ENOUGH_QUERIES = 3
 """A mean over fewer is mostly chance: any head can give its weight to one key once."""
-_MOST_KEYS, _TOP = 32, 12
-"""The most keys that are printed unless `--top` says otherwise."""
 
 
 def run(options: argparse.Namespace) -> str:
@@ -69,7 +68,7 @@ def run(options: argparse.Namespace) -> str:
         ) from error
     if options.json:
         return trace.to_json() + "\n"
-    top = options.top or (_TOP if problem.key.shape[1] > _MOST_KEYS else None)
+    top = options.top or keys_to_read(trace.problem.kv_len)
     page, lines = Page(), [] if given.title == _EXAMPLE else [given.title, *given.notes]
     title = "".join(f"{page.token(line, 500)}\n" for line in lines)
     return title + trace.text(page.width, top) + "\n"

@@ -25,6 +25,13 @@ SCHEMA, VERSION = "qkv-trace", 2
 
 _MOST_ROWS = 16
 """Rows whose text a notebook shows."""
+_MOST_KEYS, _TOP = 32, 12
+"""The most keys that are all printed unless a number is asked for, and how many of more are."""
+
+
+def keys_to_read(kv_len: int) -> int | None:
+    """How many keys of each row are printed if nobody says a number; None is all."""
+    return _TOP if kv_len > _MOST_KEYS else None
 
 
 @checked
@@ -71,17 +78,18 @@ class Trace(TraceFields):
         )
 
     def __str__(self) -> str:
-        return self.text()
+        return self.text(top=keys_to_read(self.problem.kv_len))
 
     def _repr_html_(self) -> str:
         few = sum(len(head.rows) for head in self.heads) <= _MOST_ROWS
-        return in_html(self.text() if few else repr(self))
+        return in_html(str(self) if few else repr(self))
 
     def text(self, width: Size = 100, top: Whole | None = None) -> str:
         """The trace to read: plain text, long lines of products folded at `width` columns.
 
         With `top`, only the keys with most weight of each row are printed, so many of them, and of
-        the step back as many rows of each gradient; the sums are still those over all keys.
+        the step back as many rows of each gradient; the sums are still those over all keys. `print`
+        and notebooks show 12 if there are more than 32.
         """
         return render(self, width, top)
 
