@@ -285,13 +285,15 @@ def token_weights(step: Any, a: Any, b: Any, c: Any) -> Any:
 
     Notes
     -----
-    O(n^2 channels state_size) memory.
+    O(n^2 channels) memory, for one number of the state after the other.
     Source: Ali et al., "The hidden attention of Mamba models", arXiv 2403.01590.
     """
     xp = array_namespace(step)
-    between = sums_between(step.mT)[..., None]
-    pairs = c[..., None, :, None, :] * b[..., None, None, :, :]
-    weights = xp.sum(xp.exp(between * a[:, None, None, :]) * pairs, axis=-1)
+    between = sums_between(step.mT)
+    weights = 0
+    for s in range(a.shape[-1]):
+        pairs = c[..., None, :, s, None] * b[..., None, None, :, s]
+        weights = weights + xp.exp(between * a[:, s, None, None]) * pairs
     return xp.tril(weights * step.mT[..., None, :])
 
 
