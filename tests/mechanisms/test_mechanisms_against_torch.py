@@ -276,6 +276,15 @@ def test_flash_explains_keys_of_another_sequence() -> None:
     np.testing.assert_allclose(found.steps[-1].lines[-1].value, layer(x, context)[7], atol=1e-13)
 
 
+def test_flash_shows_tiles_and_explains_tokens_of_long_sequences() -> None:
+    """Scores are those of one tile of queries at a time, and no trace of all rows is made."""
+    layer, x = Flash(64, causal=True), np.random.default_rng(0).normal(size=(700, 64))
+    out = layer.explain(x, index=300).steps[-1].lines[-1].value
+    np.testing.assert_allclose(out, layer(x)[300], rtol=0, atol=1e-13)
+    blocks = {(tile.q_rows.start, tile.kv_rows.start) for tile in layer.tiles(x)}
+    assert blocks == {(128 * i, 128 * j) for i in range(6) for j in range(i + 1)}
+
+
 def test_decoding_a_prompt_and_then_token_by_token() -> None:
     layer = KVCacheDecoding(WIDTH, HEADS, num_kv_heads=1, rope=qkv.RoPE())
     whole = MultiHead(

@@ -9,8 +9,9 @@ from typing import Any, Self, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-import qkv
 from qkv.arguments.declarations import Size
+from qkv.call.binding.options import option_values
+from qkv.call.dispatch import checked
 from qkv.inspection.traces.streaming import stream
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.arguments import one_sequence
@@ -18,6 +19,7 @@ from qkv.mechanisms.base.arrays.namespace import values
 from qkv.mechanisms.base.arrays.rows import Rows
 from qkv.mechanisms.base.explanations.explanation import ExplainedToken, Line, Step, number, numbers
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
+from qkv.problem.scores import Scores
 
 __all__ = ["Flash", "FlashTile"]
 
@@ -127,33 +129,36 @@ class Flash(ProjectedAttention):
             For each tile of queries, one for each tile of keys in which a pair is allowed. With
             sinks, row_max begins as the sink and row_sum as 1.
         """
-        look = self.detached()
         given = [values(a, "x").astype(np.float64) for a in self.sequences(x, key, value)]
         one_sequence(*given)
-        q, k, v = look.heads(*given)
-        trace = qkv.explain(q, k, v, *look.variants(q, k), scale=self.scale)
-        for head in trace.heads:
-            scores = np.stack([row.scores for row in head.rows])
-            for first in range(0, len(scores), self.block_q):
-                yield from self._stream(head.head, scores, head.value, first)
+        yield from self._tiles(given, range(0, len(given[0]), self.block_q))
+
+    def _tiles(self, sequences: Sequence[Array], firsts: Sequence[int]) -> Iterator[FlashTile]:
+        """The tiles of those blocks of queries, which begin at `firsts`."""
+        look = self.detached()
+        q, k, v = look.heads(*sequences)
+        options = option_values("attention", {"scale": self.scale})
+        call = checked(q, k, v, look.variants(q, k), options)
+        scores = Scores(call.problem, np.dtype(np.float64))
+        for head in range(self.num_heads):
+            value = scores.value(0, head, slice(None))
+            for first in firsts:
+                q_rows = slice(first, min(first + self.block_q, q.shape[-2]))
+                tile = scores.tile(0, head, q_rows, slice(0, k.shape[-2]))
+                for state in stream(tile, value, self.block_kv, self._sink(head)):
+                    yield FlashTile(
+                        head,
+                        q_rows,
+                        slice(state.first, state.stop),
+                        state.scores,
+                        state.row_max,
+                        state.rescale,
+                        state.row_sum,
+                        state.accumulator,
+                    )
 
     def _sink(self, head: int) -> float | None:
         return float(values(self.weights["sinks"], "sinks")[head]) if self.sinks else None
-
-    def _stream(self, head: int, scores: Array, value: Array, first: int) -> Iterator[FlashTile]:
-        """One tile of queries against the tiles of keys in which a pair is allowed."""
-        q_rows = slice(first, min(first + self.block_q, len(scores)))
-        for state in stream(scores[q_rows], value, self.block_kv, self._sink(head)):
-            yield FlashTile(
-                head,
-                q_rows,
-                slice(state.first, state.stop),
-                state.scores,
-                state.row_max,
-                state.rescale,
-                state.row_sum,
-                state.accumulator,
-            )
 
     def steps(self, token: ExplainedToken) -> list[Step]:
         """One step for each tile of keys, and the division, in each head."""
@@ -161,10 +166,8 @@ class Flash(ProjectedAttention):
         # Zeros are the output of a head in which the row has no key.
         output = np.zeros((self.num_heads, self.head_dim))
         last: FlashTile | None = None
-        for tile in self.tiles(token.query, token.key, token.value):
-            if not tile.q_rows.start <= row < tile.q_rows.stop:
-                continue
-            i = row - tile.q_rows.start
+        i = row % self.block_q
+        for tile in self._tiles((token.query, token.key, token.value), [row - i]):
             if last is not None and last.head != tile.head:
                 output[last.head] = _divide(last, i, steps)
             sink = self._sink(tile.head)
@@ -174,7 +177,7 @@ class Flash(ProjectedAttention):
             steps.append(_tile_step(tile, i, token.kv_tokens))
             last = tile
         if last is not None:
-            output[last.head] = _divide(last, row - last.q_rows.start, steps)
+            output[last.head] = _divide(last, i, steps)
         return steps + self.steps_after(output[:, None], 0)
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
