@@ -343,6 +343,34 @@ def test_rows_without_keys() -> None:
     assert not out_dot[:, [3, 17]].any()
 
 
+def test_rows_of_a_batch_are_what_they_are_alone_on_any_number_of_threads() -> None:
+    """Heads are computed together, six of them in two parts, with masks that differ by row."""
+    shapes = [(3, 6, 300, 8), (3, 2, 300, 8), (3, 2, 300, 8), (3, 6, 300, 8)]
+    q, k, v, grad_out = (draw(*shape) for shape in shapes)
+    along = [draw(*a.shape) for a in (q, k, v)]
+    lengths = np.array([300, 170, 40])
+    sinks = qkv.Sinks(draw(6))
+
+    def derivatives(rows: slice, threads: int) -> list[Array]:
+        variants = qkv.Causal(), qkv.KeyLengths(lengths[rows]), qkv.ALiBi(), qkv.RoPE(), sinks
+        arrays = [a[rows] for a in (q, k, v)]
+        tangents = qkv.Tangents(*(a[rows] for a in along))
+        qkv.set_num_threads(threads)
+        try:
+            found = second_vjp(*arrays, *variants, grad_out=grad_out[rows], tangents=tangents)
+            out_dot = qkv.jvp(*arrays, *variants, tangents=tangents)[1]
+        finally:
+            qkv.set_num_threads(None)
+        return [found.query, found.key, found.value, found.grad_out, found.grad_lse, out_dot]
+
+    whole = derivatives(slice(None), 1)
+    for mine, same in zip(derivatives(slice(None), 4), whole, strict=True):
+        np.testing.assert_array_equal(mine, same)
+    for n in range(3):
+        for mine, row in zip(derivatives(slice(n, n + 1), 2), whole, strict=True):
+            np.testing.assert_array_equal(mine[0], row[n])
+
+
 @pytest.mark.parametrize("level", [300.0, -1e4, -1e9])
 def test_what_rounding_took_of_lse_is_given_back(level: float) -> None:
     """A bias that is the same for all keys of a row changes no derivative."""

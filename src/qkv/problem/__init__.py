@@ -6,7 +6,7 @@ spec            what it is: `Spec`, structure without arrays, and `Operands`, th
 part            some rows and heads of a problem, as a rank of several computes them
 stored_rows     keys and values in pages or as int8: `Paged`, `Quantized`, `StoredRows`
 tiles           which tiles of the scores are empty, full or partial
-scores, backward, second_backward
+scores, backward, second_derivatives
                 attention, gradients and second derivatives over tiles, in NumPy
 overflow        outputs computed again because a sum overflowed
 philox          the random numbers of dropout

@@ -16,7 +16,7 @@ from qkv.problem.language.evaluate import evaluate
 from qkv.problem.language.expressions import SCORE, TRUE, Node
 from qkv.problem.philox import dropout_factors
 from qkv.problem.spec import Problem
-from qkv.problem.stored_rows import Rows, read_rows
+from qkv.problem.stored_rows import Rows, plain, read_rows
 from qkv.problem.tiles import TileGrid, TileKind
 
 Array = NDArray[Any]
@@ -59,6 +59,22 @@ class Scores:
 
     def value(self, batch: int, head: int, rows: Any) -> Array:
         return self._of_kv_head(self.problem.operands.value, batch, head, rows)
+
+    def rows_of_all_heads(self) -> tuple[Array, Array, Array]:
+        """Rotated queries, rotated keys and values, each `(batch_size * heads, rows, dim)`."""
+        operands = self.problem.operands
+        query, key, value = (
+            array.reshape(self.problem.spec.batch_size, *array.shape[-3:])
+            for array in (operands.query, plain(operands.key), plain(operands.value))
+        )
+        query, key = self._rotated_rows("q", query), self._rotated_rows("kv", key)
+        value = value.astype(self.dtype, copy=False)
+        return of_all_heads(query), of_all_heads(key), of_all_heads(value)
+
+    def _rotated_rows(self, side: str, rows: Array) -> Array:
+        if self.problem.operands.angles is None or not len(rows):
+            return rows.astype(self.dtype, copy=False)
+        return np.stack([self._rotated(side, b, slice(None), row) for b, row in enumerate(rows)])
 
     def _of_kv_head(self, stored: Rows, batch: int, head: int, rows: Any) -> Array:
         spec = self.problem.spec
@@ -157,8 +173,16 @@ class Scores:
         return out
 
 
+def of_all_heads(array: Array) -> Array:
+    """`(batch, heads, rows, dim)` as `(batch * heads, rows, dim)`."""
+    return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
+
+
 def weighted_sum(weights: Array, scores: Array, value: Array) -> Array:
-    """`weights @ value`, in which a forbidden pair (score -inf) contributes nothing at all."""
+    """`weights @ value`, in which a forbidden pair (score -inf) contributes nothing at all.
+
+    All may have leading dimensions of one length.
+    """
     # Some versions of NumPy add in another order for rows that are not adjacent in memory; what
     # `where` makes below is adjacent, so that hidden values would decide about the last bits.
     value = np.ascontiguousarray(value)
@@ -166,6 +190,10 @@ def weighted_sum(weights: Array, scores: Array, value: Array) -> Array:
     with np.errstate(all="ignore"):
         if finite.all():
             return np.asarray(weights @ value)
+        if value.ndim > 2:
+            return np.stack(
+                [weighted_sum(*one) for one in zip(weights, scores, value, strict=True)]
+            )
         # 0 * NaN is NaN, so values that are not finite are added with `where` instead.
         total = weights @ np.where(finite, value, value.dtype.type(0))
         for j in np.flatnonzero(~finite.all(axis=1)):

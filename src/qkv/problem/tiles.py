@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -142,12 +142,29 @@ class TileGrid:
             if kinds[a] != TileKind.EMPTY
         ]
 
+    def blocks_of(
+        self, pairs: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[slice, list[tuple[slice, TileKind]]]]:
+        """The `blocks` of several pairs of batch index and head together.
+
+        A tile is left out if it is empty for all of them, and full if it is for all of them.
+        """
+        own = sorted(self.depends_on)
+        seen = {tuple({"batch": b, "head": h}[name] for name in own): (b, h) for b, h in pairs}
+        for of_pairs in zip(*(self.query_blocks(*pair) for pair in seen.values()), strict=True):
+            i, kinds = of_pairs[0][0], np.stack([kinds for _, kinds in of_pairs])
+            same = (kinds == kinds[0]).all(axis=0)
+            yield self._block(i, np.where(same, kinds[0], np.uint8(TileKind.PARTIAL)))
+
     def blocks(self, batch: int, head: int) -> Iterator[tuple[slice, list[tuple[slice, TileKind]]]]:
         """Rows of each query block, with rows and kind of the key blocks that are not empty."""
         for i, kinds in self.query_blocks(batch, head):
-            tiles = [
-                (slice(start, min(start + self.block_kv, run.stop)), run.kind)
-                for run in self.runs(kinds)
-                for start in range(run.start, run.stop, self.block_kv)
-            ]
-            yield slice(i * self.block_q, min((i + 1) * self.block_q, self.q_len)), tiles
+            yield self._block(i, kinds)
+
+    def _block(self, i: int, kinds: Array) -> tuple[slice, list[tuple[slice, TileKind]]]:
+        tiles = [
+            (slice(start, min(start + self.block_kv, run.stop)), run.kind)
+            for run in self.runs(kinds)
+            for start in range(run.start, run.stop, self.block_kv)
+        ]
+        return slice(i * self.block_q, min((i + 1) * self.block_q, self.q_len)), tiles

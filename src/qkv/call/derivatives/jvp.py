@@ -13,7 +13,6 @@ from qkv._dynamo import ends_graph
 from qkv.arguments.declarations import shown
 from qkv.arguments.readable_checks import checked_flag
 from qkv.arrays.views import view
-from qkv.backends.blocked import BLOCK_KV, BLOCK_Q
 from qkv.call.binding.bound import BoundCall, bind
 from qkv.call.binding.options import Options, option_values, with_options
 from qkv.call.binding.variant_arrays import (
@@ -31,12 +30,8 @@ from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.partial import Partial
 from qkv.problem.building.builder import FLOATS
 from qkv.problem.scores import Scores
-from qkv.problem.second_backward import (
-    Cotangents,
-    OperandTangents,
-    forward_tangent,
-    second_backward,
-)
+from qkv.problem.second_derivatives.passes import Cotangents, forward_tangent, second_backward
+from qkv.problem.second_derivatives.tiles import OperandTangents
 from qkv.problem.spec import Origin
 from qkv.problem.stored_rows import plain
 from qkv.problem.tiles import TileGrid
@@ -44,6 +39,9 @@ from qkv.problem.tiles import TileGrid
 __all__ = ["SecondGradients", "Tangents", "jvp", "second_vjp"]
 
 Array = NDArray[Any]
+
+_BLOCK = 128
+"""Queries, and keys, of a tile: few, so that causal masks leave many tiles out."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -254,7 +252,7 @@ def second_vjp(
 
 def _tiles(call: CheckedCall) -> tuple[Scores, TileGrid]:
     scores = Scores(call.problem, call.problem.spec.compute_dtype)
-    return scores, scores.grid(BLOCK_Q, BLOCK_KV)
+    return scores, scores.grid(_BLOCK, _BLOCK)
 
 
 # Directions

@@ -1,0 +1,261 @@
+"""Blocks of queries of some heads, the tiles that they attend to, and how their numbers move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.problem.backward import reads, shares_of_sinks
+from qkv.problem.language.derivative import tangent
+from qkv.problem.language.evaluate import evaluate
+from qkv.problem.language.expressions import SCORE, Load, Node
+from qkv.problem.scores import Scores, weighted_sum
+from qkv.problem.tiles import TileGrid, TileKind
+from qkv.process.openmp import num_threads_of_caller
+
+__all__ = ["Block", "Direction", "OperandTangents", "Tile"]
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OperandTangents:
+    """A direction: tangents of query, key and value as `Operands` holds them, and of the others.
+
+    `tables` holds tangents of some floating tables, with their shapes; `sinks` is `(num_heads,)`.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    tables: Mapping[str, Array]
+    sinks: Array | None = None
+
+
+SCALED_DOT = Load("xdot", "float", ())
+"""Tangents of a tile's scaled products: a table of no dimensions, which is the tile."""
+
+_TILE = 2**17
+"""Pairs of a tile, of all heads that are computed together; one head has more at most."""
+
+_KEPT = 2**19
+"""Pairs of a block of queries up to which its tiles are kept from the first pass to the second."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Heads:
+    """Some heads that are computed together: heads of one batch row, or of several whole rows.
+
+    `query` and `key` are their places among the query heads, and the key heads that these read, of
+    the whole batch; `batch` and `head` are `(heads, 1, 1)`.
+    """
+
+    query: slice
+    key: slice | Array
+    batch: Array
+    head: Array
+
+    @classmethod
+    def of(cls, first: int, stop: int, num_heads: int, group_size: int) -> Heads:
+        places = np.arange(first, stop)
+        batch, head = np.divmod(places[:, None, None], num_heads)
+        key = slice(first, stop) if group_size == 1 else places // group_size
+        return cls(slice(first, stop), key, batch, head)
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Batch index and head of each."""
+        return list(zip(self.batch.ravel().tolist(), self.head.ravel().tolist(), strict=True))
+
+    def add_of_keys(self, sums: Array, rows: slice, parts: Array) -> None:
+        """Add what each query head gives to the rows of the key head that it reads."""
+        if isinstance(self.key, slice):
+            sums[self.key, rows] += parts
+        else:
+            for place, part in zip(self.key, parts, strict=True):
+                sums[place, rows] += part
+
+
+class Direction:
+    """A problem, and the tangents of everything that it reads."""
+
+    def __init__(self, scores: Scores, tangents: OperandTangents) -> None:
+        self.scores = scores
+        self.problem = problem = scores.problem
+        self.spec, self.sinks, self.sinks_dot = problem.spec, problem.operands.sinks, tangents.sinks
+        tangent_of = replace(
+            problem.operands, query=tangents.query, key=tangents.key, value=tangents.value
+        )
+        self.query, self.key, self.value = scores.rows_of_all_heads()
+        tangent_scores = Scores(replace(problem, operands=tangent_of), scores.dtype)
+        self.query_dot, self.key_dot, self.value_dot = tangent_scores.rows_of_all_heads()
+        self.tables: dict[str, Array] = dict(problem.operands.tables)
+        self.tables |= {_tangent_name(name): array for name, array in tangents.tables.items()}
+        self.tangent_of: dict[Node, Node] = {SCORE: SCALED_DOT}
+        for load in reads(self.spec, frozenset(tangents.tables)):
+            self.tangent_of[load] = Load(_tangent_name(load.table), load.kind, load.indices)
+        self.score_dot = tangent(self.spec.score, self.tangent_of)
+
+    def run(self, compute: Callable[[Block], None], grid: TileGrid, alone: bool = False) -> None:
+        """Compute each block of queries, of as many heads as fill a tile, on several threads."""
+
+        def compute_heads(heads: Heads) -> None:
+            with np.errstate(all="ignore"):
+                for q_rows, tiles in grid.blocks_of(heads.pairs()):
+                    compute(Block(self, heads, q_rows, tiles))
+
+        parts = list(self._heads(grid))
+        threads = 1 if alone else min(len(parts), num_threads_of_caller())
+        if threads < 2:
+            for heads in parts:
+                compute_heads(heads)
+        else:
+            with ThreadPoolExecutor(threads, thread_name_prefix="qkv") as pool:
+                list(pool.map(compute_heads, parts))
+
+    def _heads(self, grid: TileGrid) -> Iterator[Heads]:
+        """All heads, those that read one key head together: each adds to sums of its own.
+
+        A row of the batch is parted in one way, whatever other rows there are.
+        """
+        of_row, group = self.spec.num_heads, self.spec.group_size
+        pairs = min(grid.block_q, grid.q_len) * min(grid.block_kv, grid.kv_len)
+        together = max(group, _TILE // max(1, pairs) // max(1, group) * group)
+        rows = max(1, together // max(1, of_row))
+        for first in range(0, self.spec.batch_size, rows):
+            stop = min(first + rows, self.spec.batch_size) * of_row
+            step = together if together < of_row else stop
+            for start in range(first * of_row, stop, max(1, step)):
+                yield Heads.of(start, min(start + step, stop), of_row, self.spec.group_size)
+
+
+def _tangent_name(table: str) -> str:
+    return f"{table}dot"
+
+
+class Tile:
+    """Scores of one block of queries against one block of keys, and their tangents."""
+
+    def __init__(self, block: Block, kv_rows: slice, kind: TileKind) -> None:
+        direction, heads = block.direction, block.heads
+        scores, dtype = direction.scores, direction.scores.dtype
+        self.kv_rows, self.dtype, self.grad_out = kv_rows, dtype, block.grad_out
+        self.key, self.key_dot, self.value, self.value_dot = (
+            array[heads.key, kv_rows]
+            for array in (direction.key, direction.key_dot, direction.value, direction.value_dot)
+        )
+        indices = {
+            "batch": heads.batch,
+            "head": heads.head,
+            "q_index": np.arange(block.q_rows.start, block.q_rows.stop)[:, None],
+            "kv_index": np.arange(kv_rows.start, kv_rows.stop)[None, :],
+        }
+        scale = dtype.type(direction.problem.operands.scale)
+        scaled = scale * (block.query @ self.key.mT)
+        scaled_dot = scale * (block.query_dot @ self.key.mT + block.query @ self.key_dot.mT)
+        self.variables = {**indices, "score": scaled}
+        self.tables = direction.tables | {SCALED_DOT.table: scaled_dot}
+        self.scores = scores.finish(scaled, **indices, kind=kind)
+        forbidden = np.isneginf(self.scores)
+        self.forbidden = forbidden if forbidden.any() else None
+        self.factors = scores.factors(**indices)
+        self.scores_dot = self.select(self.evaluate(direction.score_dot))
+
+    def select(self, array: Array) -> Array:
+        """0 where a pair is forbidden."""
+        if self.forbidden is None:
+            return array
+        return np.where(self.forbidden, self.dtype.type(0), array)
+
+    def evaluate(self, node: Node) -> Array:
+        return np.asarray(evaluate(node, self.variables, self.tables, self.dtype), self.dtype)
+
+    def dropped(self, array: Array) -> Array:
+        return array if self.factors is None else array * self.factors
+
+    @cached_property
+    def d_weights(self) -> tuple[Array, Array]:
+        """dP and its tangent."""
+        d_weights, d_weights_dot = (
+            self.select(self.dropped(self.grad_out @ value.mT))
+            for value in (self.value, self.value_dot)
+        )
+        return d_weights, d_weights_dot
+
+    def out_dot(self, weights: Array, weights_dot: Array) -> Array:
+        """The contribution of these keys to the tangent of the output."""
+        return weighted_sum(self.dropped(weights_dot), self.scores, self.value) + weighted_sum(
+            self.dropped(weights), self.scores, self.value_dot
+        )
+
+
+class Block:
+    """A block of queries of some heads, the tiles that it attends to, and sums over its rows."""
+
+    def __init__(
+        self,
+        direction: Direction,
+        heads: Heads,
+        q_rows: slice,
+        tiles: list[tuple[slice, TileKind]],
+    ) -> None:
+        self.direction, self.heads, self.q_rows = direction, heads, q_rows
+        self.index = heads.query, q_rows
+        self.query, self.query_dot = direction.query[self.index], direction.query_dot[self.index]
+        self.grad_out: Any = None
+        self.dtype = direction.scores.dtype
+        self._tiles = tiles
+        self._kept: list[Tile] | None = None
+        sinks, sinks_dot = direction.sinks, direction.sinks_dot
+        self._sink = np.asarray(-np.inf) if sinks is None else sinks[heads.head]
+        self.sink_dot = np.asarray(0.0) if sinks_dot is None else sinks_dot[heads.head]
+        self.peak = np.full((*self.query.shape[:2], 1), self._sink, self.dtype)
+        self.lse_dot = self.total = self.sink = np.zeros(self.peak.shape)
+
+    def tiles(self) -> Iterator[Tile]:
+        """The tiles, one after the other; those of many keys are computed anew each time."""
+        if self._kept is None:
+            made = (Tile(self, kv_rows, kind) for kv_rows, kind in self._tiles)
+            keys = sum(kv_rows.stop - kv_rows.start for kv_rows, _ in self._tiles)
+            if self.peak.size * keys > _KEPT:
+                return made
+            self._kept = list(made)
+        return iter(self._kept)
+
+    def sum_rows(self) -> tuple[Array, Array]:
+        """Compute `peak`, the largest score, `total`, the sum of exp(s - peak), and `lse_dot`.
+
+        `sink` is the sink's term of the sum. For a cotangent, return means too: of dP, and of
+        `sdot dP + dPdot`. All are `(heads, rows, 1)`, the sums in float64.
+        """
+        sums = np.zeros((4, *self.peak.shape))
+        for tile in self.tiles():
+            peak = np.maximum(self.peak, tile.scores.max(axis=-1, keepdims=True))
+            sums *= np.where(peak == self.peak, 1, np.exp(self.peak - peak))
+            self.peak = peak
+            # float64, because large terms cancel in rows where one key has nearly all the weight.
+            unscaled = tile.select(np.exp(tile.scores - peak)).astype(np.float64)
+            moved = unscaled * tile.scores_dot
+            sums[0] += unscaled.sum(axis=-1, keepdims=True)
+            sums[1] += moved.sum(axis=-1, keepdims=True)
+            if self.grad_out is not None:
+                d_weights, d_weights_dot = tile.d_weights
+                sums[2, ..., 0] += np.vecdot(unscaled, d_weights)
+                sums[3, ..., 0] += np.vecdot(moved, d_weights) + np.vecdot(unscaled, d_weights_dot)
+        self.sink = shares_of_sinks(self._sink, self.peak)
+        sums[:2] += self.sink, self.sink * self.sink_dot
+        self.total = sums[0]
+        self.lse_dot, d_mean, d_mean_dot = np.where(self.total == 0, 0, sums[1:] / self.total)
+        return d_mean, d_mean_dot
+
+    def weights(self, tile: Tile) -> tuple[Array, Array]:
+        """w and its tangent."""
+        unscaled = tile.select(np.exp(tile.scores - self.peak))
+        weights = tile.select(unscaled / self.total.astype(self.dtype))
+        weights_dot = weights * (tile.scores_dot - self.lse_dot.astype(self.dtype))
+        return weights, tile.select(weights_dot)
