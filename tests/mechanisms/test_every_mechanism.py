@@ -271,6 +271,11 @@ IMPOSSIBLE: list[tuple[str, Callable[[], Any], str]] = [
     ("a window on both sides", lambda: Longformer(8, window=-1), "window=-1"),
     ("half a token", lambda: Longformer(8, window=1, global_tokens=[0.5]), "whole number"),
     (
+        "a norm of two key heads for four global ones",
+        lambda: Longformer(8, 4, window=1, global_tokens=[0], num_kv_heads=2, qk_norm="all heads"),
+        "num_kv_heads=2 key heads",
+    ),
+    (
         "no temperature",
         lambda: Soft(4, temperature=0),
         "temperature=0 is not a finite number above 0",

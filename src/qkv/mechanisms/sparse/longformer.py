@@ -59,7 +59,8 @@ class Longformer(ProjectedAttention):
     Raises
     ------
     ArgumentError
-        The window is negative, or a global token is below 0.
+        The window is negative, or a global token is below 0; or there are global tokens, one norm
+        of all heads, and fewer key heads than query heads: global keys have as many as queries.
 
     Notes
     -----
@@ -91,6 +92,13 @@ class Longformer(ProjectedAttention):
     ) -> None:
         self.window, self.global_tokens = window, sorted(set(global_tokens))
         super().__init__(embed_dim, num_heads, **options)
+        uneven = self.num_kv_heads != num_heads
+        if self.global_tokens and self.qk_norm == "all heads" and uneven:
+            raise ArgumentError(
+                f"qk_norm='all heads' has a weight for num_kv_heads={self.num_kv_heads} key heads, "
+                f"and the global projections make num_heads={num_heads}.",
+                action="Pass qk_norm='head', or as many key heads as query heads.",
+            )
 
     def more_shapes(self) -> dict[str, tuple[int, ...]]:
         """The projections of global tokens."""
