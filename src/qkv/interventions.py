@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from qkv._api import attention
-from qkv.arguments.declarations import shown
+from qkv.arguments.declarations import checked, shown
 from qkv.arrays import is_array, namespace
 from qkv.errors import ArgumentError, ShapeError
 from qkv.variants import Bias, MaskVariant
@@ -47,6 +47,7 @@ HeadChange: TypeAlias = Literal["off", "uniform"] | HeadInputs
 biases and sinks; or the weights of another prompt."""
 
 
+@checked
 def changed_heads(
     output: Any, inputs: HeadInputs, value: Any, changes: Mapping[int, HeadChange]
 ) -> Any:
@@ -74,9 +75,9 @@ def changed_heads(
     Raises
     ------
     ArgumentError
-        There is no such head.
+        There is no such head, or no such change.
     ShapeError
-        The other prompt has another length.
+        The other prompt has another length, number of heads or batch.
 
     Notes
     -----
@@ -103,24 +104,32 @@ def changed_heads(
     others: dict[int, Any] = {}
     heads = []
     for head in range(num_heads):
-        change = changes.get(head)
-        if change is None:
+        if head not in changes:
             heads.append(output[..., head, :, :])
-        elif change == "off":
+            continue
+        change = changes[head]
+        if isinstance(change, str) and change == "off":
             heads.append(library.zeros_like(output[..., head, :, :]))
         else:
             if id(change) not in others:
-                others[id(change)] = _other_output(change, inputs, value)
+                others[id(change)] = _other_output(change, inputs, value, output)
             heads.append(others[id(change)][..., head, :, :])
     return library.stack(heads, -3)
 
 
-def _other_output(change: HeadChange, inputs: HeadInputs, value: Any) -> Any:
+def _other_output(change: HeadChange, inputs: HeadInputs, value: Any, output: Any) -> Any:
     """The output of all heads with other weights."""
     if isinstance(change, HeadInputs):
-        _require_lengths(change, inputs)
-        return attention(change.query, change.key, value, *change.variants, **change.options)
-    if change != "uniform":
+        _require_same_sizes(change, inputs)
+        other = attention(change.query, change.key, value, *change.variants, **change.options)
+        if other.shape[:-3] != output.shape[:-3]:
+            raise ShapeError(
+                f"with the other prompt the batch is {tuple(other.shape[:-3])}, "
+                f"else {tuple(output.shape[:-3])}.",
+                action="Copy weights from one prompt, or from as many as are run.",
+            )
+        return other
+    if not isinstance(change, str) or change != "uniform":
         raise ArgumentError(
             f"{shown(change)} is not a change of a head.",
             action='Use "off", "uniform", or the inputs of another prompt.',
@@ -146,11 +155,18 @@ def _masks(variant: Any) -> list[Any]:
     return [variant > -1e4] if "float16" in str(variant.dtype) else [variant > -1e30]
 
 
-def _require_lengths(other: HeadInputs, inputs: HeadInputs) -> None:
-    lengths = [(x.query.shape[-2], x.key.shape[-2]) for x in (other, inputs)]
-    if lengths[0] != lengths[1]:
+def _require_same_sizes(other: HeadInputs, inputs: HeadInputs) -> None:
+    (heads, *lengths), (wanted_heads, *wanted_lengths) = (
+        (x.query.shape[-3], x.query.shape[-2], x.key.shape[-2]) for x in (other, inputs)
+    )
+    if heads != wanted_heads:
         raise ShapeError(
-            f"the other prompt has {lengths[0][0]} queries and {lengths[0][1]} keys, this one "
-            f"{lengths[1][0]} and {lengths[1][1]}.",
+            f"the other prompt has num_heads={heads}, this one {wanted_heads}.",
+            action="Copy weights between prompts of one layer.",
+        )
+    if lengths != wanted_lengths:
+        raise ShapeError(
+            f"the other prompt has {lengths[0]} queries and {lengths[1]} keys, this one "
+            f"{wanted_lengths[0]} and {wanted_lengths[1]}.",
             action="Copy weights between prompts of one length.",
         )

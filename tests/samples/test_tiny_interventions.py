@@ -76,6 +76,8 @@ def test_weights_of_another_repeat_still_carry_it() -> None:
         ({(0, 4): "off"}, "head 4"),
         ({(0, 0): "on"}, "is not a change of a head"),
         ({(0, 0): [1, 2]}, "2 queries"),
+        ({(0, 0): [1.5] * len(IDS)}, "not one row of whole numbers"),
+        ({(0, 0): [IDS]}, "not one row of whole numbers"),
     ],
 )
 def test_wrong_changes(changes: Any, fact: str) -> None:
@@ -102,3 +104,28 @@ def test_equal_weights_only_over_keys_that_a_bias_allows(made: Any, lowest: floa
     found = changed_heads(x, HeadInputs(x, x, (made(bias),)), x, {0: "uniform"})
     expected = [x[0, : i + 1].mean(axis=0) for i in range(5)]
     np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-6)
+
+
+OTHER = np.ones((1, 5, 4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "fact"),
+    [
+        ({0.5: "off"}, qkv.ArgumentError, "0.5 is not a whole number"),
+        ({"0": "off"}, qkv.ArgumentError, "'0' is not a whole number"),
+        ([(0, "off")], qkv.ArgumentError, "not a Mapping"),
+        ({0: None}, qkv.ArgumentError, "None is not a change of a head"),
+        ({0: np.zeros(3)}, qkv.ArgumentError, "is not a change of a head"),
+        ({1: HeadInputs(OTHER, OTHER, ())}, qkv.ShapeError, "has num_heads=1, this one 2"),
+        (
+            {1: HeadInputs(*[np.ones((3, 2, 5, 4))] * 2, ())},
+            qkv.ShapeError,
+            r"the batch is \(3,\), else \(\)",
+        ),
+    ],
+)
+def test_wrong_changes_of_a_layer(changes: Any, error: type[Exception], fact: str) -> None:
+    x = np.ones((2, 5, 4))
+    with pytest.raises(error, match=fact):
+        changed_heads(x, HeadInputs(x, x, ()), x, changes)

@@ -225,7 +225,7 @@ class Decoder(ABC):
             if isinstance(change, str):
                 by_layer.setdefault(layer, {})[head] = cast(HeadChange, change)
                 continue
-            ids = tuple(map(int, change))
+            ids = tuple(self._checked(change).tolist())
             if ids not in others:
                 rows = self.attention_inputs(ids)
                 others[ids] = [HeadInputs(q, k, variants) for q, k, _, variants in rows]

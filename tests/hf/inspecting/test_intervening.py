@@ -189,12 +189,30 @@ def test_the_model_is_as_it_was_after_an_error() -> None:
         ({(0, -1): "off"}, "negative number; layers and heads count from 0"),
         ({(-1, 0): "off"}, "negative number; layers and heads count from 0"),
         ({(7, 0): "off"}, "layer 7 does not exist"),
+        (None, "changes=None is not a dict"),
+        ([1, 2], "is not a dict"),
+        ({(0, 0): np.zeros(3)}, "is not a change of a head"),
     ],
 )
 def test_wrong_changes(changes: Any, fact: str) -> None:
     model = model_of("llama")
     with InDouble(), pytest.raises(qkv.ArgumentError, match=fact), qkv.hf.intervene(model, changes):
         logits(model)
+
+
+def test_prompts_are_one_or_as_many_as_are_run() -> None:
+    model = model_of("llama")
+    with InDouble():
+        wanted = qkv.hf.intervene(model, {(0, 0): qkv.hf.CopyFrom(input_ids=IDS[:1])})
+        with wanted, torch.no_grad():
+            both = model(input_ids=IDS).logits
+            alone = model(input_ids=IDS[1:]).logits
+        torch.testing.assert_close(both[1:], alone)
+        with (
+            pytest.raises(qkv.ShapeError, match=r"the batch is \(2,\), else \(1,\)"),
+            qkv.hf.intervene(model, {(0, 0): qkv.hf.CopyFrom(input_ids=IDS)}),
+        ):
+            model(input_ids=IDS[:1])
 
 
 def test_numbers_of_numpy() -> None:

@@ -71,7 +71,7 @@ def intervene(model: torch.nn.Module, changes: Mapping[tuple[int, int], Change])
     ArgumentError
         There is no such layer or head; that of a layer is known when the model has run.
     ShapeError
-        The other prompt has another length.
+        The other prompt has another length, or is a batch of more rows.
     UnsupportedError
         The model computes its attention without asking for an implementation. A backward pass that
         computes layers again (gradient checkpointing) begins after the `with`.
@@ -114,7 +114,14 @@ def intervene(model: torch.nn.Module, changes: Mapping[tuple[int, int], Change])
 
 def _checked(changes: Any) -> dict[tuple[int, int], Change]:
     checked: dict[tuple[int, int], Change] = {}
-    for place, change in dict(changes).items():
+    try:
+        changes = dict(changes)
+    except (TypeError, ValueError):
+        raise ArgumentError(
+            f"changes={shown(changes)} is not a dict by layer and head.",
+            action="Pass {(layer, head): change}.",
+        ) from None
+    for place, change in changes.items():
         pair = isinstance(place, tuple) and len(place) == 2
         if not pair or not all(map(is_integer, place)):
             raise ArgumentError(
@@ -127,7 +134,8 @@ def _checked(changes: Any) -> dict[tuple[int, int], Change]:
                 f"{shown(place)} has a negative number; layers and heads count from 0 here.",
                 action="Count from 0, as record.heads() does.",
             )
-        if not isinstance(change, CopyFrom) and change not in ("off", "uniform"):
+        is_named = isinstance(change, str) and change in ("off", "uniform")
+        if not is_named and not isinstance(change, CopyFrom):
             raise ArgumentError(
                 f"{shown(change)} is not a change of a head.",
                 action='Use "off", "uniform", or qkv.hf.CopyFrom(**inputs).',
