@@ -251,11 +251,16 @@ def attended_pairs(
     Parameters
     ----------
     q_len, kv_len : int
-        Rows of query and key; q_len at most kv_len. Counts keep their symbols.
+        Rows of query and key; q_len at most kv_len, if masked. Counts keep their symbols.
     causal : bool
         A query sees no later key; else a window reaches as far to the right as to the left.
     left : int, optional
         Keys before its own that a query sees, as in `qkv.SlidingWindow`; all by default.
+
+    Raises
+    ------
+    ArgumentError
+        There are more queries than keys, and a mask or a window.
 
     Examples
     --------
@@ -267,6 +272,8 @@ def attended_pairs(
     """
     if not causal and left is None:
         return q_len * kv_len
+    if q_len > kv_len:
+        raise ArgumentError(f"q_len={q_len} > kv_len={kv_len}.", action="Pass q_len <= kv_len.")
     if not causal:
         later = attended_pairs(q_len, q_len, causal=True, left=left) - q_len
         return attended_pairs(q_len, kv_len, causal=True, left=left) + later
@@ -358,7 +365,6 @@ def attention_operations(pairs: Amount, head_dim: Amount, v_head_dim: Amount) ->
 
     Examples
     --------
-    >>> from qkv.ledger import attention_operations
     >>> attention_operations(1000 * 1000, 512, 512)
     2048000000
     """
@@ -373,7 +379,6 @@ def score_entries(
 
     Examples
     --------
-    >>> from qkv.ledger import score_entries
     >>> score_entries(2048, 2048, num_heads=96, num_layers=96)
     38654705664
     """

@@ -139,3 +139,10 @@ def test_pairs_are_those_of_a_loop(causal: bool, left: int | None) -> None:
                 near = left is None or (i - j <= left and (causal or j - i <= left))
                 allowed += near and (j <= i or not causal)
         assert attended_pairs(q_len, kv_len, causal=causal, left=left) == allowed
+
+
+@pytest.mark.parametrize(("causal", "left"), [(True, None), (True, 1), (False, 1)])
+def test_pairs_of_more_queries_than_keys_are_refused(causal: bool, left: int | None) -> None:
+    with pytest.raises(ArgumentError, match="q_len=5 > kv_len=3"):
+        attended_pairs(5, 3, causal=causal, left=left)
+    assert attended_pairs(5, 3) == 15

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qkv.cli import main
-from qkv.cost import Model, model_card, model_cost, model_names, read_config
+from qkv.cost import (
+    Attention,
+    FeedForward,
+    Latent,
+    Model,
+    model_card,
+    model_cost,
+    model_names,
+    read_config,
+)
 from qkv.errors import ArgumentError, FileError, UnsupportedError
 
 # Exact parameter counts: the metadata of the safetensors files that the model pages show, and
@@ -321,3 +332,22 @@ def test_files_that_are_no_config(contents: str, words: str, tmp_path: Path) -> 
 def test_a_card_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ArgumentError, match="no card of a model 'gpt-7'"):
         model_cost("gpt-7")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Attention(4, 3, 8, 8), "num_heads=4 is not a multiple of num_kv_heads=3"),
+        (lambda: Attention(4, 0, 8, 8), "num_kv_heads=0 is not a positive integer"),
+        (lambda: Attention(4, 2, 8, -8), "v_head_dim=-8 is not a positive integer"),
+        (lambda: Attention(4, 2, 8, 8, window=0), "window=0 is not a positive integer"),
+        (lambda: Attention(4, 2, 8, 8, qk_norm="rows"), "qk_norm='rows' is none of"),  # type: ignore[arg-type]  # a user's mistake
+        (lambda: Latent(-1, 8, 2), "query_rank=-1 is not a whole number of 0 or more"),
+        (lambda: FeedForward(0), "width=0 is not a positive integer"),
+        (lambda: FeedForward(8, "tanh"), "activation='tanh' is none of"),  # type: ignore[arg-type]  # a user's mistake
+        (lambda: FeedForward(8, experts=2, experts_per_token=3), "is more than experts=2"),
+    ],
+)
+def test_sizes_that_no_layer_has(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        make()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from qkv.arguments.declarations import Size, Whole, checked
+from qkv.errors import ArgumentError
 
 __all__ = ["Attention", "FeedForward", "Latent", "Layer", "Model", "Norm"]
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Latent:
     """Sizes of multi-head latent attention (DeepSeek-V2): what is cached is one short row a token.
@@ -29,9 +32,9 @@ class Latent:
     512
     """
 
-    query_rank: int
-    rank: int
-    rope_dim: int
+    query_rank: Whole
+    rank: Size
+    rope_dim: Whole
 
 
 @checked
@@ -62,6 +65,7 @@ class Norm:
         return width * (self.weight + self.bias)
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Attention:
     """One layer's attention.
@@ -99,6 +103,11 @@ class Attention:
     pair_width : int
         Channels of a pair representation from which biases of scores are projected (AlphaFold2).
 
+    Raises
+    ------
+    ArgumentError
+        A size is out of range, or num_kv_heads does not divide num_heads.
+
     Examples
     --------
     >>> from qkv.cost import Attention
@@ -107,24 +116,32 @@ class Attention:
     ('32 heads over 8, window 4096', 2048, 4096)
     """
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
+    num_heads: Size
+    num_kv_heads: Size
+    head_dim: Size
+    v_head_dim: Size
     causal: bool = True
-    window: int | None = None
+    window: Size | None = None
     latent: Latent | None = None
     projections: bool = True
     qkv_bias: bool = False
     out_bias: bool = False
     key_bias: bool = True
     relative_bias: bool = False
-    qk_norm: str = ""
+    qk_norm: Literal["", "head", "heads", "full"] = ""
     norm_of_qk: Norm = Norm()
-    rope_dim: int = 0
+    rope_dim: Whole = 0
     sinks: bool = False
     gate: bool = False
-    pair_width: int = 0
+    pair_width: Whole = 0
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ArgumentError(
+                f"num_heads={self.num_heads} is not a multiple of "
+                f"num_kv_heads={self.num_kv_heads}.",
+                action="Let every group of query heads be of one size.",
+            )
 
     @property
     def kind(self) -> str:
@@ -151,6 +168,7 @@ class Attention:
         return context if self.window is None else min(context, self.window)
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class FeedForward:
     """The other half of a layer.
@@ -174,6 +192,12 @@ class FeedForward:
     shared_gate : bool
         Whether the shared expert's output is multiplied by a learned gate.
 
+    Raises
+    ------
+    ArgumentError
+        A size or the activation is not one of these, or a token goes through more experts than
+        there are.
+
     Examples
     --------
     >>> from qkv.cost import FeedForward
@@ -181,15 +205,22 @@ class FeedForward:
     True
     """
 
-    width: int
-    activation: str = "silu"
+    width: Size
+    activation: Literal["silu", "gelu", "relu"] = "silu"
     gated: bool = True
     bias: bool = False
-    experts: int = 0
-    experts_per_token: int = 0
-    shared_width: int = 0
+    experts: Whole = 0
+    experts_per_token: Whole = 0
+    shared_width: Whole = 0
     router_bias: bool = False
     shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.experts_per_token > self.experts:
+            raise ArgumentError(
+                f"experts_per_token={self.experts_per_token} is more than experts={self.experts}.",
+                action="Pass experts_per_token <= experts.",
+            )
 
 
 @checked
