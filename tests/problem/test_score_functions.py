@@ -235,3 +235,49 @@ def test_elementary_functions_of_scores(name, backend) -> None:
     gradients = pullback(np.ones_like(out))
     for ours, theirs in zip((gradients.query, gradients.key, gradients.value), exact, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+MASKS: dict[str, Mod] = {
+    "remainders": lambda b, h, i, j: (7 * j + i) % 2**32 % 3 == 0,
+    "quotients": lambda b, h, i, j: (j - i) // 2**33 < h,
+    "a hash": lambda b, h, i, j: (j * 2654435761 + i * 40503) % 2**32 < 2**31,
+    "the smaller": lambda b, h, i, j: np.minimum(5 * j, 2**40) % 7 <= i,
+    "comparisons": lambda b, h, i, j: (np.where(j % 3 == 0, j, -1) < 2**32) & (i >= j),
+    "beyond 64 bits": lambda b, h, i, j: (i >= j) & (j < 10.0**30) & (j > -(10.0**30)),
+}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "blocked"])
+@pytest.mark.parametrize("q_len", [1, 20])
+@pytest.mark.parametrize("name", MASKS)
+def test_integers_of_more_than_32_bits(name, q_len, backend) -> None:
+    """Small results of them were computed with the lower half of each constant."""
+    allowed = np.broadcast_to(MASKS[name](0, HEAD, Q_POS[:q_len], KV_POS), (2, q_len, 20))
+    right = qkv.attention(QUERY[:, :q_len], KEY, VALUE, allowed)
+    mask, where = qkv.Mask(MASKS[name]), {"q_offset": 0, "backend": backend}
+    found = qkv.attention(QUERY[:, :q_len], KEY, VALUE, mask, **where)
+    np.testing.assert_allclose(found, right, rtol=1e-12, atol=1e-12)
+
+
+BEYOND: dict[str, tuple[int, Callable[[Any], Mod]]] = {
+    "where": (-(10**30), lambda n: lambda s, b, h, i, j: np.where(i >= j, s, n)),
+    "a product": (10**30, lambda n: lambda s, b, h, i, j: s - n * (j > i)),
+    "a quotient": (2**70, lambda n: lambda s, b, h, i, j: s + j / n * 2.0**69),
+    "a bound": (-(2**63) - 1, lambda n: lambda s, b, h, i, j: np.maximum(s, n)),
+    "a comparison": (10**25, lambda n: lambda s, b, h, i, j: np.where((s < n) & (j < n), s, 0.0)),
+}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "blocked", "torch"])
+@pytest.mark.parametrize("name", BEYOND)
+def test_whole_numbers_beyond_64_bits_are_floating_ones(name, backend) -> None:
+    number, mod = BEYOND[name]
+    right = expected(mod(float(number)))
+    operands = [torch.from_numpy(array) for array in (QUERY, KEY, VALUE)]
+    found = qkv.attention(*operands, qkv.ScoreMod(mod(number)), backend=backend)
+    np.testing.assert_allclose(found, right, rtol=1e-12, atol=1e-12)
+
+
+def test_whole_numbers_beyond_float64_are_refused() -> None:
+    with pytest.raises(qkv.ArgumentError, match="beyond the range of float64"):
+        qkv.attention(QUERY, KEY, VALUE, qkv.ScoreMod(lambda s, *_: s + 10**400))

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv.arguments.declarations import is_integer
+from qkv.arguments.declarations import is_integer, shown
 from qkv.errors import ArgumentError
 from qkv.problem.language.nodes import (
     Const,
@@ -113,11 +113,23 @@ OPERATIONS: Mapping[str, Operation] = {
 
 
 def constant(value: Number) -> Const:
+    """The node of a number; a whole one beyond 64 bits, such as -10**30, is a floating one.
+
+    Raises
+    ------
+    ArgumentError
+        It is beyond the range of float64.
+    """
     if isinstance(value, bool | np.bool_):
         return Const("bool", bool(value))
-    if is_integer(value):
+    if is_integer(value) and -(2**63) <= value < 2**63:
         return Const("int", int(value))
-    return Const("float", float(value))
+    try:
+        return Const("float", float(value))
+    except OverflowError:
+        raise ArgumentError(
+            f"{shown(value)} is beyond the range of float64.", action="Use a smaller number."
+        ) from None
 
 
 TRUE = constant(True)

@@ -9,7 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from qkv.problem.language.bounds import bounds
-from qkv.problem.language.expressions import Load, Node, Op, walk
+from qkv.problem.language.expressions import Const, Load, Node, Op, walk
 from qkv.problem.language.intervals import Interval
 from qkv.problem.spec import Problem, Spec
 
@@ -24,7 +24,8 @@ def kernel_spec(spec: Spec) -> Spec:
 def integer_bits(problem: Problem) -> int:
     """32 when every integer of the expressions is known to fit, else 64.
 
-    Numbers of rows and heads always fit; integers that are read or computed are bounded.
+    Numbers of rows and heads always fit; integers that are read, computed or written as constants
+    are bounded.
     """
     spec = problem.spec
     return bits_of([spec.score, spec.mask], index_bounds(spec), problem.operands.tables)
@@ -45,7 +46,16 @@ def bits_of(
     roots: Sequence[Node], places: Mapping[str, Interval], arrays: Mapping[str, Array]
 ) -> int:
     """`integer_bits` of some expressions, whose variables have these bounds."""
-    integers = [n for n in walk(*roots) if n.kind == "int" and isinstance(n, Op | Load)]
+    nodes = list(walk(*roots))
+    integers: list[Node] = [n for n in nodes if n.kind == "int" and isinstance(n, Op | Load)]
+    # Constants beside floating numbers become such before they are lanes.
+    operations = [n for n in nodes if isinstance(n, Op) and n.kind != "float"]
+    integers += [
+        arg
+        for n in operations
+        for arg in n.args
+        if isinstance(arg, Const) and "float" not in [other.kind for other in n.args]
+    ]
     for interval in bounds(integers, places, arrays):
         if interval.low.min() < -(2**31) or interval.high.max() >= 2**31:
             return 64
