@@ -310,6 +310,13 @@ def test_mass_refuses_rows_that_are_not_there(keys: object) -> None:
         record.mass(keys)
 
 
+@pytest.mark.parametrize("keys", [slice(None, None, 0), slice("a", None), slice(0, 2.5)])
+def test_mass_refuses_slices_without_rows(keys: slice) -> None:
+    record = qkv.inspect(np.eye(3), np.eye(3), np.eye(3))
+    with pytest.raises(qkv.ArgumentError, match="is not a slice of rows: slice"):
+        record.mass(keys)
+
+
 def test_a_row_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """Means of the weights of the definition, over the queries that have any."""
     rng = np.random.default_rng(0)

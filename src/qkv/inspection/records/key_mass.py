@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import shown
 from qkv.errors import ArgumentError
 from qkv.inspection.heads.earlier_tokens import sequence_starts
 from qkv.inspection.weights.replay import PAIRS, Replay
@@ -109,10 +110,16 @@ def key_rows(keys: Any, kv_len: int) -> Array:
     Raises
     ------
     ArgumentError
-        If a key is outside of the key array.
+        If a key is outside of the key array, or a slice has no numbers or no step.
     """
     if isinstance(keys, slice):
-        return np.arange(kv_len)[keys]
+        try:
+            return np.arange(kv_len)[keys]
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"keys={shown(keys)} is not a slice of rows: {error}.",
+                action="Pass one such as slice(0, 10, 2).",
+            ) from error
     try:
         array = np.asarray(keys)
     except (ValueError, TypeError, RuntimeError, OverflowError):
