@@ -194,6 +194,44 @@ def test_prepared_calls_keep_no_array_alive(watched) -> None:
     assert [reference() for reference in gone] == [None] * 3
 
 
+@pytest.mark.parametrize(
+    ("variant", "source"),
+    [
+        (qkv.ScoreMod, "lambda score, b, h, i, j: score - rate * abs(i - j)"),
+        (qkv.Mask, "lambda b, h, i, j: i - j < 40 * rate"),
+    ],
+)
+def test_prepared_calls_keep_nothing_alive_that_their_function_does_not_read(
+    variant, source, watched
+) -> None:
+    class Model:
+        pass
+
+    query, scope = normal(1, 2, 16, 4), {"rate": 0.1, "model": Model()}
+    for _ in range(3):
+        given = variant(eval(source, scope))
+        qkv.attention(query, query, query, given)
+        qkv.vjp(query, query, query, given)[1](query)
+    gone = weakref.ref(scope.pop("model"))
+    gc.collect()
+    assert watched.prepared("forward", any_length=False)
+    assert gone() is None
+
+
+def test_functions_that_look_globals_up_by_name_find_them() -> None:
+    query = normal(1, 2, 16, 4)
+    scope = {"rate": 0.5}
+    found = [
+        qkv.attention(query, query, query, qkv.ScoreMod(eval(source, scope)))
+        for source in (
+            "lambda score, b, h, i, j: score - rate * abs(i - j)",
+            "lambda score, b, h, i, j: score - globals()['rate'] * abs(i - j)",
+            "lambda score, b, h, i, j: score - eval('rate') * abs(i - j)",
+        )
+    ]
+    np.testing.assert_allclose(found[1:], found[:1] * 2, atol=1e-6)
+
+
 def test_an_array_for_two_variants_and_then_two_arrays(watched) -> None:
     query = normal(2, 2, 16, 4)
     random = np.random.default_rng(0)

@@ -35,13 +35,31 @@ def with_replaced_values(
     )
     defaults = fn.__defaults__ and tuple(map(symbol, fn.__defaults__))
     keyword_defaults = fn.__kwdefaults__ and {k: symbol(v) for k, v in fn.__kwdefaults__.items()}
-    scope = dict(fn.__globals__)
+    scope = _scope_of_code(fn)
     scope.update({n: symbol(scope[n]) for n in global_names(fn.__code__) if n in scope})
     scope.setdefault("__builtins__", builtins)
     made = types.FunctionType(fn.__code__, scope, fn.__name__, defaults, closure)
     made.__kwdefaults__ = keyword_defaults
     made.__dict__.update({name: symbol(value) for name, value in fn.__dict__.items()})
     return made
+
+
+_OF_MODULES = ("__name__", "__package__", "__spec__", "__path__", "__builtins__")
+"""What an import or a class inside a function reads of its globals without naming it."""
+_READ_BY_NAME = frozenset({"globals", "eval", "exec", "__globals__"})
+"""Names of what finds globals that the code does not name."""
+
+
+def _scope_of_code(fn: types.FunctionType) -> dict[str, Any]:
+    """The globals that the function can read.
+
+    What is made of a function may be kept with a call that is remembered: with all globals of its
+    module, models and caches that the user has dropped would stay in memory.
+    """
+    scope, names = fn.__globals__, global_names(fn.__code__)
+    if not _READ_BY_NAME.isdisjoint(names):
+        return dict(scope)
+    return {name: scope[name] for name in (*_OF_MODULES, *names) if name in scope}
 
 
 def closure_values(fn: types.FunctionType) -> list[Any]:
