@@ -562,6 +562,33 @@ def test_a_kernel_that_finds_no_memory_to_be_compiled_in(room, tmp_path) -> None
 
 
 @LINUX
+def test_a_process_without_memory_for_llvm_itself(tmp_path) -> None:
+    """The first kernels come from the disk, so that LLVM is loaded only for another one."""
+    in_a_process("attend()", QKV_CACHE_DIR=str(tmp_path))
+    in_a_process(
+        """
+        import resource
+        before = attend()
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        used = 1024 * int(next(line.split()[1] for line in open("/proc/self/status")
+                               if line.startswith("VmSize")))
+        resource.setrlimit(resource.RLIMIT_AS, (used + (90 << 20), hard))
+        for _ in range(2):
+            try:
+                qkv.attention(x, x, x, qkv.Softcap(3.0), backend="cpu")
+            except MemoryError as error:
+                assert "ulimit" in str(error)
+            else:
+                raise AssertionError("LLVM had room")
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        assert attend() == before
+        qkv.attention(x, x, x, qkv.Softcap(3.0), backend="cpu")
+        """,
+        QKV_CACHE_DIR=str(tmp_path),
+    )
+
+
+@LINUX
 def test_a_result_that_does_not_fit_leaves_nothing_broken() -> None:
     in_a_process(
         """

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from qkv.backends.cpu.compiler import elf_object, stored_kernels
@@ -135,7 +136,7 @@ def build(
     """
     with alone_in_llvm():
         _require_executable_memory(host)
-        _require_room()
+        _require_room(_ROOM)
         modules = [Module(emit, arguments), *shared]
         places = [stored_kernels.digest(*m.emit, m.arguments, host) for m in modules]
         stored = [stored_files.read_file(name) for name in places]
@@ -144,7 +145,10 @@ def build(
             if errors:
                 raise errors[0]
             code = linked(objects, host, names)
-        except (RuntimeError, OSError, MemoryError) as error:
+        except (RuntimeError, OSError) as error:
+            if isinstance(error, OSError):
+                # Where there is no memory to load LLVM itself, its error speaks of lost files.
+                _require_room(_ROOM + _library_bytes())
             raise KernelBuildError(
                 "the compiled kernel could not be made.",
                 [("machine", f"{host.cpu}, {host.isa}"), ("LLVM", str(error)[:500])],
@@ -225,14 +229,22 @@ def _require_executable_memory(host: Host) -> None:
         )
 
 
-def _require_room() -> None:
+def _require_room(size: int) -> None:
     try:
-        mmap.mmap(-1, _ROOM).close()  # The memory is reserved and never touched.
+        mmap.mmap(-1, size).close()  # The memory is reserved and never touched.
     except (OSError, MemoryError) as error:
         raise MemoryError(
-            f"a kernel is compiled with up to {_ROOM >> 20} MiB, which this process may not have "
+            f"a kernel is compiled with up to {size >> 20} MiB, which this process may not have "
             '(ulimit -v). Free memory, or pass backend="blocked", which needs no compiler.'
         ) from error
+
+
+def _library_bytes() -> int:
+    """The size of LLVM's library, the largest file of its folder."""
+    import llvmlite
+
+    folder = Path(llvmlite.__file__).parent / "binding"
+    return max((file.stat().st_size for file in folder.glob("*")), default=0)
 
 
 @lru_cache(maxsize=1)
