@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
@@ -38,9 +39,13 @@ TOLERANCE = 1e-4
 """The largest difference, as a part of the largest number."""
 
 
-def _torch_math(*tensors: torch.Tensor) -> torch.Tensor:
+def _torch_math(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     with sdpa_kernel(SDPBackend.MATH):
-        return torch_sdpa(*tensors, is_causal=True)
+        return torch_sdpa(query, key, value, is_causal=True)
+
+
+def _qkv(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return qkv.torch.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 def _torch_calls(attention: Callable[..., Any], arrays: Sequence[Array]) -> dict[str, Call]:
@@ -60,35 +65,35 @@ def _torch_calls(attention: Callable[..., Any], arrays: Sequence[Array]) -> dict
 
 
 def _jax_calls(attention: Callable[..., Any], arrays: Sequence[Array]) -> dict[str, Call]:
-    """Of arrays in JAX's order: tokens before heads."""
+    """The calls of JAX, whose arrays have tokens before heads."""
     rows = [jax.numpy.asarray(array.swapaxes(1, 2)) for array in arrays]
     inputs, along = tuple(rows[:3]), tuple(rows[3:])
 
     def attend(*given: Any) -> Any:
         return attention(*given, is_causal=True)
 
-    def gradients(*given: Any) -> Any:
-        return jax.vjp(attend, *given)[1](along[0])
+    def forward_mode(given: Any, along: Any) -> Any:
+        return jax.jvp(attend, given, along)
 
-    def second(*given: Any) -> Any:
+    def double_backward(given: Any, along: Any) -> Any:
+        def gradients(*given: Any) -> Any:
+            return jax.vjp(attend, *given)[1](along[0])
+
         return jax.vjp(gradients, *given)[1](along)
 
     def timed(function: Callable[..., Any]) -> Call:
         compiled = jax.jit(function)
         return lambda: [
-            np.asarray(array).swapaxes(1, 2) for array in jax.block_until_ready(compiled(*inputs))
+            np.asarray(array).swapaxes(1, 2)
+            for array in jax.block_until_ready(compiled(inputs, along))
         ]
 
-    moved = timed(lambda *given: jax.jvp(attend, given, along))
-    return {"forward mode": moved, "double backward": timed(second)}
+    return {"forward mode": timed(forward_mode), "double backward": timed(double_backward)}
 
 
 def _calls(arrays: Sequence[Array]) -> dict[str, dict[str, Call]]:
-    def attend(*tensors: torch.Tensor) -> Any:
-        return qkv.torch.scaled_dot_product_attention(*tensors, is_causal=True)
-
     return {
-        "qkv, tensors": _torch_calls(attend, arrays),
+        "qkv, tensors": _torch_calls(_qkv, arrays),
         "torch": _torch_calls(_torch_math, arrays),
         "qkv, JAX": _jax_calls(qkv.jax.dot_product_attention, arrays),
         "JAX": _jax_calls(jax.nn.dot_product_attention, arrays),

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from typing import NamedTuple
 
-from qkv.process.threads import get_num_threads
-
-__all__ = ["OpenMP", "caller", "num_threads_of_caller"]
+__all__ = ["OpenMP", "caller"]
 
 
 class OpenMP(NamedTuple):
@@ -35,12 +32,3 @@ class _Caller(threading.local):
 
 
 caller = _Caller()
-
-
-def num_threads_of_caller() -> int:
-    """How many threads of Python may compute: those of `get_num_threads`, and no more than the
-    caller's library takes for itself."""
-    of_library = caller.openmp
-    if of_library is None:
-        return get_num_threads()
-    return min(get_num_threads(), int(ctypes.CFUNCTYPE(ctypes.c_int)(of_library.max_threads)()))

@@ -52,14 +52,12 @@ def forward_tangent(scores: Scores, grid: TileGrid, tangents: OperandTangents) -
     """Tangents of output and lse of one problem, in the type of `scores`."""
     direction = Direction(scores, tangents)
     forward = _zero_tangents(direction)
-
-    def compute(block: Block) -> None:
-        block.sum_rows()
-        forward.lse[block.index] = block.lse_dot[..., 0]
-        for tile in block.tiles():
-            forward.out[block.index] += tile.out_dot(*block.weights(tile))
-
-    direction.run(compute, grid)
+    with np.errstate(all="ignore"):
+        for block in direction.blocks(grid):
+            block.sum_rows()
+            forward.lse[block.index] = block.lse_dot[..., 0]
+            for tile in block.tiles():
+                forward.out[block.index] += tile.out_dot(*block.weights(tile))
     return _in_batch(direction, forward)
 
 
@@ -76,21 +74,16 @@ def second_backward(
         given.reshape(like.shape)
         for given, like in ((cotangents.grad_out, forward.out), (cotangents.grad_lse, forward.lse))
     )
-
-    def compute(block: Block) -> None:
-        rows = _BackwardRows(block, grad_out, grad_lse)
-        forward.lse[block.index] = block.lse_dot[..., 0]
-        sums.sinks[block.index] = rows.d_sink_dot
-        for tile in block.tiles():
-            weights, weights_dot = block.weights(tile)
-            forward.out[block.index] += tile.out_dot(weights, weights_dot)
-            sums.add_tile(block, tile, rows, weights, weights_dot)
-
-    # Entries of a table may be read by all heads, and the order of their sums is to be one.
-    direction.run(compute, grid, alone=bool(cotangents.tables))
-    spec = direction.spec
-    sinks = sums.sinks.sum(axis=1).reshape(spec.batch_size, spec.num_heads).sum(axis=0)
-    return SecondDerivatives(_in_batch(direction, forward), sums.gradients(), sinks)
+    with np.errstate(all="ignore"):
+        for block in direction.blocks(grid):
+            rows = _BackwardRows(block, grad_out, grad_lse)
+            forward.lse[block.index] = block.lse_dot[..., 0]
+            np.add.at(sums.sinks, block.heads.head[:, 0, 0], rows.d_sink_dot)
+            for tile in block.tiles():
+                weights, weights_dot = block.weights(tile)
+                forward.out[block.index] += tile.out_dot(weights, weights_dot)
+                sums.add_tile(block, tile, rows, weights, weights_dot)
+        return SecondDerivatives(_in_batch(direction, forward), sums.gradients(), sums.sinks)
 
 
 def _zero_tangents(direction: Direction) -> ForwardTangents:
@@ -122,7 +115,7 @@ class _BackwardRows:
         # The sink acts as a key with value 0, for which dP = 0.
         share = np.where(block.total == 0, 0, block.sink / block.total)
         share_dot = share * (block.sink_dot - block.lse_dot)
-        self.d_sink_dot = -(share_dot * delta + share * delta_dot)[..., 0]
+        self.d_sink_dot = -(share_dot * delta + share * delta_dot).sum(axis=(-2, -1))
 
 
 class _GradientTangents(OperandSums):
@@ -131,8 +124,7 @@ class _GradientTangents(OperandSums):
     def __init__(self, direction: Direction, tables: frozenset[str]) -> None:
         super().__init__(direction.problem, direction.scores.dtype, tables)
         self.direction, spec = direction, direction.spec
-        self.sinks = np.zeros((spec.batch_size * spec.num_heads, spec.q_len))
-        """The tangent of each query's sink: the sum is that of the sink."""
+        self.sinks = np.zeros(spec.num_heads)
         self.slope = self._with_tangent(SCORE)
         self.reads = {load: self._with_tangent(load) for load in reads(spec, tables)}
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +16,6 @@ from qkv.problem.language.evaluate import evaluate
 from qkv.problem.language.expressions import SCORE, Load, Node
 from qkv.problem.scores import Scores, weighted_sum
 from qkv.problem.tiles import TileGrid, TileKind
-from qkv.process.openmp import num_threads_of_caller
 
 __all__ = ["Block", "Direction", "OperandTangents", "Tile"]
 
@@ -50,7 +48,7 @@ _KEPT = 2**19
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Heads:
-    """Some heads that are computed together: heads of one batch row, or of several whole rows.
+    """Some heads that are computed together, of one batch row or of several.
 
     `query` and `key` are their places among the query heads, and the key heads that these read, of
     the whole batch; `batch` and `head` are `(heads, 1, 1)`.
@@ -63,10 +61,12 @@ class Heads:
 
     @classmethod
     def of(cls, first: int, stop: int, num_heads: int, group_size: int) -> Heads:
-        places = np.arange(first, stop)
+        """The query heads that read the key heads from `first` to `stop`."""
+        query = slice(first * group_size, stop * group_size)
+        places = np.arange(query.start, query.stop)
         batch, head = np.divmod(places[:, None, None], num_heads)
         key = slice(first, stop) if group_size == 1 else places // group_size
-        return cls(slice(first, stop), key, batch, head)
+        return cls(query, key, batch, head)
 
     def pairs(self) -> list[tuple[int, int]]:
         """Batch index and head of each."""
@@ -101,37 +101,24 @@ class Direction:
             self.tangent_of[load] = Load(_tangent_name(load.table), load.kind, load.indices)
         self.score_dot = tangent(self.spec.score, self.tangent_of)
 
-    def run(self, compute: Callable[[Block], None], grid: TileGrid, alone: bool = False) -> None:
-        """Compute each block of queries, of as many heads as fill a tile, on several threads."""
-
-        def compute_heads(heads: Heads) -> None:
-            with np.errstate(all="ignore"):
-                for q_rows, tiles in grid.blocks_of(heads.pairs()):
-                    compute(Block(self, heads, q_rows, tiles))
-
-        parts = list(self._heads(grid))
-        threads = 1 if alone else min(len(parts), num_threads_of_caller())
-        if threads < 2:
-            for heads in parts:
-                compute_heads(heads)
-        else:
-            with ThreadPoolExecutor(threads, thread_name_prefix="qkv") as pool:
-                list(pool.map(compute_heads, parts))
+    def blocks(self, grid: TileGrid) -> Iterator[Block]:
+        """Each block of queries, of as many heads as fill a tile."""
+        for heads in self._heads(grid):
+            for q_rows, tiles in grid.blocks_of(heads.pairs()):
+                yield Block(self, heads, q_rows, tiles)
 
     def _heads(self, grid: TileGrid) -> Iterator[Heads]:
-        """All heads, those that read one key head together: each adds to sums of its own.
+        """All heads in parts, those that read one key head in one part.
 
-        A row of the batch is parted in one way, whatever other rows there are.
+        So which other heads are in a part decides no bit.
         """
-        of_row, group = self.spec.num_heads, self.spec.group_size
-        pairs = min(grid.block_q, grid.q_len) * min(grid.block_kv, grid.kv_len)
-        together = max(group, _TILE // max(1, pairs) // max(1, group) * group)
-        rows = max(1, together // max(1, of_row))
-        for first in range(0, self.spec.batch_size, rows):
-            stop = min(first + rows, self.spec.batch_size) * of_row
-            step = together if together < of_row else stop
-            for start in range(first * of_row, stop, max(1, step)):
-                yield Heads.of(start, min(start + step, stop), of_row, self.spec.group_size)
+        spec = self.spec
+        key_heads = spec.batch_size * spec.num_kv_heads
+        pairs = min(grid.block_q, grid.q_len) * min(grid.block_kv, grid.kv_len) * spec.group_size
+        together = max(1, _TILE // max(1, pairs))
+        for first in range(0, key_heads, together):
+            stop = min(first + together, key_heads)
+            yield Heads.of(first, stop, spec.num_heads, spec.group_size)
 
 
 def _tangent_name(table: str) -> str:
@@ -161,19 +148,29 @@ class Tile:
         self.variables = {**indices, "score": scaled}
         self.tables = direction.tables | {SCALED_DOT.table: scaled_dot}
         self.scores = scores.finish(scaled, **indices, kind=kind)
-        forbidden = np.isneginf(self.scores)
-        self.forbidden = forbidden if forbidden.any() else None
+        allowed = ~np.isneginf(self.scores)
+        bits = np.dtype(f"u{dtype.itemsize}")
+        self._allowed_bits = None if allowed.all() else np.negative(allowed.astype(bits))
+        self._exp: tuple[Array, Array] | None = None
         self.factors = scores.factors(**indices)
         self.scores_dot = self.select(self.evaluate(direction.score_dot))
 
     def select(self, array: Array) -> Array:
-        """0 where a pair is forbidden."""
-        if self.forbidden is None:
-            return array
-        return np.where(self.forbidden, self.dtype.type(0), array)
+        """0 where a pair is forbidden, in place of NaN too.
+
+        All bits are cleared there, which takes a tenth of the time of `where`.
+        """
+        kept = self._allowed_bits
+        return array if kept is None else (array.view(kept.dtype) & kept).view(self.dtype)
 
     def evaluate(self, node: Node) -> Array:
         return np.asarray(evaluate(node, self.variables, self.tables, self.dtype), self.dtype)
+
+    def exp(self, peak: Array) -> Array:
+        """`exp(scores - peak)`, which is kept for the next time if that has the same peak."""
+        if self._exp is None or not np.array_equal(self._exp[0], peak):
+            self._exp = peak, self.select(np.exp(self.scores - peak))
+        return self._exp[1]
 
     def dropped(self, array: Array) -> Array:
         return array if self.factors is None else array * self.factors
@@ -239,7 +236,7 @@ class Block:
             sums *= np.where(peak == self.peak, 1, np.exp(self.peak - peak))
             self.peak = peak
             # float64, because large terms cancel in rows where one key has nearly all the weight.
-            unscaled = tile.select(np.exp(tile.scores - peak)).astype(np.float64)
+            unscaled = tile.exp(peak).astype(np.float64)
             moved = unscaled * tile.scores_dot
             sums[0] += unscaled.sum(axis=-1, keepdims=True)
             sums[1] += moved.sum(axis=-1, keepdims=True)
@@ -255,7 +252,6 @@ class Block:
 
     def weights(self, tile: Tile) -> tuple[Array, Array]:
         """w and its tangent."""
-        unscaled = tile.select(np.exp(tile.scores - self.peak))
-        weights = tile.select(unscaled / self.total.astype(self.dtype))
+        weights = tile.select(tile.exp(self.peak) / self.total.astype(self.dtype))
         weights_dot = weights * (tile.scores_dot - self.lse_dot.astype(self.dtype))
         return weights, tile.select(weights_dot)
