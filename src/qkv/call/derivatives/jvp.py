@@ -109,8 +109,9 @@ def jvp(
 
     Notes
     -----
-    Tiles are met twice, for row sums and for the rest: `12 head_dim + 4 v_head_dim` operations for
-    each pair in a tile that is not empty. Memory grows with the lengths, never with their product.
+    Tiles are met twice, for row sums and for the rest: at most `12 head_dim + 4 v_head_dim`
+    operations for each pair in a tile that is not empty, and fewer where tiles are kept. Memory
+    grows with the lengths, never with their product.
     Rows without keys have tangents 0. Source: each line of `attention`, differentiated.
 
     Examples
@@ -226,8 +227,9 @@ def second_vjp(
 
     Notes
     -----
-    Tiles are met twice, for row sums and for the tangent of the backward pass: `20 head_dim + 14
-    v_head_dim` operations for each pair in a tile that is not empty. Memory as for `vjp`.
+    Tiles are met twice, for row sums and for the tangent of the backward pass: at most
+    `20 head_dim + 14 v_head_dim` operations for each pair in a tile that is not empty, and fewer
+    where tiles are kept. Memory as for `vjp`.
     """
     wrt = tuple(wrt)
     changing = [entry[0] for entry in tangents.of_variants]

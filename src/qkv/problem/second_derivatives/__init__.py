@@ -26,11 +26,11 @@ symmetric, so it is also the gradient of `<dO, odot> + <d lse, r>`: the vector-J
 the backward pass. A sink is a key of value 0 whose score is the sink. Queries and keys are rotated
 before, as are their tangents, and their gradients are rotated back.
 
-Tiles are computed twice: first for the sums over rows, `sum_j w`, r, delta and deltadot, then for
+Tiles are met twice: first for the sums over rows, `sum_j w`, r, delta and deltadot, then for
 the rest. Weights are taken from the largest score of a row as it is computed here, and divided by
 their sum: another order of addition moves scores near 1e10 in float32 by a thousand, so that
-`exp(s - lse)` with the lse of a backend would be infinite or 0. Forbidden pairs are excluded with
-`where`, never by a product with 0.
+`exp(s - lse)` with the lse of a backend would be infinite or 0. Forbidden pairs are selected
+out, never multiplied by 0.
 
 tiles       blocks of queries of some heads, their tiles, and how all of them move
 passes      the tangents of output and lse, and those of all gradients
