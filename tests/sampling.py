@@ -40,6 +40,6 @@ def is_turn_of(item: pytest.Item) -> bool:
     named = (config.invocation_params.dir / each.partition("::")[0] for each in config.args)
     if config.getoption("every_case") or any(item.path == path.resolve() for path in named):
         return True
-    # Another one of each five, so that every case of a suite that is sampled too has its turn.
+    # Others in each round of seeds, so that every case of a suite that is sampled too has its turn.
     turns, seed = divmod(config.getoption("sample_seed"), SLOW_TESTS_ONE_IN)
     return (crc32(f"{turns} {item.nodeid}".encode()) + seed) % SLOW_TESTS_ONE_IN == 0
