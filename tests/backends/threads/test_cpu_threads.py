@@ -24,7 +24,7 @@ FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no f
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells and limits here")
 
 PROBLEM = """
-import os, sys, threading, warnings
+import contextlib, os, sys, threading, warnings
 import numpy as np, qkv
 from qkv.backends.cpu.threads import jobs as threads
 warnings.simplefilter("ignore")  # Python 3.12 warns of forking with threads
@@ -33,6 +33,17 @@ def attend():
     return qkv.attention(x, x, x, qkv.Causal(), backend="cpu").tobytes()
 def exit_code(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+@contextlib.contextmanager
+def more_memory(mebibytes):  # at most so much, for what is done meanwhile
+    import resource
+    lines = open("/proc/self/status").read().splitlines()
+    used = 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmSize")))
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (mebibytes << 20), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 """
 
 
@@ -510,7 +521,6 @@ def test_a_system_without_memory_for_threads() -> None:
     """Each takes 8 MiB of addresses for its stack."""
     in_a_process(
         """
-        import resource
         from qkv.backends.cpu.compiler.compile import EmitFunction, Kernel, build
         from qkv.backends.cpu.machine.host import host
         source = "define void @job(ptr %arguments, i64 %number) { ret void }"
@@ -520,12 +530,8 @@ def test_a_system_without_memory_for_threads() -> None:
         qkv.set_num_threads(1)
         before = attend()
         pool = threads._start_workers()
-        used = 1024 * int(next(line.split()[1] for line in open("/proc/self/status")
-                               if line.startswith("VmSize")))
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (used + (40 << 20), hard))
-        assert pool.run(job, Nothing, 64) <= pool.size
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        with more_memory(40):
+            assert pool.run(job, Nothing, 64) <= pool.size
         assert 0 < pool.size < 6
         qkv.set_num_threads(64)
         assert attend() == before
@@ -540,19 +546,14 @@ def test_a_kernel_that_finds_no_memory_to_be_compiled_in(room, tmp_path) -> None
     """LLVM would end the process."""
     in_a_process(
         f"""
-        import resource
         before = attend()
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        used = 1024 * int(next(line.split()[1] for line in open("/proc/self/status")
-                               if line.startswith("VmSize")))
-        resource.setrlimit(resource.RLIMIT_AS, (used + ({room} << 20), hard))
-        refused = 0
-        for variant in qkv.Softcap(3.0), qkv.SlidingWindow(2, 2):
-            try:
-                qkv.attention(x, x, x, variant, backend="cpu")
-            except MemoryError as error:
-                refused += "64 MiB" in str(error)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        with more_memory({room}):
+            refused = 0
+            for variant in qkv.Softcap(3.0), qkv.SlidingWindow(2, 2):
+                try:
+                    qkv.attention(x, x, x, variant, backend="cpu")
+                except MemoryError as error:
+                    refused += "64 MiB" in str(error)
         assert refused == 2
         assert attend() == before
         qkv.attention(x, x, x, qkv.Softcap(3.0), backend="cpu")
@@ -567,20 +568,15 @@ def test_a_process_without_memory_for_llvm_itself(tmp_path) -> None:
     in_a_process("attend()", QKV_CACHE_DIR=str(tmp_path))
     in_a_process(
         """
-        import resource
         before = attend()
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        used = 1024 * int(next(line.split()[1] for line in open("/proc/self/status")
-                               if line.startswith("VmSize")))
-        resource.setrlimit(resource.RLIMIT_AS, (used + (90 << 20), hard))
-        for _ in range(2):
-            try:
-                qkv.attention(x, x, x, qkv.Softcap(3.0), backend="cpu")
-            except MemoryError as error:
-                assert "ulimit" in str(error)
-            else:
-                raise AssertionError("LLVM had room")
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        with more_memory(90):
+            for _ in range(2):
+                try:
+                    qkv.attention(x, x, x, qkv.Softcap(3.0), backend="cpu")
+                except MemoryError as error:
+                    assert "ulimit" in str(error)
+                else:
+                    raise AssertionError("LLVM had room")
         assert attend() == before
         qkv.attention(x, x, x, qkv.Softcap(3.0), backend="cpu")
         """,
@@ -592,19 +588,14 @@ def test_a_process_without_memory_for_llvm_itself(tmp_path) -> None:
 def test_a_result_that_does_not_fit_leaves_nothing_broken() -> None:
     in_a_process(
         """
-        import resource
         before = attend()
         long = np.broadcast_to(x[:1, :1], (64, 20000, 64))
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        used = 1024 * int(next(line.split()[1] for line in open("/proc/self/status")
-                               if line.startswith("VmSize")))
-        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), hard))
-        for _ in range(3):
-            try:
-                qkv.attention(long, long[:, :100], long[:, :100], backend="cpu")
-            except MemoryError:
-                print("does not fit")
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        with more_memory(64):
+            for _ in range(3):
+                try:
+                    qkv.attention(long, long[:, :100], long[:, :100], backend="cpu")
+                except MemoryError:
+                    print("does not fit")
         assert attend() == before
         """
     )
