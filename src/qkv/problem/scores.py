@@ -181,7 +181,7 @@ def of_all_heads(array: Array) -> Array:
 def weighted_sum(weights: Array, scores: Array, value: Array) -> Array:
     """`weights @ value`, in which a forbidden pair (score -inf) contributes nothing at all.
 
-    All may have leading dimensions of one length.
+    All may have a leading dimension, of one length.
     """
     # Some versions of NumPy add in another order for rows that are not adjacent in memory; what
     # `where` makes below is adjacent, so that hidden values would decide about the last bits.

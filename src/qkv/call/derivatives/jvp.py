@@ -31,7 +31,7 @@ from qkv.partial import Partial
 from qkv.problem.building.builder import FLOATS
 from qkv.problem.scores import Scores
 from qkv.problem.second_derivatives.passes import Cotangents, forward_tangent, second_backward
-from qkv.problem.second_derivatives.tiles import OperandTangents
+from qkv.problem.second_derivatives.tangents import OperandTangents
 from qkv.problem.spec import Origin
 from qkv.problem.stored_rows import plain
 from qkv.problem.tiles import TileGrid

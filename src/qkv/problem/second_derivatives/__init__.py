@@ -32,6 +32,6 @@ their sum: another order of addition moves scores near 1e10 in float32 by a thou
 `exp(s - lse)` with the lse of a backend would be infinite or 0. Forbidden pairs are selected
 out, never multiplied by 0.
 
-tiles       blocks of queries of some heads, their tiles, and how all of them move
+tangents    blocks of queries of some heads, their tiles, and the tangents of both
 passes      the tangents of output and lse, and those of all gradients
 """

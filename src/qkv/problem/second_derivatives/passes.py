@@ -12,7 +12,7 @@ from qkv.problem.backward import OperandGradients, OperandSums, add_entries, rea
 from qkv.problem.language.derivative import ZERO, derivative, tangent
 from qkv.problem.language.expressions import SCORE, Load, Node, Var
 from qkv.problem.scores import Scores, of_all_heads, weighted_sum
-from qkv.problem.second_derivatives.tiles import Block, Direction, OperandTangents, Tile
+from qkv.problem.second_derivatives.tangents import Block, Direction, OperandTangents, Tile
 from qkv.problem.tiles import TileGrid
 
 __all__ = [
@@ -75,8 +75,8 @@ def second_backward(
         for given, like in ((cotangents.grad_out, forward.out), (cotangents.grad_lse, forward.lse))
     )
     with np.errstate(all="ignore"):
-        for block in direction.blocks(grid):
-            rows = _BackwardRows(block, grad_out, grad_lse)
+        for block in direction.blocks(grid, grad_out):
+            rows = _BackwardRows(block, grad_lse)
             forward.lse[block.index] = block.lse_dot[..., 0]
             np.add.at(sums.sinks, block.heads.head[:, 0, 0], rows.d_sink_dot)
             for tile in block.tiles():
@@ -105,9 +105,8 @@ def _in_batch(direction: Direction, forward: ForwardTangents) -> ForwardTangents
 class _BackwardRows:
     """The rows of the backward pass for one block of queries, and their tangents."""
 
-    def __init__(self, block: Block, grad_out: Array, grad_lse: Array) -> None:
+    def __init__(self, block: Block, grad_lse: Array) -> None:
         dtype = block.dtype
-        block.grad_out = self.grad_out = grad_out[block.index].astype(dtype)
         d_mean, d_mean_dot = block.sum_rows()
         delta = d_mean - grad_lse[block.index].astype(np.float64)[..., None]
         delta_dot = d_mean_dot - block.lse_dot * d_mean
@@ -158,7 +157,7 @@ class _GradientTangents(OperandSums):
         d_key += weighted_sum(d_scaled.mT, s_of_keys, block.query_dot)
         heads.add_of_keys(key, tile.kv_rows, d_key)
         dropped = tile.dropped(weights_dot)
-        d_value = weighted_sum(dropped.mT, s_of_keys, rows.grad_out)
+        d_value = weighted_sum(dropped.mT, s_of_keys, block.grad_out)
         heads.add_of_keys(value, tile.kv_rows, d_value)
 
 

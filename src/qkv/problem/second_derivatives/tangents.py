@@ -40,7 +40,7 @@ SCALED_DOT = Load("xdot", "float", ())
 """Tangents of a tile's scaled products: a table of no dimensions, which is the tile."""
 
 _TILE = 2**17
-"""Pairs of a tile, of all heads that are computed together; one head has more at most."""
+"""Pairs of queries and keys in a tile of several heads; heads of one key head may have more."""
 
 _KEPT = 2**19
 """Pairs of a block of queries up to which its tiles are kept from the first pass to the second."""
@@ -101,16 +101,17 @@ class Direction:
             self.tangent_of[load] = Load(_tangent_name(load.table), load.kind, load.indices)
         self.score_dot = tangent(self.spec.score, self.tangent_of)
 
-    def blocks(self, grid: TileGrid) -> Iterator[Block]:
-        """Each block of queries, of as many heads as fill a tile."""
+    def blocks(self, grid: TileGrid, grad_out: Array | None = None) -> Iterator[Block]:
+        """Each block of queries, of as many heads as fill a tile, with its rows of a cotangent."""
         for heads in self._heads(grid):
             for q_rows, tiles in grid.blocks_of(heads.pairs()):
-                yield Block(self, heads, q_rows, tiles)
+                yield Block(self, heads, q_rows, tiles, grad_out)
 
     def _heads(self, grid: TileGrid) -> Iterator[Heads]:
-        """All heads in parts, those that read one key head in one part.
+        """All heads in parts.
 
-        So which other heads are in a part decides no bit.
+        Those that read one key head are in one part, so that the order of its sums does not depend
+        on which other heads are computed with them.
         """
         spec = self.spec
         key_heads = spec.batch_size * spec.num_kv_heads
@@ -200,12 +201,14 @@ class Block:
         heads: Heads,
         q_rows: slice,
         tiles: list[tuple[slice, TileKind]],
+        grad_out: Array | None,
     ) -> None:
         self.direction, self.heads, self.q_rows = direction, heads, q_rows
         self.index = heads.query, q_rows
         self.query, self.query_dot = direction.query[self.index], direction.query_dot[self.index]
-        self.grad_out: Any = None
         self.dtype = direction.scores.dtype
+        # Without a cotangent there is no dP, and nobody asks for it.
+        self.grad_out: Any = None if grad_out is None else grad_out[self.index].astype(self.dtype)
         self._tiles = tiles
         self._kept: list[Tile] | None = None
         sinks, sinks_dot = direction.sinks, direction.sinks_dot
