@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv.arguments.declarations import is_integer, shown
+from qkv.arguments.declarations import is_integer
 from qkv.errors import ArgumentError
 from qkv.problem.language.nodes import (
     Const,
@@ -127,8 +127,10 @@ def constant(value: Number) -> Const:
     try:
         return Const("float", float(value))
     except OverflowError:
+        # The first digits would look like a number that is in the range.
         raise ArgumentError(
-            f"{shown(value)} is beyond the range of float64.", action="Use a smaller number."
+            f"a whole number of {int(value).bit_length()} bits is beyond the range of float64.",
+            action="Use a smaller number.",
         ) from None
 
 
