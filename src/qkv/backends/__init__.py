@@ -1,7 +1,7 @@
 """Backends: the registry, and the choice of the one that runs a problem.
 
 A backend is any object with the protocol of `Backend`. What it has beyond that is a protocol each:
-`Differentiable`, `Inspectable`, `DeviceBackend`, and for calls like an earlier one `Preparing`.
+`Differentiable`, `TwiceDifferentiable`, `Inspectable`, `DeviceBackend`, and for calls like an earlier one `Preparing`.
 Those of other packages are found through the entry point group `qkv.backends`; see
 docs/add-a-backend.md.
 """
@@ -29,6 +29,7 @@ from qkv.backends.protocols import (
     Preparing,
     Progress,
     Refusal,
+    TwiceDifferentiable,
     WeightBlocks,
 )
 from qkv.errors import ArgumentError, UnsupportedError
@@ -50,6 +51,7 @@ __all__ = [
     "Progress",
     "Refusal",
     "ResultForm",
+    "TwiceDifferentiable",
     "WeightBlocks",
     "array_at",
     "array_reader",

@@ -1,4 +1,4 @@
-"""The protocol that every backend has, and those of four optional capabilities."""
+"""The protocol that every backend has, and those of five optional capabilities."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from qkv.backends.prepared_calls import Passes, Prepared
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.backward import BackwardInputs, OperandGradients
+from qkv.problem.second_derivatives.passes import Cotangents, SecondDerivatives
+from qkv.problem.second_derivatives.tangents import OperandTangents
 from qkv.problem.spec import Problem, Spec
 
 Array = NDArray[Any]
@@ -96,6 +98,20 @@ class Differentiable(Protocol):
 
     def backward(self, problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         """Gradients of query, key and value, and of the tables that `inputs` names."""
+        ...
+
+
+@runtime_checkable
+class TwiceDifferentiable(Protocol):
+    """A backend that computes tangents and second derivatives; otherwise NumPy does."""
+
+    def second_derivatives(
+        self, problem: Problem, tangents: OperandTangents, cotangents: Cotangents | None
+    ) -> SecondDerivatives | None:
+        """Tangents of output and lse, and for cotangents those of the gradients.
+
+        None for values that this backend leaves to NumPy.
+        """
         ...
 
 

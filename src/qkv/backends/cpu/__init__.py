@@ -8,9 +8,10 @@ and packages on one line do not import one another:
     passes        one call of a kernel: the choice of it, its argument block, its tasks and threads
     plan | rows   plan: which blocks are computed at all, and what a kernel is compiled for
                   rows: compiled passes over single rows, for rotary embedding and sinks
-    split_bf16 | bf16_tiles
+    split_bf16 | bf16_tiles | tangents
                   split_bf16: kernels for float32 and float16 as sums of bfloat16 on matrix tiles
                   bf16_tiles: the forward kernel for bfloat16 on matrix tiles (AMX)
+                  tangents: the kernel for forward mode and gradients of gradients
     backward | bf16_pairs | decode | replay
                   the kernels for gradients, for few queries, and for questions about weights
                   bf16_pairs: the forward kernel for bfloat16 by pairs of it
@@ -31,7 +32,8 @@ kernels for all masks share (`forward.shared`). `ForwardArguments` writes the ad
 of the arrays into an argument block, and `threads.jobs.run` runs the code on one or more threads,
 each of which takes tasks from a counter in the block. The kernel has then written `out` and `lse`
 into the arrays of a `Partial`, which `run` returns. Few queries go through `passes.decode` instead,
-gradients through `passes.gradient`, inspection through `passes.replay`.
+gradients through `passes.gradient`, second derivatives through `passes.tangents`, inspection
+through `passes.replay`.
 
 The second call of a kind is prepared (`prepared`), and further ones go straight to
 `prepared.kernel.Attend.if_alike`: compiled code looks at the arrays, fills the block, and runs the

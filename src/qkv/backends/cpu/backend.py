@@ -14,6 +14,8 @@ from qkv.backends.cpu.machine import executable_memory
 from qkv.partial import Partial, RowStatistics, finish, identity, without_keys
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.overflow import recomputed
+from qkv.problem.second_derivatives.passes import Cotangents, SecondDerivatives
+from qkv.problem.second_derivatives.tangents import OperandTangents
 from qkv.problem.spec import Problem, Spec
 from qkv.process.forks import importing
 from qkv.process.threads import get_num_threads
@@ -177,6 +179,15 @@ class CpuBackend:
                 problem, inputs, partial(self._run, is_decode=False, backward=True)
             )
         return backward(problem, inputs)
+
+    def second_derivatives(
+        self, problem: Problem, tangents: OperandTangents, cotangents: Cotangents | None
+    ) -> SecondDerivatives | None:
+        """Tangents of output and lse, and of all gradients, unless a table's are among them."""
+        with importing():
+            from qkv.backends.cpu.passes.tangents import second_derivatives
+
+        return second_derivatives(problem, tangents, cotangents)
 
     def _run(
         self,

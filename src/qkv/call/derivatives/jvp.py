@@ -13,6 +13,7 @@ from qkv._dynamo import ends_graph
 from qkv.arguments.declarations import shown
 from qkv.arguments.readable_checks import checked_flag
 from qkv.arrays.views import view
+from qkv.backends import TwiceDifferentiable
 from qkv.call.binding.bound import BoundCall, bind
 from qkv.call.binding.options import Options, option_values, with_options
 from qkv.call.binding.variant_arrays import (
@@ -29,20 +30,18 @@ from qkv.call.derivatives.gradients import Gradients, arranged
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.partial import Partial
 from qkv.problem.building.builder import FLOATS
-from qkv.problem.scores import Scores
-from qkv.problem.second_derivatives.passes import Cotangents, forward_tangent, second_backward
+from qkv.problem.second_derivatives.passes import (
+    Cotangents,
+    SecondDerivatives,
+    second_derivatives,
+)
 from qkv.problem.second_derivatives.tangents import OperandTangents
 from qkv.problem.spec import Origin
 from qkv.problem.stored_rows import plain
-from qkv.problem.tiles import TileGrid
 
 __all__ = ["SecondGradients", "Tangents", "jvp", "second_vjp"]
 
 Array = NDArray[Any]
-
-_BLOCK = 128
-"""Queries, and keys, of a tile: few, so that causal masks leave many tiles out."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tangents:
@@ -162,7 +161,7 @@ def tangents_of(bound: BoundCall, tangents: Tangents) -> tuple[Any, Any]:
 
 
 def _moved(call: CheckedCall, direction: OperandTangents) -> tuple[Any, Any]:
-    tangents = forward_tangent(*_tiles(call), direction)
+    tangents = _second_derivatives(call, direction).forward
     return call.output(Partial(tangents.out, tangents.lse)), call.rows(tangents.lse)
 
 
@@ -227,9 +226,9 @@ def second_vjp(
 
     Notes
     -----
-    Tiles are met twice, for row sums and for the tangent of the backward pass: at most
+    Keys are met twice, for row sums and for the tangent of the backward pass: at most
     `20 head_dim + 14 v_head_dim` operations for each pair in a tile that is not empty, and fewer
-    where tiles are kept. Memory as for `vjp`.
+    where scores are kept. Memory as for `vjp`.
     """
     wrt = tuple(wrt)
     changing = [entry[0] for entry in tangents.of_variants]
@@ -243,7 +242,8 @@ def second_vjp(
         cotangent_of_lse(call, partial.lse, grad_lse),
         frozenset(name for name, _ in tables),
     )
-    second = second_backward(*_tiles(call), direction, cotangents)
+    second = _second_derivatives(call, direction, cotangents)
+    assert second.gradients is not None and second.sinks is not None
     own = by_origin([(origin, second.gradients.tables[name]) for name, origin in tables])
     if sinks is not None:
         own.append((sinks, second.sinks))
@@ -252,9 +252,14 @@ def second_vjp(
     return SecondGradients(gradients, call.output(moved), call.rows(moved.lse))
 
 
-def _tiles(call: CheckedCall) -> tuple[Scores, TileGrid]:
-    scores = Scores(call.problem, call.problem.spec.compute_dtype)
-    return scores, scores.grid(_BLOCK, _BLOCK)
+def _second_derivatives(
+    call: CheckedCall, direction: OperandTangents, cotangents: Cotangents | None = None
+) -> SecondDerivatives:
+    """By the backend of the call if it has a pass that takes these values, or else in NumPy."""
+    backend, found = call.choice.backend, None
+    if isinstance(backend, TwiceDifferentiable):
+        found = backend.second_derivatives(call.problem, direction, cotangents)
+    return found or second_derivatives(call.problem, direction, cotangents)
 
 
 # Directions

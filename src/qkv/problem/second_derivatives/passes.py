@@ -13,11 +13,10 @@ from qkv.problem.language.derivative import ZERO, derivative, tangent
 from qkv.problem.language.expressions import SCORE, Load, Node, Var
 from qkv.problem.scores import Scores, of_all_heads, weighted_sum
 from qkv.problem.second_derivatives.tangents import Block, Direction, OperandTangents, Tile
+from qkv.problem.spec import Problem
 from qkv.problem.tiles import TileGrid
 
-__all__ = [
-    "Cotangents", "ForwardTangents", "SecondDerivatives", "forward_tangent", "second_backward",
-]  # fmt: skip
+__all__ = ["Cotangents", "ForwardTangents", "SecondDerivatives", "second_derivatives"]
 
 Array = NDArray[Any]
 
@@ -41,49 +40,62 @@ class ForwardTangents:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SecondDerivatives:
-    """Tangents of output and lse, and of all gradients, those of sinks per head."""
+    """Tangents of output and lse, and for cotangents of all gradients, those of sinks per head."""
 
     forward: ForwardTangents
-    gradients: OperandGradients
-    sinks: Array
+    gradients: OperandGradients | None = None
+    sinks: Array | None = None
 
 
-def forward_tangent(scores: Scores, grid: TileGrid, tangents: OperandTangents) -> ForwardTangents:
-    """Tangents of output and lse of one problem, in the type of `scores`."""
-    direction = Direction(scores, tangents)
-    forward = _zero_tangents(direction)
+_BLOCK = 128
+"""Queries, and keys, of a tile: few, so that causal masks leave many tiles out."""
+
+
+def second_derivatives(
+    problem: Problem, tangents: OperandTangents, cotangents: Cotangents | None = None
+) -> SecondDerivatives:
+    """Tangents of output and lse, and for cotangents those of the gradients."""
+    return of_tiles(Scores(problem, problem.spec.compute_dtype), tangents, cotangents)
+
+
+def of_tiles(
+    scores: Scores, tangents: OperandTangents, cotangents: Cotangents | None = None
+) -> SecondDerivatives:
+    """The same in the type of `scores`."""
+    direction, grid = Direction(scores, tangents), scores.grid(_BLOCK, _BLOCK)
     with np.errstate(all="ignore"):
-        for block in direction.blocks(grid):
-            block.sum_rows()
-            forward.lse[block.index] = block.lse_dot[..., 0]
-            for tile in block.tiles():
-                forward.out[block.index] += tile.out_dot(*block.weights(tile))
+        if cotangents is None:
+            return SecondDerivatives(_forward_tangents(direction, grid))
+        return _second_derivatives(direction, grid, cotangents)
+
+
+def _forward_tangents(direction: Direction, grid: TileGrid) -> ForwardTangents:
+    forward = _zero_tangents(direction)
+    for block in direction.blocks(grid):
+        block.sum_rows()
+        forward.lse[block.index] = block.lse_dot[..., 0]
+        for tile in block.tiles():
+            forward.out[block.index] += tile.out_dot(*block.weights(tile))
     return _in_batch(direction, forward)
 
 
-def second_backward(
-    scores: Scores,
-    grid: TileGrid,
-    tangents: OperandTangents,
-    cotangents: Cotangents,
+def _second_derivatives(
+    direction: Direction, grid: TileGrid, cotangents: Cotangents
 ) -> SecondDerivatives:
-    """Tangents of one problem's output, lse and gradients, in the type of `scores`."""
-    direction = Direction(scores, tangents)
     forward, sums = _zero_tangents(direction), _GradientTangents(direction, cotangents.tables)
     grad_out, grad_lse = (
         given.reshape(like.shape)
         for given, like in ((cotangents.grad_out, forward.out), (cotangents.grad_lse, forward.lse))
     )
-    with np.errstate(all="ignore"):
-        for block in direction.blocks(grid, grad_out):
-            rows = _BackwardRows(block, grad_lse)
-            forward.lse[block.index] = block.lse_dot[..., 0]
-            np.add.at(sums.sinks, block.heads.head[:, 0, 0], rows.d_sink_dot)
-            for tile in block.tiles():
-                weights, weights_dot = block.weights(tile)
-                forward.out[block.index] += tile.out_dot(weights, weights_dot)
-                sums.add_tile(block, tile, rows, weights, weights_dot)
-        return SecondDerivatives(_in_batch(direction, forward), sums.gradients(), sums.sinks)
+    for block in direction.blocks(grid, grad_out):
+        rows = _BackwardRows(block, grad_lse)
+        forward.lse[block.index] = block.lse_dot[..., 0]
+        np.add.at(sums.sinks, block.heads.head[:, 0, 0], rows.d_sink_dot)
+        for tile in block.tiles():
+            weights, weights_dot = block.weights(tile)
+            forward.out[block.index] += tile.out_dot(weights, weights_dot)
+            sums.add_tile(block, tile, rows, weights, weights_dot)
+    return SecondDerivatives(_in_batch(direction, forward), sums.gradients(), sums.sinks)
 
 
 def _zero_tangents(direction: Direction) -> ForwardTangents:

@@ -44,7 +44,7 @@ def _digest(value: object) -> str:
 EMITTERS = (
     "backends/cpu/emit", "backends/cpu/products", "backends/cpu/forward", "backends/cpu/decode",
     "backends/cpu/backward", "backends/cpu/replay", "backends/cpu/split_bf16", "backends/cpu/rows",
-    "backends/cpu/bf16_pairs", "backends/cpu/bf16_tiles",
+    "backends/cpu/bf16_pairs", "backends/cpu/bf16_tiles", "backends/cpu/tangents",
     "backends/cpu/python_calls/code.py", "backends/cpu/python_calls/layout.py",
     "backends/cpu/threads/floating_mode.py", "backends/cpu/threads/gate.py",
     "backends/cpu/threads/layout.py",

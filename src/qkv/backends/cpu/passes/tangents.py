@@ -1,0 +1,272 @@
+"""The host side of second derivatives: what the kernel takes, its tasks, and its results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends.cpu.backward.layout import padded_dim
+from qkv.backends.cpu.compiler.compile import EmitFunction, Kernel, build
+from qkv.backends.cpu.forward.layout import skips_keys_within_blocks
+from qkv.backends.cpu.machine.host import Host, host
+from qkv.backends.cpu.machine.tiling import TileShape
+from qkv.backends.cpu.passes.arguments import Arguments
+from qkv.backends.cpu.passes.forward import operations_of_a_pair
+from qkv.backends.cpu.passes.workers import Workload
+from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
+from qkv.backends.cpu.plan.schedule import Schedule, fine_tile, schedule
+from qkv.backends.cpu.tangents.layout import (
+    BLOCK_KV,
+    FIELDS,
+    ROWS,
+    TASK,
+    TangentKey,
+    scratch_areas,
+    shared_with,
+)
+from qkv.problem.backward import OperandGradients, rotate_back
+from qkv.problem.scores import Scores
+from qkv.problem.second_derivatives.passes import (
+    Cotangents,
+    ForwardTangents,
+    SecondDerivatives,
+)
+from qkv.problem.second_derivatives.tangents import SCALED_DOT, Direction, OperandTangents
+from qkv.problem.spec import Problem, Spec, TableSpec
+
+Array = NDArray[Any]
+
+_EMIT_TANGENTS = EmitFunction("qkv.backends.cpu.tangents.kernel", "emit_tangents")
+
+_TASKS = 64
+"""Number of tasks that is enough for many cores."""
+_TASK_BLOCKS = 8
+"""Blocks of queries of a task that make it cheap to add the parts of dK and dV."""
+_MOST_PARTS = 8
+"""The most parts of dK and dV that are held at once."""
+
+
+def second_derivatives(
+    problem: Problem, tangents: OperandTangents, cotangents: Cotangents | None
+) -> SecondDerivatives | None:
+    """Tangents of output and lse, and with cotangents those of all gradients.
+
+    None if gradients of tables are wanted, which the kernel does not compute.
+    """
+    spec = problem.spec
+    if 0 in (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len):
+        return None
+    if cotangents is not None and cotangents.tables:
+        return None
+    direction = Direction(Scores(problem, spec.compute_dtype), tangents)
+    operands = _Operands(direction, cotangents)
+    run = _TangentPass(direction, backward=operands.backward)
+    results = _Results(direction, run)
+    workers = run.workers()
+    run.launch(_TangentArguments(run, operands, results, workers), workers)
+    return results.finish()
+
+
+def _sum_of_parts(parts: Array) -> Array:
+    return parts[0] if len(parts) == 1 else np.asarray(parts.sum(axis=0))
+
+
+class _Operands:
+    """Dense arrays of the type of computation, with the heads of all batch rows on one axis."""
+
+    def __init__(self, direction: Direction, cotangents: Cotangents | None) -> None:
+        spec, dtype = direction.spec, direction.scores.dtype
+        heads = spec.batch_size * spec.num_heads
+        named = {
+            name: getattr(direction, name)
+            for name in ("query", "query_dot", "key", "key_dot", "value", "value_dot")
+        }
+        if cotangents is not None:
+            named["grad_out"] = cotangents.grad_out.reshape(heads, spec.q_len, spec.v_head_dim)
+            named["grad_lse"] = cotangents.grad_lse.reshape(heads, spec.q_len)
+        self.backward = cotangents is not None
+        self.arrays = {name: np.ascontiguousarray(a, dtype) for name, a in named.items()}
+        sinks, sinks_dot = direction.sinks, direction.sinks_dot
+        self.sinks = np.full(spec.num_heads, -np.inf, dtype)
+        if sinks is not None:
+            self.sinks[:] = sinks
+        self.sinks_dot = np.zeros(spec.num_heads, dtype)
+        if sinks_dot is not None:
+            self.sinks_dot[:] = sinks_dot
+
+
+class _TangentPass(Workload):
+    """The pass over one problem: its kernel, its tasks, and how many threads share them."""
+
+    def __init__(self, direction: Direction, *, backward: bool) -> None:
+        here, spec = host(), direction.spec
+        self.problem = problem = _with_tables(direction)
+        self.backward = backward
+        self.shape = here.shape_of(spec.compute_dtype)
+        self.plan = _schedule(problem, self.shape.block_q)
+        self.q_blocks = -(-spec.q_len // self.shape.block_q)
+        self.parts, self.tasks = _task_rows(spec, self.q_blocks)
+        self.scratch_bytes = scratch_of(spec, self.shape, backward=backward)
+        dims = 8 * spec.head_dim + 4 * spec.v_head_dim if backward else 3 * spec.head_dim
+        operations = 2.0 * (dims + 2 * spec.v_head_dim) * self.plan.pairs
+        others = 3 * operations_of_a_pair(spec) * self.plan.pairs
+        super().__init__(len(self.tasks), operations, "elements", others)
+        key = TangentKey(
+            replace(kernel_spec(problem.spec), dtype=spec.compute_dtype.name),
+            self.shape,
+            integer_bits(problem),
+            backward,
+            direction.score_dot,
+            SCALED_DOT,
+        )
+        self.kernel = _kernel(key, here)
+
+    def launch(self, arguments: Arguments, workers: int) -> None:
+        self.run(self.kernel, arguments, workers)
+
+
+def scratch_of(spec: Spec, shape: TileShape, *, backward: bool) -> int:
+    """Memory of one worker: whole pages."""
+    item = spec.compute_dtype.itemsize
+    areas = scratch_areas(shape, spec.head_dim, spec.v_head_dim, item, backward=backward)
+    return -(-sum(areas.values()) // 4096) * 4096
+
+
+def _with_tables(direction: Direction) -> Problem:
+    """The problem with the tangents of tables as tables of their own."""
+    problem, spec = direction.problem, direction.spec
+    known = {table.name for table in spec.tables}
+    more = tuple(
+        TableSpec(name, "", "float", array.dtype.name, array.ndim)
+        for name, array in sorted(direction.tables.items())
+        if name not in known
+    )
+    return replace(
+        problem,
+        spec=replace(spec, tables=(*spec.tables, *more)),
+        operands=replace(problem.operands, tables=direction.tables),
+    )
+
+
+def _schedule(problem: Problem, block_q: int) -> Schedule:
+    """The keys of each block of queries, in whole blocks where the forward pass takes such."""
+    tile_kv = fine_tile(problem, block_q)
+    whole_blocks = tile_kv < BLOCK_KV and skips_keys_within_blocks(problem.spec.mask)
+    return schedule(
+        problem,
+        block_q,
+        tile_kv=tile_kv,
+        block_kv=BLOCK_KV if whole_blocks else None,
+        in_quarters=False,
+    ).ordered()
+
+
+def _task_rows(spec: Spec, q_blocks: int) -> tuple[int, Array]:
+    """Into how many parts queries are split, by the shape alone, and rows of `TASK`."""
+    heads = spec.batch_size * spec.num_kv_heads
+    parts = max(1, min(-(-_TASKS // heads), q_blocks // _TASK_BLOCKS, _MOST_PARTS))
+    size = -(-q_blocks // parts)
+    starts = np.arange(0, q_blocks, size)
+    # The last queries, which see most keys if a mask is causal, come first.
+    places = np.stack(np.unravel_index(np.arange(len(starts) * heads), (len(starts), heads)), axis=1)
+    split = len(starts) - 1 - places[:, 0]
+    tasks = np.zeros((len(places), len(TASK)), np.int64)
+    tasks[:, 0], tasks[:, 1] = np.divmod(places[:, 1], spec.num_kv_heads)
+    tasks[:, 2] = starts[split]
+    tasks[:, 3] = np.minimum(starts[split] + size, q_blocks)
+    tasks[:, 4] = split
+    return len(starts), tasks
+
+
+@lru_cache(maxsize=256)
+def _kernel(key: TangentKey, here: Host) -> Kernel:
+    return Kernel(build(_EMIT_TANGENTS, (key,), here, shared=shared_with(key)))
+
+
+class _Results:
+    """What the kernel writes."""
+
+    def __init__(self, direction: Direction, run: _TangentPass) -> None:
+        self.direction, self.spec = direction, direction.spec
+        self.backward = run.backward
+        spec, dtype = self.spec, self.spec.compute_dtype
+        heads, kv_heads = spec.batch_size * spec.num_heads, spec.batch_size * spec.num_kv_heads
+        self.out_dot = np.empty((heads, spec.q_len, spec.v_head_dim), dtype)
+        names = ROWS if run.backward else ROWS[:1]
+        self.rows = {name: np.zeros((heads, spec.q_len)) for name in names}
+        self.query = np.empty((heads, spec.q_len, spec.head_dim if run.backward else 0), dtype)
+        lanes, parts = run.shape.lanes, run.parts if run.backward else 0
+        self.key, self.value = (
+            np.empty((parts, kv_heads, spec.kv_len, padded_dim(dim, lanes)), dtype)
+            for dim in (spec.head_dim, spec.v_head_dim)
+        )
+
+    def finish(self) -> SecondDerivatives:
+        """The results in the shapes of the batch."""
+        spec, problem = self.spec, self.direction.problem
+        shape = (*spec.batch_shape, spec.num_heads, spec.q_len)
+        lse = self.rows["lse_dot"].astype(spec.compute_dtype).reshape(shape)
+        forward = ForwardTangents(self.out_dot.reshape(*shape, spec.v_head_dim), lse)
+        if not self.backward:
+            return SecondDerivatives(forward)
+        operands = problem.operands
+        query = self.query.reshape(operands.query.shape)
+        key, value = (
+            _sum_of_parts(parts)[..., : shape[-1]].reshape(shape)
+            for parts, shape in (
+                (self.key, operands.key.shape), (self.value, operands.value.shape),
+            )
+        )  # fmt: skip
+        gradients = OperandGradients(*rotate_back(problem, query, key), value, {})
+        return SecondDerivatives(forward, gradients, self._of_sinks())
+
+    def _of_sinks(self) -> Array:
+        """The tangents of the gradients of sinks: a sink acts as a key with value 0."""
+        lse_dot, delta, delta_dot, share = (self.rows[name] for name in ROWS)
+        sinks_dot = self.direction.sinks_dot
+        moved = 0.0 if sinks_dot is None else sinks_dot[:, None]
+        by_head = (self.spec.batch_size, self.spec.num_heads, self.spec.q_len)
+        lse_dot, delta, delta_dot, share = (
+            rows.reshape(by_head) for rows in (lse_dot, delta, delta_dot, share)
+        )
+        share_dot = share * (moved - lse_dot)
+        total: Array = -(share_dot * delta + share * delta_dot).sum(axis=(0, 2))
+        return total
+
+
+class _TangentArguments(Arguments):
+    """The words of one call."""
+
+    def __init__(
+        self, run: _TangentPass, operands: _Operands, results: _Results, workers: int
+    ) -> None:
+        spec, shape, item = run.problem.spec, run.shape, run.problem.spec.compute_dtype.itemsize
+        areas = scratch_areas(
+            shape, spec.head_dim, spec.v_head_dim, item, backward=run.backward
+        )
+        super().__init__(run.problem, (*FIELDS, *(f"area_{name}" for name in areas)))
+        ends = np.cumsum(list(areas.values()))
+        rows = {f"{name}_rows": results.rows.get(name) for name in ROWS}
+        arrays = {
+            "grad_out": None, "grad_lse": None, **operands.arrays, **rows,
+            "sinks": operands.sinks, "sinks_dot": operands.sinks_dot,
+            "out_dot": results.out_dot, "d_query_dot": results.query,
+            "key_sums": results.key, "value_sums": results.value,
+        }  # fmt: skip
+        self._write({
+            **self._common_fields(run.tasks, run.scratch_bytes, workers),
+            "scale": self._real_bits(run.problem.operands.scale),
+            "blocks": self._address(run.plan.tasks),
+            "runs": self._address(run.plan.runs),
+            "q_blocks": run.q_blocks,
+            **{n: 0 if array is None else self._address(array) for n, array in arrays.items()},
+            "key_sum_row": results.key.strides[-2],
+            "key_part": results.key.strides[0],
+            "value_sum_row": results.value.strides[-2],
+            "value_part": results.value.strides[0],
+            **dict(zip((f"area_{name}" for name in areas), [0, *ends.tolist()], strict=False)),
+        })  # fmt: skip

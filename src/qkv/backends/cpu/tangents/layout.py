@@ -1,0 +1,102 @@
+"""What calls must know of the kernel: what its code depends on, and the memory it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from qkv.backends.cpu.backward.layout import BackwardKey, padded_dim, shared_modules
+from qkv.backends.cpu.compiler.compile import EmitFunction, Module
+from qkv.backends.cpu.emit.argument_block import COMMON_FIELDS
+from qkv.backends.cpu.machine.tiling import TileShape
+from qkv.problem.language.expressions import Load, Node
+from qkv.problem.spec import Spec
+
+BLOCK_KV = 64
+"""Keys whose scores are computed at once."""
+
+KEPT_BLOCKS = 8
+"""Blocks of keys whose scores are kept from the first pass to the second. Those of longer rows are
+computed twice."""
+
+TASK = ("batch", "kv_head", "first_block", "last_block", "split")
+"""The words of a task: some blocks of queries of every head that reads one kv head."""
+
+ROWS = ("lse_dot", "delta", "delta_dot", "sink_share")
+"""What is written for each query in float64. The share of the sink is its weight."""
+
+PAIR_AREAS = (
+    "scores", "scores_dot", "products", "products_dot", "d_weights", "d_weights_dot",
+)  # fmt: skip
+"""Areas with a number for each pair of a block of queries and a block of keys."""
+
+SUM_ROWS = ("total", "moved", "d_mean", "d_mean_dot")
+"""Sums over the keys of a row, in float64: of e, e sdot, e dP, and e sdot dP + e dPdot."""
+
+REAL_ROWS = ("peak", "share", "lse_dot", "delta", "delta_dot", "grad_lse")
+"""Numbers of a row in the type of computation: the largest score, 1 / total, and others."""
+
+FIELDS = (
+    *COMMON_FIELDS,
+    "query", "query_dot", "key", "key_dot", "value", "value_dot", "grad_out", "grad_lse",
+    "sinks", "sinks_dot", "blocks", "runs", "q_blocks", *(f"{name}_rows" for name in ROWS),
+    "out_dot", "d_query_dot",
+    "key_sums", "key_sum_row", "key_part", "value_sums", "value_sum_row", "value_part",
+)  # fmt: skip
+"""The words of the argument block; behind them follows where each area of scratch begins.
+
+Matrices are dense, of the type of computation, with the heads of all batch rows on one axis.
+`key_sums` and `value_sums` have a part for each split of the queries, so many bytes long."""
+
+
+@dataclass(frozen=True, slots=True)
+class TangentKey:
+    """Everything that the code of one kernel depends on.
+
+    `score_dot` is how a score changes with the product, `scaled_dot`, and with tables. With
+    `backward`, the tangents of the gradients are computed too.
+    """
+
+    spec: Spec
+    shape: TileShape
+    int_bits: int
+    backward: bool
+    score_dot: Node
+    scaled_dot: Load
+
+    @property
+    def of_backward(self) -> BackwardKey:
+        """A backward kernel with the same functions for rows and sums."""
+        real = str(self.spec.compute_dtype)
+        return BackwardKey(self.spec, self.shape, self.int_bits, False, real, real)
+
+
+def scratch_areas(
+    shape: TileShape, head_dim: int, v_head_dim: int, item: int, *, backward: bool
+) -> dict[str, int]:
+    """Bytes of each area of a worker's scratch memory, in order."""
+    block_q = shape.block_q
+    query, value = (padded_dim(dim, shape.lanes) * block_q for dim in (head_dim, v_head_dim))
+    sizes = {
+        "query": query, "query_dot": query, "out_sums": value,
+        "sums": len(SUM_ROWS) * block_q * (8 // item), "reals": len(REAL_ROWS) * block_q,
+    }  # fmt: skip
+    if backward:
+        sizes |= {
+            "grad_out": value, "query_rows": query, "query_dot_rows": query, "grad_rows": value,
+            "query_sums": query,
+        }  # fmt: skip
+    sizes |= dict.fromkeys(PAIR_AREAS, BLOCK_KV * block_q * (KEPT_BLOCKS + 1))
+    return {name: size * item for name, size in sizes.items()}
+
+
+
+
+_EMIT_PRODUCTS = EmitFunction("qkv.backends.cpu.tangents.shared", "emit_products")
+
+
+def shared_with(key: TangentKey) -> tuple[Module, ...]:
+    """The modules that a kernel is linked with: sums of the backward pass, and products."""
+    sums, _ = shared_modules(key.of_backward, sums_rows=False)
+    same = replace(key.of_backward, spec=key.spec.without_expressions, int_bits=32)
+    return sums, Module(_EMIT_PRODUCTS, (same,))
