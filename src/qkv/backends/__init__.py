@@ -1,7 +1,8 @@
 """Backends: the registry, and the choice of the one that runs a problem.
 
 A backend is any object with the protocol of `Backend`. What it has beyond that is a protocol each:
-`Differentiable`, `TwiceDifferentiable`, `Inspectable`, `DeviceBackend`, and for calls like an earlier one `Preparing`.
+`Differentiable`, `TwiceDifferentiable`, `Inspectable`, `DeviceBackend`, and for calls like an
+earlier one `Preparing`.
 Those of other packages are found through the entry point group `qkv.backends`; see
 docs/add-a-backend.md.
 """

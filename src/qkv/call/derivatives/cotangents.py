@@ -28,10 +28,10 @@ def shapes_of(query: Any, key: Any, value: Any) -> tuple[Shape, Shape, Shape]:
     return shapes[0], shapes[1], shapes[2]
 
 
-def cotangent_of_out(call: CheckedCall, out: Array, grad_out: Any) -> Array:
-    """`grad_out` in the order of `out`, `(*batch_shape, num_heads, q_len, v_head_dim)`."""
+def cotangent_of_out(call: CheckedCall, grad_out: Any) -> Array:
+    """`grad_out` as `(*batch_shape, num_heads, q_len, v_head_dim)`."""
     seen = view(grad_out, "grad_out")
-    expected: Shape = out.shape
+    expected: Shape = (*_shape_of_lse(call), call.problem.spec.v_head_dim)
     if call.ndim == 2:
         expected = expected[-2:]
     elif call.layout == "blhd":
@@ -40,14 +40,19 @@ def cotangent_of_out(call: CheckedCall, out: Array, grad_out: Any) -> Array:
     return call.plain(seen)
 
 
-def cotangent_of_lse(call: CheckedCall, lse: Array, grad_lse: Any) -> Array:
-    """`grad_lse` in the order of `lse`; zeros for None."""
+def cotangent_of_lse(call: CheckedCall, grad_lse: Any) -> Array:
+    """`grad_lse` as `(*batch_shape, num_heads, q_len)`; zeros for None."""
+    shape, dtype = _shape_of_lse(call), call.problem.spec.compute_dtype
     if grad_lse is None:
-        return np.zeros_like(lse)
+        return np.zeros(shape, dtype)
     seen = view(grad_lse, "grad_lse")
-    expected = lse.shape[-1:] if call.ndim == 2 else lse.shape
-    fits(call, "grad_lse", seen, expected, lse.dtype, "lse")
-    return seen.reshape(lse.shape)
+    fits(call, "grad_lse", seen, shape[-1:] if call.ndim == 2 else shape, dtype, "lse")
+    return seen.reshape(shape)
+
+
+def _shape_of_lse(call: CheckedCall) -> Shape:
+    spec = call.problem.spec
+    return (*spec.batch_shape, spec.num_heads, spec.q_len)
 
 
 def like_operand(call: CheckedCall, gradient: Array, shape: Shape) -> Any:

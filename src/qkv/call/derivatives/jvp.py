@@ -43,6 +43,7 @@ __all__ = ["SecondGradients", "Tangents", "jvp", "second_vjp"]
 
 Array = NDArray[Any]
 
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Tangents:
     """A direction, `(dq, dk, dv, ...)`: how each array of a call changes; None does not.
@@ -123,22 +124,12 @@ def jvp(
            [2.34]])
     """
     bound = bind(query, key, value, variants, option_values("jvp", options))
-    out, moved = jvp_of(bound, tangents, variants)
     return_lse = checked_flag("return_lse", return_lse)
-    return (out, moved) if return_lse else (out[0], moved[0])
-
-
-def jvp_of(
-    bound: BoundCall, tangents: Tangents, given: Sequence[Any] | None = None
-) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Output and lse of a bound call, and how both change; `given` as for `check_call`."""
-    if isinstance(tangents, Tangents):
-        bound = without_repeats(bound, [entry[0] for entry in _entries(tangents)], given)
-    call = _check(bound, given)
-    direction = _direction(call, tangents, _shapes(call))
-    partial = call.run_for_backward()
+    call, direction = _checked(bound, tangents, variants)
     moved = _moved(call, direction)
-    return (call.output(partial), call.rows(partial.lse)), moved
+    partial = call.run_for_backward()
+    out = call.output(partial), call.rows(partial.lse)
+    return (out, moved) if return_lse else (out[0], moved[0])
 
 
 def _entries(tangents: Tangents) -> Sequence[tuple[Any, Any, Any]]:
@@ -156,8 +147,17 @@ def _entries(tangents: Tangents) -> Sequence[tuple[Any, Any, Any]]:
 
 def tangents_of(bound: BoundCall, tangents: Tangents) -> tuple[Any, Any]:
     """How output and lse of a bound call change."""
-    call = _check(without_repeats(bound, [entry[0] for entry in tangents.of_variants]), None)
-    return _moved(call, _direction(call, tangents, _shapes(call)))
+    return _moved(*_checked(bound, tangents))
+
+
+def _checked(
+    bound: BoundCall, tangents: Tangents, given: Sequence[Any] | None = None
+) -> tuple[CheckedCall, OperandTangents]:
+    """The call and the direction; `given` as for `check_call`."""
+    if isinstance(tangents, Tangents):
+        bound = without_repeats(bound, [entry[0] for entry in _entries(tangents)], given)
+    call = _check(bound, given)
+    return call, _direction(call, tangents, _shapes(call))
 
 
 def _moved(call: CheckedCall, direction: OperandTangents) -> tuple[Any, Any]:
@@ -236,14 +236,14 @@ def second_vjp(
     shapes = _shapes(call)
     direction = _direction(call, tangents, shapes)
     tables, sinks = wanted(call.problem, [call.named(variant)[0] for variant in wrt])
-    partial = call.run_for_backward()
     cotangents = Cotangents(
-        cotangent_of_out(call, partial.out, grad_out),
-        cotangent_of_lse(call, partial.lse, grad_lse),
+        cotangent_of_out(call, grad_out),
+        cotangent_of_lse(call, grad_lse),
         frozenset(name for name, _ in tables),
     )
     second = _second_derivatives(call, direction, cotangents)
-    assert second.gradients is not None and second.sinks is not None
+    assert second.gradients is not None
+    assert second.sinks is not None
     own = by_origin([(origin, second.gradients.tables[name]) for name, origin in tables])
     if sinks is not None:
         own.append((sinks, second.sinks))

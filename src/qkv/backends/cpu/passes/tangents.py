@@ -23,7 +23,6 @@ from qkv.backends.cpu.tangents.layout import (
     BLOCK_KV,
     FIELDS,
     ROWS,
-    TASK,
     TangentKey,
     scratch_areas,
     shared_with,
@@ -172,14 +171,11 @@ def _task_rows(spec: Spec, q_blocks: int) -> tuple[int, Array]:
     size = -(-q_blocks // parts)
     starts = np.arange(0, q_blocks, size)
     # The last queries, which see most keys if a mask is causal, come first.
-    places = np.stack(np.unravel_index(np.arange(len(starts) * heads), (len(starts), heads)), axis=1)
-    split = len(starts) - 1 - places[:, 0]
-    tasks = np.zeros((len(places), len(TASK)), np.int64)
-    tasks[:, 0], tasks[:, 1] = np.divmod(places[:, 1], spec.num_kv_heads)
-    tasks[:, 2] = starts[split]
-    tasks[:, 3] = np.minimum(starts[split] + size, q_blocks)
-    tasks[:, 4] = split
-    return len(starts), tasks
+    split, head = np.divmod(np.arange(len(starts) * heads), heads)
+    split = len(starts) - 1 - split
+    batch, kv_head = np.divmod(head, spec.num_kv_heads)
+    stops = np.minimum(starts + size, q_blocks)
+    return len(starts), np.stack([batch, kv_head, starts[split], stops[split], split], axis=1)
 
 
 @lru_cache(maxsize=256)
@@ -228,13 +224,10 @@ class _Results:
         """The tangents of the gradients of sinks: a sink acts as a key with value 0."""
         lse_dot, delta, delta_dot, share = (self.rows[name] for name in ROWS)
         sinks_dot = self.direction.sinks_dot
-        moved = 0.0 if sinks_dot is None else sinks_dot[:, None]
-        by_head = (self.spec.batch_size, self.spec.num_heads, self.spec.q_len)
-        lse_dot, delta, delta_dot, share = (
-            rows.reshape(by_head) for rows in (lse_dot, delta, delta_dot, share)
-        )
+        moved = 0.0 if sinks_dot is None else np.tile(sinks_dot, self.spec.batch_size)[:, None]
         share_dot = share * (moved - lse_dot)
-        total: Array = -(share_dot * delta + share * delta_dot).sum(axis=(0, 2))
+        of_rows = -(share_dot * delta + share * delta_dot).sum(axis=-1)
+        total: Array = of_rows.reshape(self.spec.batch_size, -1).sum(axis=0)
         return total
 
 
@@ -245,9 +238,7 @@ class _TangentArguments(Arguments):
         self, run: _TangentPass, operands: _Operands, results: _Results, workers: int
     ) -> None:
         spec, shape, item = run.problem.spec, run.shape, run.problem.spec.compute_dtype.itemsize
-        areas = scratch_areas(
-            shape, spec.head_dim, spec.v_head_dim, item, backward=run.backward
-        )
+        areas = scratch_areas(shape, spec.head_dim, spec.v_head_dim, item, backward=run.backward)
         super().__init__(run.problem, (*FIELDS, *(f"area_{name}" for name in areas)))
         ends = np.cumsum(list(areas.values()))
         rows = {f"{name}_rows": results.rows.get(name) for name in ROWS}

@@ -23,9 +23,7 @@ def scores_function(frame: TangentFrame, name: str, masked: bool) -> Value:
 
         def finish_key(k: Value, _: list[Value]) -> None:
             offset, kv_index = e.mul(k, at.width), e.add(at.kv_start, k)
-            areas = (
-                (at.scores, at.scores_dot) if frame.plain else (at.products, at.products_dot)
-            )
+            areas = (at.scores, at.scores_dot) if frame.plain else (at.products, at.products_dot)
             score, score_dot = (e.load_vector(e.at(area, offset)) for area in areas)
             inner = places.at_key(kv_index, score)
             inner.known[frame.scaled_dot] = score_dot

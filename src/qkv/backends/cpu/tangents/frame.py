@@ -19,7 +19,7 @@ from qkv.backends.cpu.tangents.layout import (
     TangentKey,
     scratch_areas,
 )
-from qkv.problem.language.derivative import ZERO, derivative, tangent
+from qkv.problem.language.derivative import ZERO, tangent
 from qkv.problem.language.expressions import SCORE
 
 
@@ -92,5 +92,3 @@ class TangentFrame(BackwardFrame):
     def as_real(self, x: Value) -> Value:
         """A vector of float64 in the type of computation."""
         return x if x.type == self.e.vector else self.e.builder.fptrunc(x, self.e.vector)
-
-

@@ -52,9 +52,7 @@ def emit_tangents(key: TangentKey) -> str:
     return str(frame.e.module)
 
 
-def _query_block_function(
-    frame: TangentFrame, vectors: int, functions: dict[str, Value]
-) -> Value:
+def _query_block_function(frame: TangentFrame, vectors: int, functions: dict[str, Value]) -> Value:
     """A function `(arguments, task, block, scratch)` for blocks of `vectors` vectors of queries."""
     with frame.e.function(f"query_block_{vectors}", [POINTER] * 4) as (function, args):
         QueryBlockPass(frame, vectors, functions, *args).emit()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from qkv.backends.cpu.backward.layout import BackwardKey, padded_dim, shared_modules
 from qkv.backends.cpu.compiler.compile import EmitFunction, Module
@@ -88,8 +87,6 @@ def scratch_areas(
         }  # fmt: skip
     sizes |= dict.fromkeys(PAIR_AREAS, BLOCK_KV * block_q * (KEPT_BLOCKS + 1))
     return {name: size * item for name, size in sizes.items()}
-
-
 
 
 _EMIT_PRODUCTS = EmitFunction("qkv.backends.cpu.tangents.shared", "emit_products")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -155,16 +156,16 @@ class QueryBlockPass:
     # Blocks of keys
 
     def _for_each_key_block(self, body: Callable[[Value, Value, Value, Value], None]) -> None:
-        """Emit `body(kv_start, count, partial, n)` for every block of keys, the n-th of all."""
+        """Emit `body(kv_start, count, masked, n)` for every block of keys, the n-th of all."""
         e, frame = self.e, self.frame
         runs = frame.pointer_field(self.arguments, "runs")
 
         def for_run(r: Value, before: list[Value]) -> list[Value]:
             first, end, kind = frame.record(runs, RUN, r)
-            partial = e.builder.icmp_signed("!=", kind, e.index(0))
+            masked = e.builder.icmp_signed("!=", kind, e.index(0))
 
             def for_block(k: Value, number: list[Value]) -> list[Value]:
-                body(k, e.least(BLOCK_KV, e.sub(end, k)), partial, number[0])
+                body(k, e.least(BLOCK_KV, e.sub(end, k)), masked, number[0])
                 return [e.add(number[0], 1)]
 
             return e.loop(first, end, BLOCK_KV, before, for_block)
@@ -184,7 +185,7 @@ class QueryBlockPass:
         return rows, self.e.mul(dim, self.e.real_bytes)
 
     def _compute_scores(
-        self, kv_start: Value, count: Value, partial: Value, areas: dict[str, Value]
+        self, kv_start: Value, count: Value, masked: Value, areas: dict[str, Value]
     ) -> None:
         """Scores, dP and their tangents of one block of keys."""
         e, frame = self.e, self.frame
@@ -200,7 +201,7 @@ class QueryBlockPass:
         multiply("key", "query", of_product[0], self.scale)
         multiply("key", "query_dot", of_product[1], self.scale)
         multiply("key_dot", "query", of_product[1], self.scale, ir.Constant(BIT, 1))
-        self._finish_scores(kv_start, count, partial, areas)
+        self._finish_scores(kv_start, count, masked, areas)
         if frame.backward:
             multiply("value", "grad_out", "d_weights", one)
             multiply("value_dot", "grad_out", "d_weights_dot", one)
@@ -208,7 +209,7 @@ class QueryBlockPass:
                 self._call_by_vector("drop", kv_start, count, areas)
 
     def _finish_scores(
-        self, kv_start: Value, count: Value, partial: Value, areas: dict[str, Value]
+        self, kv_start: Value, count: Value, masked: Value, areas: dict[str, Value]
     ) -> None:
         def finish(name: str) -> None:
             self._call_by_vector(name, kv_start, count, areas)
@@ -218,9 +219,9 @@ class QueryBlockPass:
             if has_full:
                 finish("full")
         elif has_full:
-            self.e.choose(partial, lambda: finish("partial"), lambda: finish("full"))
+            self.e.choose(masked, lambda: finish("partial"), lambda: finish("full"))
         else:
-            with self.e.builder.if_then(partial):
+            with self.e.builder.if_then(masked):
                 finish("partial")
 
     def _call_by_vector(
@@ -234,26 +235,24 @@ class QueryBlockPass:
             sums = e.at(self.area["sums"], e.mul(offset, 8 // e.real_bytes))
             where = self.batch, self.head, e.add(self.first_row, first), e.sub(self.rows, first)
             reals = e.at(self.area["reals"], offset)
-            self.call(
-                name, self.arguments, *held, sums, reals, self.width, count, *where, kv_start
-            )
+            self.call(name, self.arguments, *held, sums, reals, self.width, count, *where, kv_start)
 
         self._for_each_vector(call_for_vector)
 
-    def _sum_block(self, kv_start: Value, count: Value, partial: Value, number: Value) -> None:
+    def _sum_block(self, kv_start: Value, count: Value, masked: Value, number: Value) -> None:
         """The first pass: scores, and the sums of rows."""
         areas = self._areas_of(number)
-        self._compute_scores(kv_start, count, partial, areas)
+        self._compute_scores(kv_start, count, masked, areas)
         self._call_by_vector("add_rows", kv_start, count, areas)
 
-    def _add_block(self, kv_start: Value, count: Value, partial: Value, number: Value) -> None:
+    def _add_block(self, kv_start: Value, count: Value, masked: Value, number: Value) -> None:
         """The second pass: weights, and what they add to the tangents."""
         e, areas = self.e, self._areas_of(number)
         is_lost = e.builder.icmp_signed(">=", number, e.index(KEPT_BLOCKS))
         with e.builder.if_then(is_lost):
-            self._compute_scores(kv_start, count, partial, areas)
+            self._compute_scores(kv_start, count, masked, areas)
         self._call_by_vector("gradients", kv_start, count, areas)
-        held = _KeyBlock(kv_start, count, self._selects(partial), areas)
+        held = _KeyBlock(kv_start, count, self._selects(masked), areas)
         self._add_to_queries(held, "value", "scores_dot", "scores", "out_sums")
         if not self.frame.backward:
             return
@@ -262,32 +261,30 @@ class QueryBlockPass:
         self._add_to_keys(held, "key", "d_weights", "query_dot_rows")
         self._add_to_keys(held, "value", "scores_dot", "grad_rows")
 
-    def _selects(self, partial: Value) -> Value | None:
+    def _selects(self, masked: Value) -> Value | None:
         """Whether pairs of a block may be forbidden, where 0 * inf would be NaN; None if never."""
         frame = self.frame
         if not frame.may_forbid:
             return None
-        return partial if frame.plain else ir.Constant(BIT, 1)
+        return masked if frame.plain else ir.Constant(BIT, 1)
 
     def _add_to_queries(
         self, held: _KeyBlock, rows: str, moved: str, weights: str, to: str
     ) -> None:
         """Add rows of keys times what moved, and their tangents times the weights."""
-        e = self.e
         for name, left in ((rows, moved), (f"{rows}_dot", weights)):
             pointer, row = self._key_rows(name, held.kv_start)
             dim, marks = self.dims[rows], held.areas["scores"]
             where = pointer, held.areas[left], marks, self.area[to], row, dim, held.count
 
-            def add(kind: str, where: tuple[Value, ...] = where) -> None:
-                self.call(f"{kind}query_sums {self.vectors}", *where)
+            def add(where: tuple[Value, ...] = where) -> None:
+                self.call(f"query_sums {self.vectors}", *where)
 
-            if held.selects is None:
-                add("")
-                continue
-            finite = self.call("all_finite", pointer, row, held.count, dim)
-            safe = e.builder.or_(finite, e.builder.not_(held.selects))
-            e.choose(safe, lambda add=add: add(""), lambda add=add: add("selected_"))
+            def add_selected(where: tuple[Value, ...] = where) -> None:
+                self.call(f"selected_query_sums {self.vectors}", *where)
+
+            finite = partial(self.call, "all_finite", pointer, row, held.count, dim)
+            self._select(held, finite, add, add_selected)
 
     def _add_to_keys(self, held: _KeyBlock, of: str, left: str, rows: str) -> None:
         """Add rows of queries to the sums of dK or dV."""
@@ -308,8 +305,18 @@ class QueryBlockPass:
             marks = held.areas["scores"]
             self.call("selected_key_sums", *factors, marks, *where, self.rows, self.width)
 
+        self._select(held, lambda: self.finite, add, add_selected)
+
+    def _select(
+        self,
+        held: _KeyBlock,
+        finite: Callable[[], Value],
+        add: Callable[[], None],
+        add_selected: Callable[[], None],
+    ) -> None:
+        """Leave out forbidden pairs where rows may not be finite."""
         if held.selects is None:
             add()
-        else:
-            safe = e.builder.or_(self.finite, e.builder.not_(held.selects))
-            e.choose(safe, add, add_selected)
+            return
+        b = self.e.builder
+        self.e.choose(b.or_(b.not_(held.selects), finite()), add, add_selected)

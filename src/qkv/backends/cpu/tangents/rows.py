@@ -12,7 +12,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
-from qkv.backends.cpu.tangents.frame import PairArguments, TangentFrame
+from qkv.backends.cpu.tangents.frame import TangentFrame
 from qkv.backends.cpu.tangents.layout import ROWS, SUM_ROWS
 
 
@@ -146,5 +146,3 @@ def end_rows_function(frame: TangentFrame) -> Value:
             start = e.at(frame.pointer_field(arguments, f"{name}_rows"), e.mul(row, 8))
             e.store_where(live, value, start, 8)
     return function
-
-

@@ -66,7 +66,9 @@ def multiply_function(frame: BackwardFrame, vectors: int) -> Value:
             place = e.at(out, e.mul(k, vectors * e.vector_bytes))
             before = vectors_at(e, place, len(products))
             kept = [b.select(adds, old, zero) for old in before]
-            store_vectors(e, place, [e.fma(x, factor, y) for x, y in zip(products, kept)])
+            store_vectors(
+                e, place, [e.fma(x, factor, y) for x, y in zip(products, kept, strict=True)]
+            )
             return []
 
         keys = frame.shape.keys_of(vectors)

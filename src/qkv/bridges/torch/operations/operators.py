@@ -29,7 +29,7 @@ from qkv.bridges.torch.openmp import on_torch_threads
 from qkv.bridges.torch.operands import LIBRARY, view_of
 from qkv.call.attend import attend
 from qkv.call.binding.bound import BoundCall, Structure
-from qkv.call.derivatives.jvp import Tangents, jvp_of, second_vjp
+from qkv.call.derivatives.jvp import Tangents, second_vjp, tangents_of
 from qkv.call.derivatives.pull_back import Residuals, pull_back
 from qkv.errors import ShapeError
 from qkv.problem.building.check import check
@@ -161,7 +161,7 @@ def attention_tangent(
     """How out and lse change along tangents of query, key, value and some of the arrays."""
     bound = _bound_call(query, key, value, arrays, Structure.from_text(structure))
     with on_torch_threads():
-        _, (out, lse) = jvp_of(bound, _tangents(tangents, directions))
+        out, lse = tangents_of(bound, _tangents(tangents, directions))
     return _tensor(out), _tensor(lse)
 
 
