@@ -13,6 +13,7 @@ from formula import TYPES, Dense, tensor, ulp
 from test_cases import cotangents, own_arrays
 
 import qkv
+from forced import instruction_sets
 from qkv.call.binding.bound import bind
 from qkv.call.binding.options import option_values
 from qkv.call.derivatives.jvp import SecondGradients
@@ -22,6 +23,8 @@ from qkv.testing import Case, cases
 
 Array = np.ndarray[Any, Any]
 
+BACKENDS = ("cpu", "blocked")
+"""Both ways to second derivatives: compiled, and in NumPy."""
 ORDERS = 6
 EXACT = [case for case in cases() if "float64" in case.dtypes]
 ROUNDED = [
@@ -108,7 +111,9 @@ class Second:
         return array.swapaxes(-3, -2) if self.case.layout == "blhd" else array
 
     def by_qkv(self, backend: str = "blocked") -> list[Array]:
+        """What `by_torch` gives, but that the compiled kernel is not asked for `own`."""
         inputs, case = self.inputs, self.case
+        wanted = [] if backend == "cpu" else self.variants
         found = second_vjp(
             *inputs.arrays,
             *inputs.variants,
@@ -116,7 +121,7 @@ class Second:
             grad_out=self.turned(self.grad_out),
             grad_lse=self.grad_lse if case.head_axis else self.grad_lse[0],
             tangents=self.tangents(),
-            wrt=self.variants,
+            wrt=wanted,
             backend=backend,
         )
         operands = found.query, found.key, found.value, found.grad_out
@@ -124,10 +129,12 @@ class Second:
             assert (got.shape, got.dtype) == (given.shape, given.dtype)
         *plain, out = (case.plain_order(g) for g in operands)
         lse = found.grad_lse if case.head_axis else found.grad_lse[None]
-        return [*plain, *(found.of(variant) for variant in self.variants), out, lse]
+        return [*plain, *(found.of(variant) for variant in wanted), out, lse]
 
 
 def hold(found: list[Array], exact: list[Array], limits: list[float]) -> None:
+    if len(found) < len(exact):
+        exact, limits = ([*all_of[:3], *all_of[-2:]] for all_of in (exact, limits))
     for n, (got, right, limit) in enumerate(zip(found, exact, limits, strict=True)):
         assert got.shape == right.shape
         # A variant's array may be of another type than the operands, and so is its gradient.
@@ -136,18 +143,38 @@ def hold(found: list[Array], exact: list[Array], limits: list[float]) -> None:
         assert error <= limit, f"result {n} is {error:.3g} off, allowed is {limit:.3g}"
 
 
-@pytest.mark.slow
-@pytest.mark.sampled("case", EXACT, one_in=3, ids=lambda case: case.name)
-def test_double_backward_in_float64(case: Case) -> None:
+def hold_in_float64(case: Case, backend: str) -> None:
     second = Second(case, "float64")
     exact = second.by_torch("float64")
     largest = [np.max(np.abs(right), initial=0.0) for right in exact]
-    hold(second.by_qkv(), exact, [64 * 2.0**-52 * max(1.0, size) for size in largest])
+    hold(second.by_qkv(backend), exact, [64 * 2.0**-52 * max(1.0, size) for size in largest])
+
+
+@pytest.mark.slow
+@pytest.mark.sampled("case", EXACT, one_in=3, ids=lambda case: case.name)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_double_backward_in_float64(case: Case, backend: str) -> None:
+    hold_in_float64(case, backend)
+
+
+MANY = [case for case in EXACT if len(case.build("float64").variants) > 2][::4]
+"""Cases with several variants."""
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(
+    ("isa", "case"), list(product(instruction_sets(), MANY)), one_in=6,
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)  # fmt: skip
+def test_instruction_sets(isa: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QKV_ISA", isa)
+    hold_in_float64(case, "cpu")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype"), ROUNDED)
-def test_double_backward_in_narrow_types(case: Case, dtype: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_double_backward_in_narrow_types(case: Case, dtype: str, backend: str) -> None:
     """Errors are within three times that of the formula in the same type, and three units."""
     second = Second(case, dtype)
     exact = second.by_torch("float64")
@@ -157,7 +184,7 @@ def test_double_backward_in_narrow_types(case: Case, dtype: str) -> None:
             errors[n] = max(errors[n], np.max(np.abs(plain - right), initial=0.0))
     largest = [float(np.max(np.abs(right), initial=0.0)) for right in exact]
     limits = [3 * e + 3 * ulp(size, dtype) for e, size in zip(errors, largest, strict=True)]
-    hold(second.by_qkv(), exact, limits)
+    hold(second.by_qkv(backend), exact, limits)
 
 
 def test_every_kind_of_variant_is_met() -> None:
@@ -275,7 +302,9 @@ def blocks_of_a_mask() -> Array:
     return mask
 
 
-def with_poison(poison: float, places: dict[str, Array], own: tuple[Any, ...]) -> SecondGradients:
+def with_poison(
+    poison: float, places: dict[str, Array], own: tuple[Any, ...], backend: str
+) -> SecondGradients:
     """Second derivatives where some rows of some arrays are poison."""
     rng = np.random.default_rng(1)
     names = "query", "key", "value", "grad_out", "query_dot", "key_dot", "value_dot"
@@ -290,6 +319,7 @@ def with_poison(poison: float, places: dict[str, Array], own: tuple[Any, ...]) -
         grad_out=arrays["grad_out"],
         grad_lse=arrays["grad_lse"],
         tangents=qkv.Tangents(*(arrays[name] for name in names[4:])),
+        backend=backend,
     )
 
 
@@ -301,10 +331,11 @@ def same_bits(before: SecondGradients, after: SecondGradients, rows: Array, keys
 
 
 @pytest.mark.sampled(("poison", "own"), list(product([np.nan, np.inf], OWN)), one_in=3)
-def test_forbidden_keys_reach_nothing(poison: float, own: tuple[Any, ...]) -> None:
-    before = with_poison(poison, {}, own)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_forbidden_keys_reach_nothing(poison: float, own: tuple[Any, ...], backend: str) -> None:
+    before = with_poison(poison, {}, own, backend)
     places = dict.fromkeys(("key", "value", "key_dot", "value_dot"), HIDDEN)
-    after = with_poison(poison, places, own)
+    after = with_poison(poison, places, own, backend)
     # A key feels what happens to the rows that attend to it, and no other.
     same_bits(before, after, rows=LAST, keys=np.arange(150, 300))
     sees = blocks_of_a_mask()[:, HIDDEN].any(axis=1)
@@ -312,16 +343,20 @@ def test_forbidden_keys_reach_nothing(poison: float, own: tuple[Any, ...]) -> No
 
 
 @pytest.mark.sampled(("poison", "own"), list(product([np.nan, np.inf], OWN)), one_in=3)
-def test_rows_change_gradients_of_their_own_keys_alone(poison: float, own: tuple[Any, ...]) -> None:
-    before = with_poison(poison, {}, own)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_change_gradients_of_their_own_keys_alone(
+    poison: float, own: tuple[Any, ...], backend: str
+) -> None:
+    before = with_poison(poison, {}, own, backend)
     names = "query", "query_dot", "grad_out", "grad_lse"
-    after = with_poison(poison, dict.fromkeys(names, FIRST[:10]), own)
+    after = with_poison(poison, dict.fromkeys(names, FIRST[:10]), own, backend)
     felt = blocks_of_a_mask()[:10].any(axis=0)
     same_bits(before, after, rows=np.arange(10, 300), keys=~felt)
     assert np.isnan(after.key[:, felt]).all() or np.isinf(poison)
 
 
-def test_rows_without_keys() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_without_keys(backend: str) -> None:
     """The cotangents of such rows are never used, even where nothing is behind them."""
     q, k, v, grad_out, *along = (draw(2, 40, 8) for _ in range(7))
     mask = RNG.random((40, 40)) < 0.5
@@ -330,7 +365,8 @@ def test_rows_without_keys() -> None:
     grad_lse = draw(2, 40)
     grad_out[:, 3] = grad_lse[:, 3] = np.nan
     tangents = qkv.Tangents(*along)
-    found = second_vjp(q, k, v, mask, grad_out=grad_out, grad_lse=grad_lse, tangents=tangents)
+    of = {"grad_out": grad_out, "grad_lse": grad_lse, "tangents": tangents, "backend": backend}
+    found = second_vjp(q, k, v, mask, **of)
     assert not found.grad_out[:, [3, 17]].any()
     assert not found.grad_lse[:, [3, 17]].any()
     assert not found.query[:, [3, 17]].any()
@@ -338,27 +374,30 @@ def test_rows_without_keys() -> None:
     assert all(np.isfinite(g).all() for g in (found.query, found.key, found.value))
     sink = qkv.Sinks(0.5)
     tangents = qkv.Tangents(*along, [(sink, None, np.array(2.0))])
-    _, (out_dot, lse_dot) = qkv.jvp(q, k, v, mask, sink, tangents=tangents, return_lse=True)
+    of = {"tangents": tangents, "return_lse": True, "backend": backend}
+    _, (out_dot, lse_dot) = qkv.jvp(q, k, v, mask, sink, **of)
     np.testing.assert_array_equal(lse_dot[:, [3, 17]], 2.0)
     assert not out_dot[:, [3, 17]].any()
 
 
-def test_rows_of_a_batch_are_what_they_are_alone_on_any_number_of_threads() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_of_a_batch_are_what_they_are_alone_on_any_number_of_threads(backend: str) -> None:
     """Heads are computed together, six of them in two parts, with masks that differ by row."""
     shapes = [(3, 6, 300, 8), (3, 2, 300, 8), (3, 2, 300, 8), (3, 6, 300, 8)]
     q, k, v, grad_out = (draw(*shape) for shape in shapes)
-    along = [draw(*a.shape) for a in (q, k, v)]
+    moves = [draw(*a.shape) for a in (q, k, v)]
     lengths = np.array([300, 170, 40])
     sinks = qkv.Sinks(draw(6))
 
     def derivatives(rows: slice, threads: int) -> list[Array]:
         variants = qkv.Causal(), qkv.KeyLengths(lengths[rows]), qkv.ALiBi(), qkv.RoPE(), sinks
         arrays = [a[rows] for a in (q, k, v)]
-        tangents = qkv.Tangents(*(a[rows] for a in along))
+        tangents = qkv.Tangents(*(a[rows] for a in moves))
         qkv.set_num_threads(threads)
         try:
-            found = second_vjp(*arrays, *variants, grad_out=grad_out[rows], tangents=tangents)
-            out_dot = qkv.jvp(*arrays, *variants, tangents=tangents)[1]
+            along = {"tangents": tangents, "backend": backend}
+            found = second_vjp(*arrays, *variants, grad_out=grad_out[rows], **along)
+            out_dot = qkv.jvp(*arrays, *variants, **along)[1]
         finally:
             qkv.set_num_threads(None)
         return [found.query, found.key, found.value, found.grad_out, found.grad_lse, out_dot]
@@ -372,7 +411,8 @@ def test_rows_of_a_batch_are_what_they_are_alone_on_any_number_of_threads() -> N
 
 
 @pytest.mark.parametrize("level", [300.0, -1e4, -1e9])
-def test_what_rounding_took_of_lse_is_given_back(level: float) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_rounding_took_of_lse_is_given_back(level: float, backend: str) -> None:
     """A bias that is the same for all keys of a row changes no derivative."""
     q, k, v, grad_out, *along = (draw(64, 8).astype(np.float32) for _ in range(7))
     # Scores on a coarse grid: a large bias takes nothing from them, only from lse.
@@ -380,7 +420,7 @@ def test_what_rounding_took_of_lse_is_given_back(level: float) -> None:
     near, far = (
         second_vjp(
             q, k, v, qkv.Bias(np.full((64, 1), height, np.float32)),
-            grad_out=grad_out, tangents=qkv.Tangents(*along), scale=0.5, backend="blocked",
+            grad_out=grad_out, tangents=qkv.Tangents(*along), scale=0.5, backend=backend,
         )
         for height in (0.0, level)
     )  # fmt: skip
@@ -391,7 +431,8 @@ def test_what_rounding_took_of_lse_is_given_back(level: float) -> None:
 
 @pytest.mark.parametrize("size", [1e8, 1e12, 1e30])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_scores_whose_last_bit_is_more_than_a_weight(size: float, dtype: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scores_whose_last_bit_is_more_than_a_weight(size: float, dtype: str, backend: str) -> None:
     """Scores of the backend and of NumPy differ by thousands: tangents were once NaN, or 0."""
     k, v, q, grad_out, dk, dv, dq = (draw(n, 24).astype(dtype) for n in (40, 40, 5, 5, 40, 40, 5))
     q *= np.asarray(size, dtype)
@@ -400,8 +441,9 @@ def test_scores_whose_last_bit_is_more_than_a_weight(size: float, dtype: str) ->
     # Each row sees the one key of the largest score, or the sink beside scores below 0.
     exact = q.astype(float) @ k.astype(float).T
     rows, best, seen = np.arange(5), exact.argmax(axis=1), exact.max(axis=1, keepdims=True) > 0
-    second = second_vjp(q, k, v, sink, grad_out=grad_out, tangents=qkv.Tangents(*given))
-    _, (out, lse) = qkv.jvp(q, k, v, sink, tangents=qkv.Tangents(*given), return_lse=True)
+    along = {"tangents": qkv.Tangents(*given), "backend": backend}
+    second = second_vjp(q, k, v, sink, grad_out=grad_out, **along)
+    _, (out, lse) = qkv.jvp(q, k, v, sink, return_lse=True, **along)
     np.testing.assert_array_equal(out, np.where(seen, dv[best], 0))
     np.testing.assert_array_equal(second.grad_out, out)
     moved = ((dq.astype(float) @ k.T + q.astype(float) @ dk.T) * 24**-0.5)[rows, best]
@@ -410,14 +452,15 @@ def test_scores_whose_last_bit_is_more_than_a_weight(size: float, dtype: str) ->
     assert all(np.isfinite(getattr(second, name)).all() for name in ("query", "key", "value"))
 
 
-def test_memory_grows_with_the_length() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_memory_grows_with_the_length(backend: str) -> None:
     n, window = 8_192, qkv.SlidingWindow(100, 0)
     q, k, v, grad_out, *along = (draw(n, 16).astype(np.float32) for _ in range(7))
     tangents = qkv.Tangents(*along)
     tracemalloc.start()
     try:
-        qkv.jvp(q, k, v, window, tangents=tangents, backend="blocked")
-        second_vjp(q, k, v, window, grad_out=grad_out, tangents=tangents, backend="blocked")
+        qkv.jvp(q, k, v, window, tangents=tangents, backend=backend)
+        second_vjp(q, k, v, window, grad_out=grad_out, tangents=tangents, backend=backend)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

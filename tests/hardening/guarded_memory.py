@@ -21,6 +21,7 @@ from qkv.backends.cpu.prepared import forward as prepared
 from qkv.backends.cpu.split_bf16 import choice
 from qkv.call.binding.bound import bind
 from qkv.call.binding.options import OptionValues
+from qkv.call.derivatives.jvp import second_vjp
 from qkv.call.derivatives.pull_back import Residuals, pull_back
 from qkv.problem.building.builder import Shape
 from qkv.testing import Case
@@ -187,6 +188,29 @@ def backward(case: Case) -> None:
         near(ours, readable.astype(float), dtype, "a gradient")
 
 
+def second(case: Case) -> None:
+    """Tangents, and gradients of gradients, are those of NumPy."""
+    (dtype,) = case.dtypes
+    call = case.build(dtype)
+    rng = np.random.default_rng(1)
+
+    def like(array: np.ndarray) -> np.ndarray:
+        drawn = rng.normal(size=array.shape).astype(array.dtype)
+        return memory.laid(drawn, np.arange(array.ndim), np.ones(array.ndim, int))
+
+    along = qkv.Tangents(*map(like, call.arrays))
+    found, grad_out = [], None
+    for backend in ("cpu", "blocked"):
+        options = {**call.keywords, "backend": backend}
+        out, moved = qkv.jvp(*call.arrays, *call.variants, tangents=along, **options)
+        grad_out = like(out) if grad_out is None else grad_out
+        bound = bind(*call.arrays, tuple(call.variants), OptionValues(**options))
+        gradients = second_vjp(bound, grad_out=grad_out, tangents=along, given=call.variants)
+        found.append((moved, gradients.query, gradients.key, gradients.value))
+    for ours, readable in zip(*found, strict=True):
+        near(ours, readable.astype(float), dtype, "a second derivative")
+
+
 def statistics(case: Case) -> None:
     """What comes with the output, and what is replayed; as with gradients."""
     (dtype,) = case.dtypes
@@ -207,7 +231,7 @@ def main(side: str, way: str, parts: str, what: str, *which: str) -> None:
         backward_pass._LEAST_QUERIES, gradient._MOST_QUERIES = 1, 0
         problems = (case for case in problems if case.dtypes[0] in choice.LEAST_SIZES)
     set_up(side)
-    ways = {"forward": forward, "backward": backward, "statistics": statistics}
+    ways = {"forward": forward, "backward": backward, "second": second, "statistics": statistics}
     for case in problems:
         print(case.name, flush=True)
         ways[way](case)

@@ -28,6 +28,7 @@ from qkv.backends.cpu.tangents.layout import (
     shared_with,
 )
 from qkv.problem.backward import OperandGradients, rotate_back
+from qkv.problem.language.derivative import derivative, tangent
 from qkv.problem.scores import Scores
 from qkv.problem.second_derivatives.passes import (
     Cotangents,
@@ -120,6 +121,7 @@ class _TangentPass(Workload):
             integer_bits(problem),
             backward,
             direction.score_dot,
+            tangent(derivative(spec.score), direction.tangent_of),
             SCALED_DOT,
         )
         self.kernel = _kernel(key, here)

@@ -19,7 +19,6 @@ from qkv.backends.cpu.tangents.layout import (
     TangentKey,
     scratch_areas,
 )
-from qkv.problem.language.derivative import ZERO, tangent
 from qkv.problem.language.expressions import SCORE
 
 
@@ -56,8 +55,7 @@ class TangentFrame(BackwardFrame):
         areas = scratch_areas(key.shape, 0, 0, self.e.real_bytes, backward=key.backward)
         self.area_names = tuple(areas)
         self.fields = (*FIELDS, *(f"area_{name}" for name in areas))
-        self.score_dot = key.score_dot
-        self.slope_dot = tangent(self.slope, {SCORE: key.scaled_dot}) if key.backward else ZERO
+        self.score_dot, self.slope_dot = key.score_dot, key.slope_dot
         self.plain = self.score == SCORE
         self.wide_vector = ir.VectorType(DOUBLE, self.e.lanes)
 

@@ -52,8 +52,8 @@ Matrices are dense, of the type of computation, with the heads of all batch rows
 class TangentKey:
     """Everything that the code of one kernel depends on.
 
-    `score_dot` is how a score changes with the product, `scaled_dot`, and with tables. With
-    `backward`, the tangents of the gradients are computed too.
+    `score_dot` and `slope_dot` say how a score, and its derivative, change when the product does,
+    by `scaled_dot`, and when tables do. With `backward`, gradients have tangents too.
     """
 
     spec: Spec
@@ -61,6 +61,7 @@ class TangentKey:
     int_bits: int
     backward: bool
     score_dot: Node
+    slope_dot: Node
     scaled_dot: Load
 
     @property
