@@ -91,7 +91,7 @@ def jvp(
     Parameters
     ----------
     query, key, value, *variants, scale, layout, q_offset, kv_offset, return_lse, backend
-        As for `attention`. The backend computes the output; tangents are computed in NumPy.
+        As for `attention`. Tangents are compiled with the backend `cpu`, and else computed in NumPy.
     tangents : Tangents
         The direction.
 
@@ -109,8 +109,8 @@ def jvp(
 
     Notes
     -----
-    Tiles are met twice, for row sums and for the rest: at most `12 head_dim + 4 v_head_dim`
-    operations for each pair in a tile that is not empty, and fewer where tiles are kept. Memory
+    Keys are met twice, for row sums and for the rest: at most `12 head_dim + 4 v_head_dim`
+    operations for each pair in a tile that is not empty, and fewer where scores are kept. Memory
     grows with the lengths, never with their product.
     Rows without keys have tangents 0. Source: each line of `attention`, differentiated.
 
@@ -255,7 +255,7 @@ def second_vjp(
 def _second_derivatives(
     call: CheckedCall, direction: OperandTangents, cotangents: Cotangents | None = None
 ) -> SecondDerivatives:
-    """By the backend of the call if it has a pass that takes these values, or else in NumPy."""
+    """Second derivatives by the backend of the call, or in NumPy if that leaves them to it."""
     backend, found = call.choice.backend, None
     if isinstance(backend, TwiceDifferentiable):
         found = backend.second_derivatives(call.problem, direction, cotangents)

@@ -24,6 +24,7 @@ from qkv.backends.cpu.tangents.layout import (
     FIELDS,
     ROWS,
     TangentKey,
+    kept_blocks,
     scratch_areas,
     shared_with,
 )
@@ -132,8 +133,7 @@ class _TangentPass(Workload):
 
 def scratch_of(spec: Spec, shape: TileShape, *, backward: bool) -> int:
     """Memory of one worker: whole pages."""
-    item = spec.compute_dtype.itemsize
-    areas = scratch_areas(shape, spec.head_dim, spec.v_head_dim, item, backward=backward)
+    areas = scratch_areas(spec, shape, backward=backward)
     return -(-sum(areas.values()) // 4096) * 4096
 
 
@@ -239,8 +239,8 @@ class _TangentArguments(Arguments):
     def __init__(
         self, run: _TangentPass, operands: _Operands, results: _Results, workers: int
     ) -> None:
-        spec, shape, item = run.problem.spec, run.shape, run.problem.spec.compute_dtype.itemsize
-        areas = scratch_areas(shape, spec.head_dim, spec.v_head_dim, item, backward=run.backward)
+        spec = run.problem.spec
+        areas = scratch_areas(spec, run.shape, backward=run.backward)
         super().__init__(run.problem, (*FIELDS, *(f"area_{name}" for name in areas)))
         ends = np.cumsum(list(areas.values()))
         rows = {f"{name}_rows": results.rows.get(name) for name in ROWS}
@@ -256,6 +256,7 @@ class _TangentArguments(Arguments):
             "blocks": self._address(run.plan.tasks),
             "runs": self._address(run.plan.runs),
             "q_blocks": run.q_blocks,
+            "kept_blocks": kept_blocks(spec.kv_len),
             **{n: 0 if array is None else self._address(array) for n, array in arrays.items()},
             "key_sum_row": results.key.strides[-2],
             "key_part": results.key.strides[0],

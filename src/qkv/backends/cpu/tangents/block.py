@@ -12,24 +12,21 @@ from qkv.problem.language.derivative import ONE, ZERO
 
 
 def scores_function(frame: TangentFrame, name: str, masked: bool) -> Value:
-    """Mods and mask make scores and their tangents of the products; forbidden ones are -inf and 0.
-
-    Without mods the products lie where the scores belong.
-    """
+    """Mods and mask make scores and their tangents of the products; forbidden ones are -inf and 0."""
     e = frame.e
     with frame.pair_function(name) as (function, at):
         b, places = e.builder, frame.expressions(at)
         lowest, zero = e.const(-math.inf), e.const(0.0)
+        # Without mods both are the same memory, which LLVM must not take for two.
+        products = (at.scores, at.scores_dot) if frame.plain else (at.products, at.products_dot)
 
         def finish_key(k: Value, _: list[Value]) -> None:
             offset, kv_index = e.mul(k, at.width), e.add(at.kv_start, k)
-            areas = (at.scores, at.scores_dot) if frame.plain else (at.products, at.products_dot)
-            score, score_dot = (e.load_vector(e.at(area, offset)) for area in areas)
+            score, score_dot = (e.load_vector(e.at(area, offset)) for area in products)
             inner = places.at_key(kv_index, score)
             inner.known[frame.scaled_dot] = score_dot
-            if not (frame.plain and frame.score_dot == frame.scaled_dot):
-                score_dot = inner.floats(frame.score_dot)
-                score = inner.floats(frame.score)
+            if not frame.plain:
+                score, score_dot = inner.floats(frame.score), inner.floats(frame.score_dot)
             if masked:
                 score = b.select(inner.condition(frame.mask), score, lowest)
             forbidden = b.fcmp_ordered("==", score, lowest)

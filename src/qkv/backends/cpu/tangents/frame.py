@@ -17,6 +17,7 @@ from qkv.backends.cpu.tangents.layout import (
     REAL_ROWS,
     SUM_ROWS,
     TangentKey,
+    pair_areas,
     scratch_areas,
 )
 from qkv.problem.language.expressions import SCORE
@@ -25,7 +26,7 @@ from qkv.problem.language.expressions import SCORE
 class PairArguments(NamedTuple):
     """The arguments of a function for one vector of queries and one block of keys.
 
-    The areas of pairs hold `count` vectors, `width` bytes apart.
+    The areas of pairs hold `count` vectors, `width` bytes apart; see `pair_areas`.
     """
 
     arguments: Value
@@ -52,11 +53,12 @@ class TangentFrame(BackwardFrame):
     def __init__(self, key: TangentKey) -> None:
         super().__init__(key.of_backward)
         self.backward, self.scaled_dot = key.backward, key.scaled_dot
-        areas = scratch_areas(key.shape, 0, 0, self.e.real_bytes, backward=key.backward)
+        areas = scratch_areas(key.spec, key.shape, backward=key.backward)
         self.area_names = tuple(areas)
         self.fields = (*FIELDS, *(f"area_{name}" for name in areas))
         self.score_dot, self.slope_dot = key.score_dot, key.slope_dot
         self.plain = self.score == SCORE
+        self.pair_areas = pair_areas(plain=self.plain, backward=self.backward)
         self.wide_vector = ir.VectorType(DOUBLE, self.e.lanes)
 
     @contextmanager

@@ -8,7 +8,7 @@ queries of the heads that read one kv head. Each block of queries meets its keys
 - then for the tangents of output and dQ, which it keeps, and for those of dK and dV, which it adds
   to the sums of its task.
 
-Scores and dP of the first `KEPT_BLOCKS` blocks of keys are kept between the two. Operands are
+Scores and dP of the first blocks of keys are kept between the two, `kept_blocks`. Operands are
 dense and of the type of computation. As in the backward kernel, a forbidden pair is marked by its
 weight, and where rows are not finite a slower path leaves it out of the sums.
 """
@@ -37,7 +37,7 @@ def emit_tangents(key: TangentKey) -> str:
     """
     frame = TangentFrame(key)
     functions = declare_shared(frame)
-    if not frame.plain or frame.score_dot != frame.scaled_dot:
+    if not frame.plain:
         functions["full"] = scores_function(frame, "full", False)
     if frame.mask != TRUE:
         functions["partial"] = scores_function(frame, "partial", True)

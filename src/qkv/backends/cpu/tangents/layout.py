@@ -8,15 +8,15 @@ from qkv.backends.cpu.backward.layout import BackwardKey, padded_dim, shared_mod
 from qkv.backends.cpu.compiler.compile import EmitFunction, Module
 from qkv.backends.cpu.emit.argument_block import COMMON_FIELDS
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.problem.language.expressions import Load, Node
+from qkv.problem.language.expressions import SCORE, Load, Node
 from qkv.problem.spec import Spec
 
 BLOCK_KV = 64
 """Keys whose scores are computed at once."""
 
-KEPT_BLOCKS = 8
-"""Blocks of keys whose scores are kept from the first pass to the second. Those of longer rows are
-computed twice."""
+MOST_KEPT_BLOCKS = 64
+"""The most blocks of keys whose scores are kept from the first pass to the second: those of 4,096
+keys take 1.5 to 5 MB for each thread. Beyond that they are computed again."""
 
 TASK = ("batch", "kv_head", "first_block", "last_block", "split")
 """The words of a task: some blocks of queries of every head that reads one kv head."""
@@ -29,6 +29,18 @@ PAIR_AREAS = (
 )  # fmt: skip
 """Areas with a number for each pair of a block of queries and a block of keys."""
 
+
+def pair_areas(*, plain: bool, backward: bool) -> dict[str, str]:
+    """Where each of `PAIR_AREAS` lies: without score mods products lie where scores do, and
+    without cotangents dP lies nowhere."""
+    places = {name: name for name in PAIR_AREAS}
+    if plain:
+        places |= {"products": "scores", "products_dot": "scores_dot"}
+    if not backward:
+        places |= {"d_weights": "scores", "d_weights_dot": "scores_dot"}
+    return places
+
+
 SUM_ROWS = ("total", "moved", "d_mean", "d_mean_dot")
 """Sums over the keys of a row, in float64: of e, e sdot, e dP, and e sdot dP + e dPdot."""
 
@@ -39,7 +51,7 @@ FIELDS = (
     *COMMON_FIELDS,
     "query", "query_dot", "key", "key_dot", "value", "value_dot", "grad_out", "grad_lse",
     "sinks", "sinks_dot", "blocks", "runs", "q_blocks", *(f"{name}_rows" for name in ROWS),
-    "out_dot", "d_query_dot",
+    "out_dot", "d_query_dot", "kept_blocks",
     "key_sums", "key_sum_row", "key_part", "value_sums", "value_sum_row", "value_part",
 )  # fmt: skip
 """The words of the argument block; behind them follows where each area of scratch begins.
@@ -71,12 +83,17 @@ class TangentKey:
         return BackwardKey(self.spec, self.shape, self.int_bits, False, real, real)
 
 
-def scratch_areas(
-    shape: TileShape, head_dim: int, v_head_dim: int, item: int, *, backward: bool
-) -> dict[str, int]:
+def kept_blocks(kv_len: int) -> int:
+    """Blocks of keys whose scores are kept."""
+    return min(-(-kv_len // BLOCK_KV), MOST_KEPT_BLOCKS)
+
+
+def scratch_areas(spec: Spec, shape: TileShape, *, backward: bool) -> dict[str, int]:
     """Bytes of each area of a worker's scratch memory, in order."""
-    block_q = shape.block_q
-    query, value = (padded_dim(dim, shape.lanes) * block_q for dim in (head_dim, v_head_dim))
+    block_q, item = shape.block_q, spec.compute_dtype.itemsize
+    query, value = (
+        padded_dim(dim, shape.lanes) * block_q for dim in (spec.head_dim, spec.v_head_dim)
+    )
     sizes = {
         "query": query, "query_dot": query, "out_sums": value,
         "sums": len(SUM_ROWS) * block_q * (8 // item), "reals": len(REAL_ROWS) * block_q,
@@ -86,7 +103,10 @@ def scratch_areas(
             "grad_out": value, "query_rows": query, "query_dot_rows": query, "grad_rows": value,
             "query_sums": query,
         }  # fmt: skip
-    sizes |= dict.fromkeys(PAIR_AREAS, BLOCK_KV * block_q * (KEPT_BLOCKS + 1))
+    own = set(pair_areas(plain=spec.score == SCORE, backward=backward).values())
+    # Blocks that are not kept share one more.
+    pairs = BLOCK_KV * block_q * (kept_blocks(spec.kv_len) + 1)
+    sizes |= {name: pairs for name in PAIR_AREAS if name in own}
     return {name: size * item for name, size in sizes.items()}
 
 

@@ -12,7 +12,7 @@ from qkv.backends.cpu.emit.emitter import BIT, Value
 from qkv.backends.cpu.forward.layout import RUN
 from qkv.backends.cpu.forward.layout import TASK as BLOCK
 from qkv.backends.cpu.tangents.frame import TangentFrame
-from qkv.backends.cpu.tangents.layout import BLOCK_KV, KEPT_BLOCKS, PAIR_AREAS, TASK
+from qkv.backends.cpu.tangents.layout import BLOCK_KV, TASK
 from qkv.problem.language.expressions import TRUE
 
 
@@ -56,6 +56,7 @@ class QueryBlockPass:
         kv_heads = e.builder.sdiv(num_heads, group_size)
         self.kv_row = e.mul(e.add(e.mul(self.batch, kv_heads), self.kv_head), kv_len)
         self.scale = frame.real_field(arguments, "scale")
+        self.kept_blocks = self.field("kept_blocks")
         self.finite: Value = ir.Constant(BIT, 1)
         """Whether all rows of the block are."""
 
@@ -175,8 +176,9 @@ class QueryBlockPass:
     def _areas_of(self, number: Value) -> dict[str, Value]:
         """The areas of pairs of a block of keys; blocks that are not kept share the last ones."""
         e = self.e
-        offset = e.mul(e.least(number, KEPT_BLOCKS), self.width, BLOCK_KV)
-        return {name: e.at(self.area[name], offset) for name in PAIR_AREAS}
+        offset = e.mul(e.least(number, self.kept_blocks), self.width, BLOCK_KV)
+        places = self.frame.pair_areas
+        return {name: e.at(self.area[place], offset) for name, place in places.items()}
 
     def _key_rows(self, name: str, kv_start: Value) -> tuple[Value, Value]:
         """Rows of keys or values from `kv_start` on, and the bytes of one."""
@@ -197,10 +199,9 @@ class QueryBlockPass:
             where = pointer, self.area[packed], areas[to], row, dim, count, scale, adds
             self.call(f"multiply {self.vectors}", *where)
 
-        of_product = ("scores", "scores_dot") if frame.plain else ("products", "products_dot")
-        multiply("key", "query", of_product[0], self.scale)
-        multiply("key", "query_dot", of_product[1], self.scale)
-        multiply("key_dot", "query", of_product[1], self.scale, ir.Constant(BIT, 1))
+        multiply("key", "query", "products", self.scale)
+        multiply("key", "query_dot", "products_dot", self.scale)
+        multiply("key_dot", "query", "products_dot", self.scale, ir.Constant(BIT, 1))
         self._finish_scores(kv_start, count, masked, areas)
         if frame.backward:
             multiply("value", "grad_out", "d_weights", one)
@@ -248,7 +249,7 @@ class QueryBlockPass:
     def _add_block(self, kv_start: Value, count: Value, masked: Value, number: Value) -> None:
         """The second pass: weights, and what they add to the tangents."""
         e, areas = self.e, self._areas_of(number)
-        is_lost = e.builder.icmp_signed(">=", number, e.index(KEPT_BLOCKS))
+        is_lost = e.builder.icmp_signed(">=", number, self.kept_blocks)
         with e.builder.if_then(is_lost):
             self._compute_scores(kv_start, count, masked, areas)
         self._call_by_vector("gradients", kv_start, count, areas)
