@@ -91,7 +91,7 @@ def jvp(
     Parameters
     ----------
     query, key, value, *variants, scale, layout, q_offset, kv_offset, return_lse, backend
-        As for `attention`. Tangents are compiled with the backend `cpu`, and else computed in NumPy.
+        As for `attention`. Tangents are compiled with the backend `cpu`, and in NumPy otherwise.
     tangents : Tangents
         The direction.
 

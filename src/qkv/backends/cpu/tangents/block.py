@@ -12,7 +12,7 @@ from qkv.problem.language.derivative import ONE, ZERO
 
 
 def scores_function(frame: TangentFrame, name: str, masked: bool) -> Value:
-    """Mods and mask make scores and their tangents of the products; forbidden ones are -inf and 0."""
+    """Mods and mask make scores and their tangents of products; forbidden ones are -inf and 0."""
     e = frame.e
     with frame.pair_function(name) as (function, at):
         b, places = e.builder, frame.expressions(at)
