@@ -183,7 +183,7 @@ class CpuBackend:
     def second_derivatives(
         self, problem: Problem, tangents: OperandTangents, cotangents: Cotangents | None
     ) -> SecondDerivatives | None:
-        """Tangents of output and lse, and of all gradients, unless a table's are among them."""
+        """Tangents of output and lse, and of all gradients."""
         with importing():
             from qkv.backends.cpu.passes.tangents import second_derivatives
 

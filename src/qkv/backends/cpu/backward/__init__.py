@@ -6,6 +6,7 @@ shared            the modules of functions that many masks and score mods have i
 query_block       a block of queries with all keys of a task, and its part of dQ
 query_rows        rows of a block of queries: packed, delta, and dQ written back
 block             one block of queries and one block of keys: P, dropout, dS and the chain rule
+table_sums        gradients of the tables that scores read
 partials          partial gradients, added up
 gradient_sums     the products that add this block to dQ, and to dV and dK
 frame             what these agree on

@@ -9,15 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from llvmlite import ir
-
 from qkv.backends.cpu.backward.frame import DELTA_REST, EXPECTED_SUM, BackwardFrame
-from qkv.backends.cpu.backward.layout import TASK
+from qkv.backends.cpu.backward.table_sums import TableSums
 from qkv.backends.cpu.emit import vector_math
-from qkv.backends.cpu.emit.argument_block import COUNTER_BYTES, WORD
-from qkv.backends.cpu.emit.emitter import DOUBLE, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.emit.expressions.tables import TableView
-from qkv.backends.cpu.emit.expressions.vector_code import Expressions
+from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.forbidden_pairs import FORBIDDEN_WEIGHT, is_forbidden
 from qkv.backends.cpu.forward.boundary_blocks import write_range
 from qkv.backends.cpu.products.query_lanes import SumOrder, store_vectors, vectors_at
@@ -225,9 +220,7 @@ def chain_rule_function(frame: BackwardFrame) -> Value:
         b = e.builder
         places = frame.places(at)
         scale = e.splat(frame.real_field(at.arguments, "scale"))
-        views = _table_gradients(frame, at.arguments, at.task)
-        is_query = b.icmp_signed("<", frame.lane_numbers(), frame.lane_integers(at.rows))
-        fixed = [load for load in frame.loads if _reads_one_entry(load)]
+        tables = TableSums(frame, at.arguments, at.task, at.rows)
         slopes = {load: derivative(frame.score, load) for load in frame.loads}
 
         def differentiate_key(k: Value, sums: list[Value]) -> list[Value]:
@@ -235,78 +228,21 @@ def chain_rule_function(frame: BackwardFrame) -> Value:
             score_grad = e.load_vector(e.at(at.score_grads, place))
             product = b.fmul(e.load_vector(e.at(at.products, place)), scale)
             forbidden = is_forbidden(e, e.load_vector(e.at(at.weights, place)))
-            counts = b.and_(b.not_(forbidden), is_query)
             inner = places.at_key(e.add(at.kv_start, k), product)
-            following: list[Value] = []
-            for load, slope in slopes.items():
-                share = b.select(counts, b.fmul(score_grad, inner.floats(slope)), e.const(0.0))
-                if load in fixed:
-                    total = sums[len(following)]
-                    share = share if share.type == total.type else b.fpext(share, total.type)
-                    following.append(b.fadd(total, share))
-                else:
-                    _scatter(frame, inner, load, views[load.table], share)
+
+            def share_of(load: Load) -> Value:
+                return b.fmul(score_grad, inner.floats(slopes[load]))
+
+            following = tables.add(inner, share_of, forbidden, sums)
             grad = b.fmul(b.fmul(score_grad, scale), inner.floats(frame.slope))
             grad = b.select(forbidden, e.const(0.0), grad)
             e.store_vector(grad, e.at(at.score_grads, place))
             return following
 
         places.hoist(frame.score)
-        kinds = [ir.VectorType(_sum_type(frame, load.table), e.lanes) for load in fixed]
-        start = [ir.Constant(kind, [0.0] * e.lanes) for kind in kinds]
-        sums = e.loop(0, at.count, 1, start, differentiate_key)
-        for load, total in zip(fixed, sums, strict=True):
-            _scatter(frame, places, load, views[load.table], total)
+        sums = e.loop(0, at.count, 1, tables.zeros(), differentiate_key)
+        tables.finish(places, sums)
     return function
-
-
-def _sum_type(frame: BackwardFrame, table: str) -> ir.Type:
-    """The type in which the gradient of a table is added."""
-    wide = next(wanted.wide for wanted in frame.wanted_tables if wanted.name == table)
-    return DOUBLE if wide else frame.e.real
-
-
-def _scatter(
-    frame: BackwardFrame, places: Expressions, load: Load, view: TableView, share: Value
-) -> None:
-    """Add each lane's share where it read the table, one lane after the other."""
-    e, b = frame.e, frame.e.builder
-    kind = _sum_type(frame, load.table)
-
-    def add_number(pointer: Value, number: Value) -> None:
-        if number.type != kind:
-            number = b.fpext(number, kind)
-        e.store(b.fadd(e.load(pointer, kind), number), pointer, 1)
-
-    uniform, varying = places.entry_offset(load, view)
-    start = e.at(view.pointer, uniform)
-    shares = [e.extract(share, lane) for lane in range(e.lanes)]
-    if varying is None:
-        while len(shares) > 1:
-            shares = [b.fadd(*pair) for pair in zip(shares[::2], shares[1::2], strict=True)]
-        add_number(start, shares[0])
-        return
-    for lane, number in enumerate(shares):
-        add_number(e.at(start, e.extract(varying, lane)), number)
-
-
-def _table_gradients(frame: BackwardFrame, arguments: Value, task: Value) -> dict[str, TableView]:
-    """The task's copies of the gradients of tables, as the expressions index the tables."""
-    e = frame.e
-    views = frame.tables(arguments)
-    word = len(frame.fields) + sum(1 + 2 * table.ndim for table in frame.spec.tables)
-    gradients = {}
-    for n, table in enumerate(frame.wanted_tables):
-        view = views[table.name]
-        base, *strides = (
-            e.load(e.at(arguments, COUNTER_BYTES + WORD * (word + i)), INT64, WORD)
-            for i in range(1 + view.spec.ndim)
-        )
-        word += 1 + len(strides)
-        copy = e.load(e.at(task, WORD * (len(TASK) + n)), INT64, WORD)
-        pointer = e.at(e.pointer(base), copy)
-        gradients[table.name] = TableView(view.spec, pointer, view.sizes, tuple(strides))
-    return gradients
 
 
 def sum_over_keys(e: Emitter, count: Value, term: Callable[[Value], Value]) -> Value:
@@ -321,9 +257,3 @@ def sum_over_keys(e: Emitter, count: Value, term: Callable[[Value], Value]) -> V
         return [e.builder.fadd(total[0], chain)]
 
     return e.loop(0, count, _CHAIN_OF_KEYS, nothing, add_chain)[0]
-
-
-def _reads_one_entry(load: Load) -> bool:
-    """Whether all pairs of a block read the same entry."""
-    read = set().union(*(index.variables for index in load.indices))
-    return not {"q_index", "kv_index", "score"} & read

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,12 @@ from qkv.backends.cpu.plan.block_skipping import block_skipping
 from qkv.backends.cpu.plan.kernel_choice import shape_of, wide_shape
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.backends.cpu.plan.schedule import Schedule, schedule
-from qkv.backends.cpu.plan.table_gradients import SummedTable, summed_table
+from qkv.backends.cpu.plan.table_gradients import (
+    SummedTable,
+    launches_of,
+    ranges_of,
+    summed_table,
+)
 from qkv.backends.cpu.split_bf16 import choice as split_bf16
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.spec import Problem, Spec
@@ -90,7 +94,9 @@ class BackwardPass:
         ).ordered()
         ranges = _key_ranges(spec, in_tiles=self.shape.product == "tiles")
         self.splits = len(ranges)
-        self.tables = [summed_table(problem, name, self.splits) for name in sorted(names)]
+        self.tables = [
+            summed_table(problem, name, self.splits, "kv_index") for name in sorted(names)
+        ]
         self.tasks, self._launches = _task_rows(spec, self.plan, ranges, self.tables)
         self._key = BackwardKey(
             kernel_spec(spec),
@@ -184,10 +190,7 @@ def _key_ranges(spec: Spec, *, in_tiles: bool = False) -> list[tuple[int, int]]:
 def _task_rows(
     spec: Spec, plan: Schedule, ranges: list[tuple[int, int]], tables: list[SummedTable]
 ) -> tuple[Array, list[tuple[int, int]]]:
-    """Rows of `TASK`, the longest first, and the range of rows of each launch.
-
-    Tasks that would add to the same entries of a large table are in different launches.
-    """
+    """Rows of `TASK`, the longest first, and the range of rows of each launch."""
     shape = spec.batch_size, spec.num_kv_heads, len(ranges)
     places = np.stack(np.unravel_index(np.arange(math.prod(shape)), shape), axis=1)
     tasks = np.zeros((len(places), len(TASK) + len(tables)), np.int64)
@@ -195,13 +198,9 @@ def _task_rows(
     tasks[:, 2:4] = np.array(ranges)[places[:, 2]]
     for column, table in enumerate(tables, start=len(TASK)):
         tasks[:, column] = table.copy_of(places) * math.prod(table.shape) * 8
-    launch = np.zeros(len(places), np.int64)
-    for axis, count in enumerate(shape):
-        if any(table.shared[axis] and not table.wide for table in tables):
-            launch = launch * count + places[:, axis]
+    launch = launches_of(tables, places, shape)
     order = np.lexsort((-_pairs_of_tasks(spec, plan, ranges).reshape(-1), launch))
-    edges = [0, *(np.flatnonzero(np.diff(launch[order])) + 1).tolist(), len(order)]
-    return np.ascontiguousarray(tasks[order]), list(pairwise(edges))
+    return np.ascontiguousarray(tasks[order]), ranges_of(launch[order])
 
 
 def _pairs_of_tasks(spec: Spec, plan: Schedule, ranges: list[tuple[int, int]]) -> Array:

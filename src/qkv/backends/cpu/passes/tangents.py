@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.backward.layout import padded_dim
+from qkv.backends.cpu.backward.layout import TableGradient, padded_dim
 from qkv.backends.cpu.compiler.compile import EmitFunction, Kernel, build
 from qkv.backends.cpu.forward.layout import skips_keys_within_blocks
 from qkv.backends.cpu.machine.host import Host, host
@@ -19,6 +20,12 @@ from qkv.backends.cpu.passes.forward import operations_of_a_pair
 from qkv.backends.cpu.passes.workers import Workload
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.backends.cpu.plan.schedule import Schedule, fine_tile, schedule
+from qkv.backends.cpu.plan.table_gradients import (
+    SummedTable,
+    launches_of,
+    ranges_of,
+    summed_table,
+)
 from qkv.backends.cpu.tangents.layout import (
     BLOCK_KV,
     FIELDS,
@@ -28,7 +35,7 @@ from qkv.backends.cpu.tangents.layout import (
     scratch_areas,
     shared_with,
 )
-from qkv.problem.backward import OperandGradients, rotate_back
+from qkv.problem.backward import OperandGradients, reads, rotate_back
 from qkv.problem.language.derivative import derivative, tangent
 from qkv.problem.scores import Scores
 from qkv.problem.second_derivatives.passes import (
@@ -56,16 +63,14 @@ def second_derivatives(
 ) -> SecondDerivatives | None:
     """Tangents of output and lse, and with cotangents those of all gradients.
 
-    None if gradients of tables are wanted, which the kernel does not compute.
+    None if there is nothing to compute.
     """
     spec = problem.spec
     if 0 in (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len):
         return None
-    if cotangents is not None and cotangents.tables:
-        return None
     direction = Direction(Scores(problem, spec.compute_dtype), tangents)
     operands = _Operands(direction, cotangents)
-    run = _TangentPass(direction, backward=operands.backward)
+    run = _TangentPass(direction, cotangents)
     results = _Results(direction, run)
     workers = run.workers()
     run.launch(_TangentArguments(run, operands, results, workers), workers)
@@ -89,7 +94,6 @@ class _Operands:
         if cotangents is not None:
             named["grad_out"] = cotangents.grad_out.reshape(heads, spec.q_len, spec.v_head_dim)
             named["grad_lse"] = cotangents.grad_lse.reshape(heads, spec.q_len)
-        self.backward = cotangents is not None
         self.arrays = {name: np.ascontiguousarray(a, dtype) for name, a in named.items()}
         sinks, sinks_dot = direction.sinks, direction.sinks_dot
         self.sinks = np.full(spec.num_heads, -np.inf, dtype)
@@ -103,19 +107,24 @@ class _Operands:
 class _TangentPass(Workload):
     """The pass over one problem: its kernel, its tasks, and how many threads share them."""
 
-    def __init__(self, direction: Direction, *, backward: bool) -> None:
-        here, spec = host(), direction.spec
+    def __init__(self, direction: Direction, cotangents: Cotangents | None) -> None:
+        here, spec, backward = host(), direction.spec, cotangents is not None
         self.problem = problem = _with_tables(direction)
-        self.backward = backward
+        self.backward, self.dtype = backward, spec.compute_dtype
         self.shape = here.shape_of(spec.compute_dtype)
         self.plan = _schedule(problem, self.shape.block_q)
         self.q_blocks = -(-spec.q_len // self.shape.block_q)
-        self.parts, self.tasks = _task_rows(spec, self.q_blocks)
+        ranges = _query_ranges(spec, self.q_blocks)
+        self.parts = len(ranges)
+        names = frozenset() if cotangents is None else cotangents.tables
+        self.tables = [summed_table(problem, name, self.parts, "q_index") for name in sorted(names)]
+        self.tasks, self._launches = _task_rows(spec, ranges, self.tables)
         self.scratch_bytes = scratch_of(spec, self.shape, backward=backward)
         dims = 8 * spec.head_dim + 4 * spec.v_head_dim if backward else 3 * spec.head_dim
         operations = 2.0 * (dims + 2 * spec.v_head_dim) * self.plan.pairs
         others = 3 * operations_of_a_pair(spec) * self.plan.pairs
         super().__init__(len(self.tasks), operations, "elements", others)
+        loads = reads(spec, names)
         key = TangentKey(
             replace(kernel_spec(problem.spec), dtype=spec.compute_dtype.name),
             self.shape,
@@ -124,11 +133,13 @@ class _TangentPass(Workload):
             direction.score_dot,
             tangent(derivative(spec.score), direction.tangent_of),
             SCALED_DOT,
+            tuple(TableGradient(table.name, table.wide) for table in self.tables),
+            tuple(tangent(derivative(spec.score, t), direction.tangent_of) for t in loads),
         )
         self.kernel = _kernel(key, here)
 
     def launch(self, arguments: Arguments, workers: int) -> None:
-        self.run(self.kernel, arguments, workers)
+        self.run(self.kernel, arguments, workers, self._launches)
 
 
 def scratch_of(spec: Spec, shape: TileShape, *, backward: bool) -> int:
@@ -166,18 +177,27 @@ def _schedule(problem: Problem, block_q: int) -> Schedule:
     ).ordered()
 
 
-def _task_rows(spec: Spec, q_blocks: int) -> tuple[int, Array]:
-    """Into how many parts queries are split, by the shape alone, and rows of `TASK`."""
+def _query_ranges(spec: Spec, q_blocks: int) -> list[tuple[int, int]]:
+    """Blocks of queries of each task of a kv head; how many follows from the shape alone."""
     heads = spec.batch_size * spec.num_kv_heads
     parts = max(1, min(-(-_TASKS // heads), q_blocks // _TASK_BLOCKS, _MOST_PARTS))
     size = -(-q_blocks // parts)
-    starts = np.arange(0, q_blocks, size)
+    return [(n, min(n + size, q_blocks)) for n in range(0, q_blocks, size)]
+
+
+def _task_rows(
+    spec: Spec, ranges: list[tuple[int, int]], tables: list[SummedTable]
+) -> tuple[Array, list[tuple[int, int]]]:
+    """Rows of `TASK`, and the range of rows of each launch."""
+    shape = spec.batch_size, spec.num_kv_heads, len(ranges)
+    places = np.stack(np.unravel_index(np.arange(math.prod(shape)), shape), axis=1)
+    copies = [t.copy_of(places) * math.prod(t.shape) * 8 for t in tables]
+    columns = [*places.T[:2], *np.array(ranges)[places[:, 2]].T, places[:, 2], *copies]
+    launch = launches_of(tables, places, shape)
     # The last queries, which see most keys if a mask is causal, come first.
-    split, head = np.divmod(np.arange(len(starts) * heads), heads)
-    split = len(starts) - 1 - split
-    batch, kv_head = np.divmod(head, spec.num_kv_heads)
-    stops = np.minimum(starts + size, q_blocks)
-    return len(starts), np.stack([batch, kv_head, starts[split], stops[split], split], axis=1)
+    order = np.lexsort((-places[:, 2], launch))
+    tasks = np.stack(columns, axis=1).astype(np.int64)
+    return np.ascontiguousarray(tasks[order]), ranges_of(launch[order])
 
 
 @lru_cache(maxsize=256)
@@ -191,6 +211,10 @@ class _Results:
     def __init__(self, direction: Direction, run: _TangentPass) -> None:
         self.direction, self.spec = direction, direction.spec
         self.backward = run.backward
+        self.tables = {
+            t.name: np.zeros((t.copies, *t.shape), np.float64 if t.wide else run.dtype)
+            for t in run.tables
+        }
         spec, dtype = self.spec, self.spec.compute_dtype
         heads, kv_heads = spec.batch_size * spec.num_heads, spec.batch_size * spec.num_kv_heads
         self.out_dot = np.empty((heads, spec.q_len, spec.v_head_dim), dtype)
@@ -219,7 +243,8 @@ class _Results:
                 (self.key, operands.key.shape), (self.value, operands.value.shape),
             )
         )  # fmt: skip
-        gradients = OperandGradients(*rotate_back(problem, query, key), value, {})
+        tables = {name: copies.sum(axis=0) for name, copies in self.tables.items()}
+        gradients = OperandGradients(*rotate_back(problem, query, key), value, tables)
         return SecondDerivatives(forward, gradients, self._of_sinks())
 
     def _of_sinks(self) -> Array:
@@ -250,7 +275,10 @@ class _TangentArguments(Arguments):
             "out_dot": results.out_dot, "d_query_dot": results.query,
             "key_sums": results.key, "value_sums": results.value,
         }  # fmt: skip
-        self._write({
+        more = []
+        for copies in results.tables.values():
+            more += [self._address(copies), *copies.strides[1:]]
+        fields = {
             **self._common_fields(run.tasks, run.scratch_bytes, workers),
             "scale": self._real_bits(run.problem.operands.scale),
             "blocks": self._address(run.plan.tasks),
@@ -263,4 +291,5 @@ class _TangentArguments(Arguments):
             "value_sum_row": results.value.strides[-2],
             "value_part": results.value.strides[0],
             **dict(zip((f"area_{name}" for name in areas), [0, *ends.tolist()], strict=False)),
-        })  # fmt: skip
+        }  # fmt: skip
+        self._write(fields, more)

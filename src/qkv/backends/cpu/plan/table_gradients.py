@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ entries."""
 class SummedTable:
     """A table whose gradient is wanted: where tasks that share its entries add.
 
-    `shared` says for each of batch row, kv head and range of keys whether tasks that differ in it
+    `shared` says for each of batch row, kv head and range of rows whether tasks that differ in it
     may add to the same entry. Such tasks have a copy each, of float64, if the copies take
     little memory; else they add to one array, one after the other.
     """
@@ -51,20 +52,42 @@ class SummedTable:
         return copies
 
 
-def summed_table(problem: Problem, name: str, ranges: int) -> SummedTable:
+def summed_table(
+    problem: Problem, name: str, ranges: int, along: Literal["q_index", "kv_index"]
+) -> SummedTable:
+    """A table of a problem whose tasks differ in batch row, kv head, and range of rows."""
     spec, array = problem.spec, problem.operands.tables[name]
     loads = reads(spec, frozenset({name}))
     counts = spec.batch_size, spec.num_kv_heads, ranges
-    lengths = spec.batch_size, spec.num_heads, spec.kv_len
+    length = spec.q_len if along == "q_index" else spec.kv_len
+    lengths = spec.batch_size, spec.num_heads, length
     shared = tuple(
         count > 1
         and not all(_reads_different_entries(problem, load, axis, length) for load in loads)
-        for axis, count, length in zip(("batch", "head", "kv_index"), counts, lengths, strict=True)
+        for axis, count, length in zip(("batch", "head", along), counts, lengths, strict=True)
     )
     if len(loads) > 1:  # Two reads may add to the same entry even if neither does alone.
         shared = tuple(count > 1 for count in counts)
     size = _number_of_copies(shared, counts) * array.size * 8
     return SummedTable(name, array.shape, shared, counts, wide=size <= _COPIES_BYTES)
+
+
+def launches_of(tables: Sequence[SummedTable], places: Array, counts: Sequence[int]) -> Array:
+    """The launch that each task belongs to, 0 for all if no two may add to one entry.
+
+    Tasks that would add to the same entries of a large table are in different launches.
+    """
+    launch = np.zeros(len(places), np.int64)
+    for axis, count in enumerate(counts):
+        if any(table.shared[axis] and not table.wide for table in tables):
+            launch = launch * count + places[:, axis]
+    return launch
+
+
+def ranges_of(launch: Array) -> list[tuple[int, int]]:
+    """Where each launch begins and ends, for tasks in the order of launches."""
+    edges = [0, *(np.flatnonzero(np.diff(launch)) + 1).tolist(), len(launch)]
+    return list(pairwise(edges))
 
 
 def _number_of_copies(shared: Sequence[bool], counts: Sequence[int]) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+from qkv.backends.cpu.backward.table_sums import TableSums
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import Value
 from qkv.backends.cpu.emit.forbidden_pairs import FORBIDDEN_WEIGHT
 from qkv.backends.cpu.tangents.frame import PairArguments, TangentFrame
-from qkv.problem.language.derivative import ONE, ZERO
+from qkv.problem.language.derivative import ONE, ZERO, derivative
+from qkv.problem.language.expressions import Node
 
 
 def scores_function(frame: TangentFrame, name: str, masked: bool) -> Value:
@@ -64,6 +66,7 @@ def gradients_function(frame: TangentFrame) -> Value:
         w = exp(s - peak) / total           wdot = w (sdot - r)
         dS = w (dP - delta)                 dSdot = wdot (dP - delta) + w (dPdot - deltadot)
         dX = scale dS s_x                   dXdot = scale (dSdot s_x + dS s_xdot)
+                                            dtdot += dSdot s_t + dS s_tdot
     """
     e = frame.e
     with frame.pair_function("gradients") as (function, at):
@@ -73,8 +76,10 @@ def gradients_function(frame: TangentFrame) -> Value:
         scale = e.splat(frame.real_field(at.arguments, "scale"))
         if frame.backward:
             delta, delta_dot = (_real(frame, at, n) for n in ("delta", "delta_dot"))
+        tables = TableSums(frame, at.arguments, at.task, at.rows)
+        slopes = {load: derivative(frame.score, load) for load in frame.loads}
 
-        def differentiate_key(k: Value, _: list[Value]) -> None:
+        def differentiate_key(k: Value, sums: list[Value]) -> list[Value]:
             offset = e.mul(k, at.width)
 
             def load(area: Value) -> Value:
@@ -93,14 +98,21 @@ def gradients_function(frame: TangentFrame) -> Value:
                 less_dot = b.fsub(load(at.d_weights_dot), delta_dot)
                 grad = b.fmul(weight, less)
                 grad_dot = e.fma(weight_dot, less, b.fmul(weight, less_dot))
-                if frame.slope != ONE:
-                    inner = places.at_key(e.add(at.kv_start, k), load(at.products))
-                    inner.known[frame.scaled_dot] = load(at.products_dot)
-                    slope = inner.floats(frame.slope)
-                    grad_dot = b.fmul(grad_dot, slope)
-                    if frame.slope_dot != ZERO:
-                        grad_dot = e.fma(grad, inner.floats(frame.slope_dot), grad_dot)
-                    grad = b.fmul(grad, slope)
+                inner = places.at_key(e.add(at.kv_start, k), load(at.products))
+                inner.known[frame.scaled_dot] = load(at.products_dot)
+
+                def along(slope: Node, slope_dot: Node) -> Value:
+                    """The tangent of `dS slope`."""
+                    moved = grad_dot if slope == ONE else b.fmul(grad_dot, inner.floats(slope))
+                    if slope_dot == ZERO:
+                        return moved
+                    return e.fma(grad, inner.floats(slope_dot), moved)
+
+                sums = tables.add(
+                    inner, lambda t: along(slopes[t], frame.load_slopes_dot[t]), forbidden, sums
+                )
+                grad_dot = along(frame.slope, frame.slope_dot)
+                grad = grad if frame.slope == ONE else b.fmul(grad, inner.floats(frame.slope))
                 e.store_vector(select(b.fmul(grad, scale)), e.at(at.d_weights, offset))
                 grad_dot = select(b.fmul(grad_dot, scale))
                 e.store_vector(grad_dot, e.at(at.d_weights_dot, offset))
@@ -109,10 +121,11 @@ def gradients_function(frame: TangentFrame) -> Value:
                 weight, weight_dot = b.fmul(weight, factor), b.fmul(weight_dot, factor)
             e.store_vector(select(weight, FORBIDDEN_WEIGHT), e.at(at.scores, offset))
             e.store_vector(select(weight_dot), e.at(at.scores_dot, offset))
+            return sums
 
         if not frame.plain:
             places.hoist(frame.score)
-        e.loop(0, at.count, 1, [], differentiate_key)
+        tables.finish(places, e.loop(0, at.count, 1, tables.zeros(), differentiate_key))
     return function
 
 

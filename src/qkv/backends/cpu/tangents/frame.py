@@ -30,6 +30,7 @@ class PairArguments(NamedTuple):
     """
 
     arguments: Value
+    task: Value
     scores: Value
     scores_dot: Value
     products: Value
@@ -57,13 +58,14 @@ class TangentFrame(BackwardFrame):
         self.area_names = tuple(areas)
         self.fields = (*FIELDS, *(f"area_{name}" for name in areas))
         self.score_dot, self.slope_dot = key.score_dot, key.slope_dot
+        self.load_slopes_dot = dict(zip(self.loads, key.load_slopes_dot, strict=True))
         self.plain = self.score == SCORE
         self.pair_areas = pair_areas(plain=self.plain, backward=self.backward)
         self.wide_vector = ir.VectorType(DOUBLE, self.e.lanes)
 
     @contextmanager
     def pair_function(self, name: str) -> Iterator[tuple[Value, PairArguments]]:
-        pointers = 1 + len(PAIR_AREAS) + 2
+        pointers = 2 + len(PAIR_AREAS) + 2
         types = [*[POINTER] * pointers, *[INT64] * (len(PairArguments._fields) - pointers)]
         with self.e.function(name, types) as (function, args):
             yield function, PairArguments(*args)

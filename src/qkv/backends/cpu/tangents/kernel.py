@@ -48,7 +48,8 @@ def emit_tangents(key: TangentKey) -> str:
     functions["end_rows"] = end_rows_function(frame)
     functions["gradients"] = gradients_function(frame)
     blocks = [_query_block_function(frame, size, functions) for size in frame.shape.block_sizes]
-    frame.call_for_each_task(_task_function(frame, blocks[0], blocks[-1]), TASK)
+    tables = tuple([table.name for table in frame.wanted_tables])
+    frame.call_for_each_task(_task_function(frame, blocks[0], blocks[-1]), (*TASK, *tables))
     return str(frame.e.module)
 
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from qkv.backends.cpu.backward.layout import BackwardKey, padded_dim, shared_modules
+from qkv.backends.cpu.backward.layout import (
+    BackwardKey,
+    TableGradient,
+    padded_dim,
+    shared_modules,
+)
 from qkv.backends.cpu.compiler.compile import EmitFunction, Module
 from qkv.backends.cpu.emit.argument_block import COMMON_FIELDS
 from qkv.backends.cpu.machine.tiling import TileShape
@@ -19,7 +24,8 @@ MOST_KEPT_BLOCKS = 64
 keys take 1.5 to 5 MB for each thread. Beyond that they are computed again."""
 
 TASK = ("batch", "kv_head", "first_block", "last_block", "split")
-"""The words of a task: some blocks of queries of every head that reads one kv head."""
+"""The words of a task: some blocks of queries of every head that reads one kv head. Behind them
+follows, for each table with a gradient, the byte at which the task's copy of it begins."""
 
 ROWS = ("lse_dot", "delta", "delta_dot", "sink_share")
 """What is written for each query in float64. The share of the sink is its weight."""
@@ -65,7 +71,8 @@ class TangentKey:
     """Everything that the code of one kernel depends on.
 
     `score_dot` and `slope_dot` say how a score, and its derivative, change when the product does,
-    by `scaled_dot`, and when tables do. With `backward`, gradients have tangents too.
+    by `scaled_dot`, and when tables do. With `backward`, gradients have tangents too. Those of
+    `tables` are wanted; `load_slopes_dot` says how the derivative by each read of one changes.
     """
 
     spec: Spec
@@ -75,12 +82,14 @@ class TangentKey:
     score_dot: Node
     slope_dot: Node
     scaled_dot: Load
+    tables: tuple[TableGradient, ...] = ()
+    load_slopes_dot: tuple[Node, ...] = ()
 
     @property
     def of_backward(self) -> BackwardKey:
         """A backward kernel with the same functions for rows and sums."""
         real = str(self.spec.compute_dtype)
-        return BackwardKey(self.spec, self.shape, self.int_bits, False, real, real)
+        return BackwardKey(self.spec, self.shape, self.int_bits, False, real, real, self.tables)
 
 
 def kept_blocks(kv_len: int) -> int:
@@ -116,5 +125,5 @@ _EMIT_PRODUCTS = EmitFunction("qkv.backends.cpu.tangents.shared", "emit_products
 def shared_with(key: TangentKey) -> tuple[Module, ...]:
     """The modules that a kernel is linked with: sums of the backward pass, and products."""
     sums, _ = shared_modules(key.of_backward, sums_rows=False)
-    same = replace(key.of_backward, spec=key.spec.without_expressions, int_bits=32)
+    same = replace(key.of_backward, spec=key.spec.without_expressions, int_bits=32, tables=())
     return sums, Module(_EMIT_PRODUCTS, (same,))

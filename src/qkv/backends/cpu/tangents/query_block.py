@@ -40,7 +40,7 @@ class QueryBlockPass:
         scratch: Value,
     ) -> None:
         self.frame, self.e, self.functions = frame, frame.e, functions
-        self.arguments, self.vectors = arguments, vectors
+        self.arguments, self.task, self.vectors = arguments, task, vectors
         e = self.e
         self.width = e.index(vectors * e.vector_bytes)
         self.batch, self.kv_head, _, _, self.split = frame.record(task, TASK)
@@ -236,7 +236,18 @@ class QueryBlockPass:
             sums = e.at(self.area["sums"], e.mul(offset, 8 // e.real_bytes))
             where = self.batch, self.head, e.add(self.first_row, first), e.sub(self.rows, first)
             reals = e.at(self.area["reals"], offset)
-            self.call(name, self.arguments, *held, sums, reals, self.width, count, *where, kv_start)
+            self.call(
+                name,
+                self.arguments,
+                self.task,
+                *held,
+                sums,
+                reals,
+                self.width,
+                count,
+                *where,
+                kv_start,
+            )
 
         self._for_each_vector(call_for_vector)
 
