@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +81,17 @@ class Heads:
                 sums[place, rows] += part
 
 
+class OperandRows(NamedTuple):
+    """Rotated rows of all heads in the type of scores, each `(batch_size * heads, rows, dim)`."""
+
+    query: Array
+    key: Array
+    value: Array
+    query_dot: Array
+    key_dot: Array
+    value_dot: Array
+
+
 class Direction:
     """A problem, and the tangents of everything that it reads."""
 
@@ -88,18 +99,22 @@ class Direction:
         self.scores = scores
         self.problem = problem = scores.problem
         self.spec, self.sinks, self.sinks_dot = problem.spec, problem.operands.sinks, tangents.sinks
-        tangent_of = replace(
+        moves = replace(
             problem.operands, query=tangents.query, key=tangents.key, value=tangents.value
         )
-        self.query, self.key, self.value = scores.rows_of_all_heads()
-        tangent_scores = Scores(replace(problem, operands=tangent_of), scores.dtype)
-        self.query_dot, self.key_dot, self.value_dot = tangent_scores.rows_of_all_heads()
+        self.moves = replace(problem, operands=moves)
+        """The problem whose query, key and value are the tangents."""
         self.tables: dict[str, Array] = dict(problem.operands.tables)
         self.tables |= {_tangent_name(name): array for name, array in tangents.tables.items()}
         self.tangent_of: dict[Node, Node] = {SCORE: SCALED_DOT}
         for load in reads(self.spec, frozenset(tangents.tables)):
             self.tangent_of[load] = Load(_tangent_name(load.table), load.kind, load.indices)
         self.score_dot = tangent(self.spec.score, self.tangent_of)
+
+    @cached_property
+    def rows(self) -> OperandRows:
+        moves = Scores(self.moves, self.scores.dtype)
+        return OperandRows(*self.scores.rows_of_all_heads(), *moves.rows_of_all_heads())
 
     def blocks(self, grid: TileGrid, grad_out: Array | None = None) -> Iterator[Block]:
         """Each block of queries, of as many heads as fill a tile, with its rows of a cotangent."""
@@ -130,12 +145,12 @@ class Tile:
     """Scores of one block of queries against one block of keys, and their tangents."""
 
     def __init__(self, block: Block, kv_rows: slice, kind: TileKind) -> None:
-        direction, heads = block.direction, block.heads
+        direction, heads, rows = block.direction, block.heads, block.direction.rows
         scores, dtype = direction.scores, direction.scores.dtype
         self.kv_rows, self.dtype, self.grad_out = kv_rows, dtype, block.grad_out
         self.key, self.key_dot, self.value, self.value_dot = (
             array[heads.key, kv_rows]
-            for array in (direction.key, direction.key_dot, direction.value, direction.value_dot)
+            for array in (rows.key, rows.key_dot, rows.value, rows.value_dot)
         )
         indices = {
             "batch": heads.batch,
@@ -205,7 +220,8 @@ class Block:
     ) -> None:
         self.direction, self.heads, self.q_rows = direction, heads, q_rows
         self.index = heads.query, q_rows
-        self.query, self.query_dot = direction.query[self.index], direction.query_dot[self.index]
+        rows = direction.rows
+        self.query, self.query_dot = rows.query[self.index], rows.query_dot[self.index]
         self.dtype = direction.scores.dtype
         # Without a cotangent there is no dP, and nobody asks for it.
         self.grad_out: Any = None if grad_out is None else grad_out[self.index].astype(self.dtype)

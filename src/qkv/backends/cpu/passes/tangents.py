@@ -15,7 +15,7 @@ from qkv.backends.cpu.compiler.compile import EmitFunction, Kernel, build
 from qkv.backends.cpu.forward.layout import skips_keys_within_blocks
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.passes.arguments import Arguments
+from qkv.backends.cpu.passes.arguments import Arguments, rotated_operands
 from qkv.backends.cpu.passes.forward import operations_of_a_pair
 from qkv.backends.cpu.passes.workers import Workload
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
@@ -26,6 +26,7 @@ from qkv.backends.cpu.plan.table_gradients import (
     ranges_of,
     summed_table,
 )
+from qkv.backends.cpu.rows.rotation import rotated_rows
 from qkv.backends.cpu.tangents.layout import (
     BLOCK_KV,
     FIELDS,
@@ -35,7 +36,7 @@ from qkv.backends.cpu.tangents.layout import (
     scratch_areas,
     shared_with,
 )
-from qkv.problem.backward import OperandGradients, reads, rotate_back
+from qkv.problem.backward import OperandGradients, reads
 from qkv.problem.language.derivative import derivative, tangent
 from qkv.problem.scores import Scores
 from qkv.problem.second_derivatives.passes import (
@@ -45,6 +46,7 @@ from qkv.problem.second_derivatives.passes import (
 )
 from qkv.problem.second_derivatives.tangents import SCALED_DOT, Direction, OperandTangents
 from qkv.problem.spec import Problem, Spec, TableSpec
+from qkv.problem.stored_rows import plain
 
 Array = NDArray[Any]
 
@@ -54,8 +56,9 @@ _TASKS = 64
 """Number of tasks that is enough for many cores."""
 _TASK_BLOCKS = 8
 """Blocks of queries of a task that make it cheap to add the parts of dK and dV."""
-_MOST_PARTS = 8
-"""The most parts of dK and dV that are held at once."""
+_MOST_PARTS, _PARTS_BYTES = 8, 2**28
+"""The most parts of dK and dV that are held at once, and how much memory all may take if they are
+more than one."""
 
 
 def second_derivatives(
@@ -82,18 +85,17 @@ def _sum_of_parts(parts: Array) -> Array:
 
 
 class _Operands:
-    """Dense arrays of the type of computation, with the heads of all batch rows on one axis."""
+    """Dense arrays of the type of computation, the heads of one batch row after another."""
 
     def __init__(self, direction: Direction, cotangents: Cotangents | None) -> None:
         spec, dtype = direction.spec, direction.scores.dtype
-        heads = spec.batch_size * spec.num_heads
-        named = {
-            name: getattr(direction, name)
-            for name in ("query", "query_dot", "key", "key_dot", "value", "value_dot")
-        }
+        named: dict[str, Array] = {}
+        for kind, problem in (("", direction.problem), ("_dot", direction.moves)):
+            query, key = rotated_operands(problem)
+            rows = {"query": query, "key": plain(key), "value": plain(problem.operands.value)}
+            named |= {f"{name}{kind}": array for name, array in rows.items()}
         if cotangents is not None:
-            named["grad_out"] = cotangents.grad_out.reshape(heads, spec.q_len, spec.v_head_dim)
-            named["grad_lse"] = cotangents.grad_lse.reshape(heads, spec.q_len)
+            named |= {"grad_out": cotangents.grad_out, "grad_lse": cotangents.grad_lse}
         self.arrays = {name: np.ascontiguousarray(a, dtype) for name, a in named.items()}
         sinks, sinks_dot = direction.sinks, direction.sinks_dot
         self.sinks = np.full(spec.num_heads, -np.inf, dtype)
@@ -180,7 +182,9 @@ def _schedule(problem: Problem, block_q: int) -> Schedule:
 def _query_ranges(spec: Spec, q_blocks: int) -> list[tuple[int, int]]:
     """Blocks of queries of each task of a kv head; how many follows from the shape alone."""
     heads = spec.batch_size * spec.num_kv_heads
-    parts = max(1, min(-(-_TASKS // heads), q_blocks // _TASK_BLOCKS, _MOST_PARTS))
+    part = heads * spec.kv_len * (spec.head_dim + spec.v_head_dim) * spec.compute_dtype.itemsize
+    most = min(_MOST_PARTS, _PARTS_BYTES // max(part, 1))
+    parts = max(1, min(-(-_TASKS // heads), q_blocks // _TASK_BLOCKS, most))
     size = -(-q_blocks // parts)
     return [(n, min(n + size, q_blocks)) for n in range(0, q_blocks, size)]
 
@@ -244,7 +248,10 @@ class _Results:
             )
         )  # fmt: skip
         tables = {name: copies.sum(axis=0) for name, copies in self.tables.items()}
-        gradients = OperandGradients(*rotate_back(problem, query, key), value, tables)
+        if spec.rotation is not None:
+            query = rotated_rows(problem, query, "q", back=True)
+            key = rotated_rows(problem, key, "kv", back=True)
+        gradients = OperandGradients(query, key, value, tables)
         return SecondDerivatives(forward, gradients, self._of_sinks())
 
     def _of_sinks(self) -> Array:

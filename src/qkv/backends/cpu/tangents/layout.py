@@ -37,8 +37,11 @@ PAIR_AREAS = (
 
 
 def pair_areas(*, plain: bool, backward: bool) -> dict[str, str]:
-    """Where each of `PAIR_AREAS` lies: without score mods products lie where scores do, and
-    without cotangents dP lies nowhere."""
+    """Where each of `PAIR_AREAS` lies.
+
+    Without score mods products lie where scores do. Without cotangents there is no dP, and its
+    place is never used.
+    """
     places = {name: name for name in PAIR_AREAS}
     if plain:
         places |= {"products": "scores", "products_dot": "scores_dot"}
