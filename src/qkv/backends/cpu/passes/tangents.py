@@ -122,8 +122,9 @@ class _TangentPass(Workload):
         self.tables = [summed_table(problem, name, self.parts, "q_index") for name in sorted(names)]
         self.tasks, self._launches = _task_rows(spec, ranges, self.tables)
         self.scratch_bytes = scratch_of(spec, self.shape, backward=backward)
-        dims = 8 * spec.head_dim + 4 * spec.v_head_dim if backward else 3 * spec.head_dim
-        operations = 2.0 * (dims + 2 * spec.v_head_dim) * self.plan.pairs
+        of_keys, of_values = (7, 5) if backward else (3, 2)
+        products = of_keys * spec.head_dim + of_values * spec.v_head_dim
+        operations = 2.0 * products * self.plan.pairs
         others = 3 * operations_of_a_pair(spec) * self.plan.pairs
         super().__init__(len(self.tasks), operations, "elements", others)
         loads = reads(spec, names)
