@@ -39,6 +39,9 @@ from qkv.backends.cpu.threads.gate import emit_gate
 from qkv.backends.cpu.threads.openmp_code import emit_team
 from qkv.backends.cpu.threads.pool_code import emit_pool
 from qkv.cache import ContiguousCache, PagedCache
+from qkv.call.binding.bound import bind
+from qkv.call.binding.options import option_values
+from qkv.call.derivatives.jvp import second_vjp
 from qkv.call.repeated.cache import CALLS
 from qkv.testing import DTYPES
 
@@ -109,6 +112,13 @@ def _gradients(dtype: str, *variants: Any) -> None:
     pullback(out)
 
 
+def _second_derivatives(dtype: str, *variants: Any) -> None:
+    arrays = _arrays(dtype, 40)
+    out, _ = qkv.jvp(*arrays, *variants, tangents=qkv.Tangents(*arrays), backend="cpu")
+    bound = bind(*arrays, variants, option_values("second_vjp", {"backend": "cpu"}))
+    second_vjp(bound, grad_out=out, tangents=qkv.Tangents(*arrays), wrt=variants, given=variants)
+
+
 def _inspection(dtype: str) -> None:
     record = qkv.inspect(*_arrays(dtype, 40), qkv.Causal(), backend="cpu")
     np.asarray(record.entropy), np.asarray(record.received), record.top(3)
@@ -139,6 +149,8 @@ CALLS_OF_EVERY_KIND: dict[str, Callable[[], None]] = {
     **{f"decode {t}": partial(_forward, t, qkv.Causal(), q_len=1, q_offset="end") for t in DTYPES},
     **{f"gradients {t}": partial(_gradients, t, qkv.Causal(), qkv.Softcap(9.0)) for t in DTYPES},
     "gradients of a bias": partial(_gradients, "float32", qkv.Bias(np.zeros((4, 40, 40), "f4"))),
+    "second derivatives float32": partial(_second_derivatives, "float32", qkv.Softcap(9.0)),
+    "second derivatives float64": partial(_second_derivatives, "float64"),
     "inspection float32": partial(_inspection, "float32"),
     "inspection bfloat16": partial(_inspection, "bfloat16"),
     "rotation and sinks": partial(_forward, "float32", qkv.RoPE(), qkv.Sinks(np.arange(4.0))),
