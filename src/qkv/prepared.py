@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv._dynamo import ends_graph
-from qkv.arguments.declarations import shown
+from qkv.arguments.declarations import is_integer, shown
 from qkv.arguments.readable_checks import checked_flag
 from qkv.arrays import has_shape, library_named, library_of
 from qkv.backends import Passes, conditions
@@ -24,6 +24,7 @@ from qkv.call.repeated.cache import PreparedCall
 from qkv.call.repeated.forms import MAX_DECODE_QUERIES, fixed_form, heads_first, step_form
 from qkv.call.repeated.preparing import prepared_by
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
+from qkv.problem.building.builder import INDEX_LIMIT
 from qkv.process.forks import importing
 
 if TYPE_CHECKING:
@@ -144,6 +145,8 @@ class PreparedAttention:
         UnsupportedError
             If `query` is an array of JAX.
         """
+        if return_lse is not True and return_lse is not False:
+            return_lse = checked_flag("return_lse", return_lse)
         structure = self._bound.structure
         if q_offset is not None:
             structure = self._placed(q_offset)
@@ -180,10 +183,20 @@ class PreparedAttention:
         structure = self._bound.structure
         given, options = structure.options.q_offset, structure.options
         if type(given) is not int:
+            other = shown(given) if given is None or isinstance(given, str) else "an array"
             raise ArgumentError(
                 f"q_offset={shown(q_offset)} was given, and the call was prepared with "
-                f"{shown(given)}.",
+                f"q_offset={other}.",
                 action="Pass a number as q_offset to qkv.prepare too.",
+            )
+        if not is_integer(q_offset):
+            raise ArgumentError(
+                f"q_offset={shown(q_offset)} is not a whole number.",
+                action="Pass an integer, the position of query row 0.",
+            )
+        if abs(q_offset) > INDEX_LIMIT:
+            raise ArgumentError(
+                f"q_offset reaches beyond {INDEX_LIMIT}.", action="Use smaller offsets."
             )
         return structure._replace(options=options._replace(q_offset=int(q_offset)))
 
@@ -267,6 +280,8 @@ def prepare(
     ArrayForm(dtype='float64', shape=(1, 2, None, 4), strides=None)
     """
     values = option_values("prepare", options)
+    if is_integer(values.q_offset):
+        values = values._replace(q_offset=int(values.q_offset))
     names = tuple(free) if isinstance(free, (list, tuple)) else (free,)
     if not all(isinstance(name, str) for name in names) or names not in ((), ("kv_len",)):
         raise ArgumentError(

@@ -13,6 +13,7 @@ import pytest
 import qkv
 from forced import as_it_runs
 from qkv.backends.cpu.passes import backward as backward_pass
+from qkv.backends.cpu.passes import tangents as tangent_pass
 from qkv.backends.cpu.passes import workers
 from qkv.backends.cpu.plan import table_gradients as summed_tables
 from qkv.backends.cpu.plan.schedule import schedule
@@ -123,31 +124,45 @@ def test_tables_that_tasks_share(monkeypatch, many_ranges, copies) -> None:
     assert_equals_blocked(*arrays, *OWN, qkv.Causal("end"), wrt=OWN, limit=1e-11)
 
 
+@pytest.mark.parametrize("along", ["kv_index", "q_index"])
 @pytest.mark.parametrize("copies", [2**24, 0], ids=["copies", "one after the other"])
-def test_tasks_of_one_launch_never_add_to_the_same_entry(monkeypatch, many_ranges, copies) -> None:
+def test_tasks_of_one_launch_never_add_to_the_same_entry(
+    monkeypatch, many_ranges, copies, along
+) -> None:
+    """Tasks of gradients are ranges of keys, those of second derivatives ranges of queries."""
     monkeypatch.setattr(summed_tables, "_COPIES_BYTES", copies)
     values = np.zeros(400)
     mod = qkv.ScoreMod(lambda s, b, h, q, k: s * values[k] + values[399 - q])
     problem_ = check(*problem(dtype=np.float64)[:3], (*OWN, mod), q_offset=0)
     spec, arrays = problem_.spec, problem_.operands.tables
     names = [t.name for t in spec.tables if reads(spec, frozenset({t.name})) and t.kind == "float"]
-    ranges = backward_pass._key_ranges(spec)
-    tables = [summed_tables.summed_table(problem_, name, len(ranges)) for name in names]
+    rows = 1 if along == "kv_index" else 17
+    if along == "kv_index":
+        ranges = backward_pass._key_ranges(spec)
+    else:
+        ranges = [(0, 8), (8, 16), (16, 24)]
+    tables = [summed_tables.summed_table(problem_, name, len(ranges), along) for name in names]
     assert {table.wide for table in tables} == {copies > 0}
-    plan = schedule(problem_, 64).ordered()
-    tasks, launches = backward_pass._task_rows(spec, plan, ranges, tables)
+    if along == "kv_index":
+        plan = schedule(problem_, 64).ordered()
+        tasks, launches = backward_pass._task_rows(spec, plan, ranges, tables)
+    else:
+        tasks, launches = tangent_pass._task_rows(spec, ranges, tables)
     assert sum(last - first for first, last in launches) == len(tasks) == 2 * 2 * 3
-    q_index = np.arange(spec.q_len)[:, None]
+    lengths = {"q_index": spec.q_len, "kv_index": spec.kv_len}
     for first, last in launches:
-        for column, name in enumerate(names, start=len(backward_pass.TASK)):
+        words = len((backward_pass if along == "kv_index" else tangent_pass).TASK)
+        for column, name in enumerate(names, start=words):
             taken: set[tuple[int, int]] = set()
             for task in tasks[first:last]:
                 batch, kv_head, start, stop = task[:4]
                 own = set()
                 for load in reads(spec, frozenset({name})):
                     for head in range(kv_head * 2, kv_head * 2 + 2):
-                        where = {"batch": batch, "head": head, "q_index": q_index,
-                                 "kv_index": np.arange(start, stop)}  # fmt: skip
+                        where = {name: np.arange(n) for name, n in lengths.items()}
+                        where[along] = where[along][start * rows : stop * rows]
+                        where["q_index"] = where["q_index"][:, None]
+                        where |= {"batch": batch, "head": head}
                         entry = [evaluate(i, where, arrays, np.dtype(float)) for i in load.indices]
                         if entry:
                             shape = arrays[name].shape

@@ -226,3 +226,23 @@ def test_operands_are_not_kept_alive(arrays, free, variants) -> None:
     gc.collect()
     assert not any(reference() is not None for reference in gone)
     assert prepared.plan.backend == "cpu"
+
+
+@pytest.mark.parametrize("given", [2.9, "7", True, "end", np.array([1, 2])])
+def test_positions_that_are_no_number_are_refused(given) -> None:
+    step = qkv.prepare(*operands(), qkv.Causal(), q_offset=2)
+    with pytest.raises(ArgumentError, match="is not a whole number"):
+        step(*operands(), q_offset=given)
+    with pytest.raises(ArgumentError, match="reaches beyond"):
+        step(*operands(), q_offset=2**70)
+    with pytest.raises(ArgumentError, match="return_lse"):
+        step(*operands(), return_lse="no")
+
+
+def test_a_number_of_numpy_is_a_position_to_prepare_for() -> None:
+    step = qkv.prepare(*operands(), qkv.Causal(), q_offset=np.int64(2))
+    found = step(*operands(), q_offset=np.int32(3))
+    np.testing.assert_array_equal(found, qkv.attention(*operands(), qkv.Causal(), q_offset=3))
+    step = qkv.prepare(*operands(), qkv.Causal(), q_offset=np.array([2, 3]))
+    with pytest.raises(ArgumentError, match="prepared with q_offset=an array"):
+        step(*operands(), q_offset=3)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -138,3 +139,16 @@ def test_numbers_of_types_that_numpy_does_not_know(library) -> None:
             expected = weights / weights.sum(-1, keepdims=True) @ value
             found = np.asarray(qkv.attention(*operands, *variants, **keywords))
             np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("seed", [np.array([3]), np.array([[3]]), torch.tensor([3]), np.uint8(3)])
+def test_arrays_of_one_number_are_seeds(seed: Any) -> None:
+    x = np.ones((4, 1))
+    found = qkv.attention(x, x, x, qkv.Dropout(0.5, seed))
+    np.testing.assert_array_equal(found, qkv.attention(x, x, x, qkv.Dropout(0.5, 3)))
+
+
+def test_positions_beyond_64_bits_are_too_large() -> None:
+    x = np.ones((4, 1))
+    with pytest.raises(ArgumentError, match="reaches beyond"):
+        qkv.attention(x, x, x, qkv.Causal(), q_offset=2**70)

@@ -14,6 +14,7 @@ from test_cases import cotangents, own_arrays
 
 import qkv
 from forced import instruction_sets
+from qkv.backends.cpu.passes import tangents as tangent_pass
 from qkv.backends.cpu.plan import table_gradients
 from qkv.call.binding.bound import bind
 from qkv.call.binding.options import option_values
@@ -582,3 +583,89 @@ def test_stored_rows_have_no_tangents() -> None:
     paged = qkv.Paged(pages, np.zeros((3,), int))
     with pytest.raises(DTypeError, match=r"key is a .*Paged, not an array"):
         qkv.jvp(q, paged, paged, tangents=qkv.Tangents())
+
+
+INFINITE = [(), (qkv.Sinks(0.3),), (qkv.Dropout(0.2, 3),), (qkv.KeyLengths(90),), (qkv.Causal(),)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("own", INFINITE, ids=lambda own: type(own[0]).__name__ if own else "none")
+def test_a_score_of_minus_infinity_forbids_its_pair(own: tuple[Any, ...], backend: str) -> None:
+    """An infinite key that no query looks at changes nothing but its own gradients."""
+    q, k, v, grad_out, dq, dk, dv = (draw(2, 100, 6) for _ in range(7))
+    q, dq = np.abs(q), np.abs(dq)
+    k[:, 7] = -np.inf
+
+    def derivatives(*variants: Any) -> list[Array]:
+        along = {"tangents": qkv.Tangents(dq, dk, dv), "backend": backend}
+        found = second_vjp(q, k, v, *own, *variants, grad_out=grad_out, **along)
+        out_dot = qkv.jvp(q, k, v, *own, *variants, **along)[1]
+        return [found.query, found.key, found.value, found.grad_out, found.grad_lse, out_dot]
+
+    hidden = np.arange(100) != 7
+    for got, right in zip(derivatives(), derivatives(hidden), strict=True):
+        np.testing.assert_allclose(got, right, rtol=0, atol=1e-12 * np.abs(right).max())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [40.0, 1e3, 1e5, 1e12])
+def test_what_is_left_where_one_key_has_all_the_weight(size: float, backend: str) -> None:
+    """There dQ is `dlse k[0]`, so that its tangent is `dlse dk[0]`: other terms cancel."""
+    q, k, v = np.array([[1.0, 0.0]]), np.array([[size, 0.0], [0.0, 0.0]]), draw(2, 3)
+    dq, dk, dv, grad_out = draw(1, 2), draw(2, 2), draw(2, 3), draw(1, 3)
+    found = second_vjp(
+        q, k, v, grad_out=grad_out, grad_lse=np.array([0.7]), scale=1.0, backend=backend,
+        tangents=qkv.Tangents(dq, dk, dv),
+    )  # fmt: skip
+    np.testing.assert_allclose(found.query[0], 0.7 * dk[0], rtol=0, atol=64 * 2.0**-52)
+    np.testing.assert_allclose(found.key[0], 0.7 * dq[0], rtol=0, atol=64 * 2.0**-52)
+    np.testing.assert_allclose(found.grad_out[0], dv[0], rtol=0, atol=64 * 2.0**-52)
+
+
+def test_long_rows_of_a_batch_are_what_they_are_alone() -> None:
+    """Parts of dK and dV are added up, and with more work in several steps."""
+    q, k, v, grad_out = (draw(4, 2, 1_700, 8).astype(np.float32) for _ in range(4))
+    along = [draw(4, 2, 1_700, 8).astype(np.float32) for _ in range(3)]
+
+    def derivatives(rows: slice) -> list[Array]:
+        tangents = qkv.Tangents(*(a[rows] for a in along))
+        found = second_vjp(
+            q[rows], k[rows], v[rows], qkv.Causal(), grad_out=grad_out[rows], tangents=tangents
+        )
+        return [found.query, found.key, found.value, found.grad_out, found.grad_lse]
+
+    whole = derivatives(slice(None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tangent_pass, "_TASK_OPERATIONS", 1e7)
+        in_steps = derivatives(slice(None))
+    alone = derivatives(slice(1, 2))
+    for one, other, row in zip(whole, in_steps, alone, strict=True):
+        assert one.tobytes() == other.tobytes()
+        assert one[1].tobytes() == row[0].tobytes()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sinks_that_float32_rounds_or_that_are_extreme(backend: str) -> None:
+    q, k, v = np.zeros((1, 4), np.float32), np.zeros((2, 4), np.float32), draw(2, 2)
+    v = v.astype(np.float32)
+    for sink, moves, expected in (
+        (1e30, 1.0, 1.0), (-1e30, 1.0, 0.0), (-np.inf, np.nan, 0.0), (np.inf, 1.0, 1.0),
+    ):  # fmt: skip
+        sinks = qkv.Sinks(np.array([sink]))
+        tangents = qkv.Tangents(of_variants=[(sinks, None, np.array([moves]))])
+        _, (out, lse) = qkv.jvp(q, k, v, sinks, tangents=tangents, backend=backend, return_lse=True)
+        np.testing.assert_array_equal(lse, [expected])
+        np.testing.assert_array_equal(out, np.zeros((1, 2)))
+
+
+def test_rows_that_are_repeated_are_not_copied() -> None:
+    q = draw(64, 1, 16, 16).astype(np.float32)
+    k, v = (draw(1, 1, 4_000, 16).astype(np.float32) for _ in range(2))
+    qkv.jvp(q, k, v, tangents=qkv.Tangents(query=q))
+    tracemalloc.start()
+    try:
+        qkv.jvp(q, k, v, tangents=qkv.Tangents(query=q))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 * k.nbytes

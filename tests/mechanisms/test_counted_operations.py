@@ -15,6 +15,7 @@ import pytest
 from qkv.mechanisms import (
     RWKV4,
     RWKV6,
+    Flash,
     GatedDelta,
     Linear,
     Linformer,
@@ -22,6 +23,7 @@ from qkv.mechanisms import (
     Mamba2,
     MultiHeadLatent,
     Performer,
+    Ring,
 )
 
 TOKENS = 5
@@ -253,3 +255,22 @@ def test_operations_are_those_of_a_loop(loop: Callable[[], None]) -> None:
     for name, count in CASES[loop].cost(TOKENS).counts.items():
         found[name.rpartition("_")[2]] += int(count)
     assert +found == +DONE
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("n", [1, 7, 33])
+def test_a_ring_joins_the_rows_of_each_hop(n: int, causal: bool) -> None:
+    layer = Ring(8, 2, num_devices=3, causal=causal)
+    hops = list(layer.hops(np.ones((n, 8))))
+    first = {hop.device: hop for hop in reversed(hops)}
+    joined = sum(hop.lse.size for hop in hops) - sum(hop.lse.size for hop in first.values())
+    assert layer.cost(n).counts.get("merge_log", 0) == joined
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("n", [1, 7, 33])
+def test_flash_corrects_the_rows_of_each_tile(n: int, causal: bool) -> None:
+    layer = Flash(8, 2, block_q=4, block_kv=4, causal=causal)
+    tiles = list(layer.tiles(np.ones((n, 8))))
+    rows = sum(tile.q_rows.stop - tile.q_rows.start for tile in tiles)
+    assert layer.cost(n).counts["correction_exp"] == rows

@@ -206,3 +206,36 @@ def test_what_is_no_recurrence_is_refused() -> None:
     for mechanism in (Linear(8), Performer(8, num_features=4)):
         with pytest.raises(UnsupportedError, match="token by token"):
             mechanism.step(draw(1, 8))
+
+
+LATENT = {"kv_lora_rank": 4, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 5}
+
+
+def test_latent_rows_are_those_of_the_tokens() -> None:
+    layer, x = MultiHeadLatent(8, 2, **LATENT), np.ones((5, 8))
+    latents = layer.latents(x)
+    close(layer.absorbed(x[3:], latents), layer(x)[3:], rtol=1e-12)
+    for wrong in (latents[:3], latents[:, 1:], latents[None]):
+        with pytest.raises(ShapeError, match="latents have shape"):
+            layer.absorbed(x, wrong)
+    with pytest.raises(DTypeError, match="latents have dtype float32"):
+        layer.absorbed(x, latents.astype(np.float32))
+    with pytest.raises(UnsupportedError, match="token by token"):
+        MultiHeadLatent(8, 2, causal=False, **LATENT).step(x)
+
+
+@pytest.mark.parametrize("layer", [RWKV4(4), Mamba(4, state_size=3)], ids=["rwkv4", "mamba"])
+def test_token_weights_where_a_decay_is_infinite(layer: Any) -> None:
+    """Nothing is left of a token at the next one: weights of other tokens are 0."""
+    name = "time_decay" if isinstance(layer, RWKV4) else "A_log"
+    layer.weights[name][:] = 95.0
+    x = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+    with np.errstate(over="ignore"):
+        assert np.isfinite(layer(x)).all()
+        assert np.isfinite(layer.token_mixing(x)).all()
+
+
+def test_a_state_without_arrays_is_named() -> None:
+    layer, x = Mamba(4, state_size=3), np.ones((2, 4))
+    with pytest.raises(DTypeError, match="conv of the state is None"):
+        layer.step(x, {"conv": None, "scan": None})

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -30,10 +31,12 @@ from qkv.mechanisms import (
     MECHANISMS,
     RWKV4,
     RWKV6,
+    Additive,
     Differential,
     GatedDelta,
     Hard,
     Linear,
+    Linformer,
     Mamba,
     Mamba2,
     Performer,
@@ -206,3 +209,17 @@ def test_the_best_keys_of_large_rows() -> None:
     best = scores.argmax(1)
     np.testing.assert_array_equal(Hard(4)(q, k, v), v[best])
     np.testing.assert_array_equal(Hard(4)(*map(torch.tensor, (q, k, v))).numpy(), v[best])
+
+
+def test_additive_attention_to_many_keys() -> None:
+    """A sum of 70,000 terms is infinite in float16."""
+    y = np.ones((70_000, 4), np.float16)
+    layer = Additive(4, hidden_dim=4)
+    np.testing.assert_array_equal(layer(y[:1], y, y), np.ones((1, 4)))
+    np.testing.assert_allclose(np.sum(layer.token_mixing(y[:1], y), dtype=float), 1, rtol=0.01)
+
+
+def test_arrays_of_bfloat16_stay_such() -> None:
+    x = np.ones((5, 8), ml_dtypes.bfloat16)
+    assert Additive(8)(x).dtype == x.dtype
+    assert Linformer(8, 2, max_len=9, num_mixtures=3).token_mixing(x).dtype == x.dtype

@@ -76,12 +76,14 @@ class Dropout(Variant):
     def _seed(self) -> int:
         if type(self.seed) is int and 0 <= self.seed < 2**64:
             return self.seed  # Dynamo can trace this.
+        given: Any = self.seed
         try:
-            is_one = np.size(self.seed) == 1 and not isinstance(self.seed, bool | np.bool_)
-            seed = int(self.seed) if is_one else -1
+            if np.size(given) == 1 and hasattr(given, "item"):
+                given = given.item()
+            seed = -1 if isinstance(given, bool | np.bool_) else int(given)
         except (TypeError, ValueError, OverflowError):
             seed = -1
-        if seed < 0 or seed != self.seed or not 0 <= seed < 2**64:
+        if seed != given or not 0 <= seed < 2**64:
             raise ArgumentError(
                 f"Dropout seed={shown(self.seed)} is not a whole number of 64 bits.",
                 action="Pass an integer from 0 to 2**64 - 1.",
@@ -94,7 +96,7 @@ class Dropout(Variant):
     def naive(self, dense: Dense) -> None:
         for i in range(dense.factors.shape[0]):
             for j in range(dense.factors.shape[1]):
-                word = _philox((j, i, dense.head, dense.batch), int(self.seed))
+                word = _philox((j, i, dense.head, dense.batch), self._seed())
                 dense.factors[i, j] *= 0.0 if word < self.p * 2**32 else 1 / (1 - self.p)
 
     @classmethod

@@ -130,7 +130,7 @@ def key_rows(keys: Any, kv_len: int) -> Array:
         return np.zeros(0, np.int64)
     if array.dtype.kind not in "iu" or array.min() < -kv_len or array.max() >= kv_len:
         raise ArgumentError(
-            f"mass takes rows of the key array, from 0 to {kv_len - 1}.",
+            f"mass takes rows of the key array, of which there are {kv_len}.",
             [("keys", f"{array.dtype} {array.shape}")],
             f"Pass indices, a slice, or a boolean array of shape ({kv_len},).",
         )

@@ -292,7 +292,7 @@ def selected_indices(value: Any, size: int, name: str, of: str) -> Array:
             [(of, str(size))],
             f"Pass an integer from 0 to {size - 1}, or leave it out for all."
             if size
-            else f"Leave it out: {of}=0.",
+            else f"Pass one row or more: {of}=0.",
         )
     return np.array([int(value) % size])
 

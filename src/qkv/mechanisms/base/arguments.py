@@ -7,11 +7,12 @@ from typing import Any
 
 from qkv.arguments.declarations import shown
 from qkv.arrays import kind_of
-from qkv.errors import ArgumentError, DTypeError, ShapeError
+from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 
 __all__ = [
     "all_three",
     "one_sequence",
+    "refuse_one_by_one",
     "refuse_options",
     "refuse_other_values",
     "token_names",
@@ -54,9 +55,24 @@ def one_sequence(*arrays: Any) -> None:
     for array in arrays:
         if array.ndim != 2:
             raise ShapeError(
-                f"explain shows one sequence (n, embed_dim); x has shape {tuple(array.shape)}.",
-                action="Pass one of them, as in explain(x[0]).",
+                f"one sequence (n, embed_dim) is shown; x has shape {tuple(array.shape)}.",
+                action="Pass one of them, as in x[0].",
             )
+
+
+def refuse_one_by_one(mechanism: str, *, causal: bool) -> None:
+    """Refuse single tokens where earlier ones may look at later ones.
+
+    Raises
+    ------
+    UnsupportedError
+        The mechanism is not causal.
+    """
+    if not causal:
+        raise UnsupportedError(
+            f"{mechanism} with causal=False cannot be computed token by token.",
+            action="Pass the whole sequence to a call, or use causal=True.",
+        )
 
 
 def refuse_options(mechanism: str, options: Mapping[str, Any], *names: str) -> None:

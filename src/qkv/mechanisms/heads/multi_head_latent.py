@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 import qkv
 from qkv.arguments.declarations import NotNegative, Size, Whole
-from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, step, symbols
+from qkv.mechanisms.base.arguments import refuse_one_by_one
 from qkv.mechanisms.base.arrays.head_rows import join_heads, split_heads
 from qkv.mechanisms.base.arrays.namespace import array_namespace
 from qkv.mechanisms.base.arrays.normalization import weighted_rms_norm
@@ -32,6 +32,7 @@ from qkv.mechanisms.base.modules.loading import (
     require_attributes,
 )
 from qkv.mechanisms.base.operations import attention_over_pairs, norm_of_rows, projection
+from qkv.mechanisms.heads.latent_rows import check_latents
 from qkv.variants import Causal, RoPE
 
 __all__ = ["MultiHeadLatent"]
@@ -85,9 +86,8 @@ class MultiHeadLatent(AttentionMechanism):
 
     Notes
     -----
-    Cache: `kv_lora_rank + qk_rope_head_dim` numbers a token and layer, 576 in DeepSeek-V3, instead
-    of `2 num_heads head_dim`. Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1 and appendix
-    C.
+    Cache: `kv_lora_rank + qk_rope_head_dim` numbers a token and layer, 576 in DeepSeek-V3, and not
+    `2 num_heads head_dim`. Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1, appendix C.
 
     Examples
     --------
@@ -146,14 +146,8 @@ class MultiHeadLatent(AttentionMechanism):
 
     def _projections(self) -> list[tuple[str, Any, Any, bool]]:
         """Names of the projections, the lengths of a row before and after, whether with a bias."""
-        e, h, c, r, p, v = symbols(
-            e=self.embed_dim,
-            h=self.num_heads,
-            c=self.kv_lora_rank,
-            r=self.qk_rope_head_dim,
-            p=self.qk_nope_head_dim,
-            v=self.v_head_dim,
-        )
+        e, h, c = symbols(e=self.embed_dim, h=self.num_heads, c=self.kv_lora_rank)
+        r, p, v = symbols(r=self.qk_rope_head_dim, p=self.qk_nope_head_dim, v=self.v_head_dim)
         projections = [
             ("kv_a_proj_with_mqa", e, c + r, self.bias),
             ("kv_b_proj", c, h * (p + v), False),
@@ -225,9 +219,16 @@ class MultiHeadLatent(AttentionMechanism):
         Returns
         -------
         array (..., n, embed_dim)
+
+        Raises
+        ------
+        DTypeError, ShapeError
+            As `step`.
         """
         namespace = array_namespace(x)
-        latents = self.latents(x) if latents is None else latents
+        if latents is None:
+            latents = self.latents(x)
+        check_latents(latents, x, self.qk_rope_head_dim + self.kv_lora_rank, x.shape[-2])
         q_rope, q_nope = self.queries(x)
         key_part, value_part = self._absorbed_weights(x)
         q = namespace.concat([q_rope, namespace.matmul(q_nope, key_part)], axis=-1)
@@ -259,17 +260,15 @@ class MultiHeadLatent(AttentionMechanism):
 
         Raises
         ------
-        ShapeError
+        UnsupportedError
+            The mechanism is not causal.
+        DTypeError, ShapeError
             The latent rows are not those of a step before.
         """
+        refuse_one_by_one(self.name, causal=self.causal)
         new = self.latents(x)
-        if latents is not None and (
-            latents.shape[:-2] != new.shape[:-2] or latents.shape[-1] != new.shape[-1]
-        ):
-            raise ShapeError(
-                f"latents have shape {tuple(latents.shape)}, those of x {tuple(new.shape)}.",
-                action="Pass what the last step returned.",
-            )
+        if latents is not None:
+            check_latents(latents, x, new.shape[-1])
         whole = new if latents is None else array_namespace(x).concat([latents, new], axis=-2)
         return self.absorbed(x, whole), whole
 
@@ -373,7 +372,6 @@ class MultiHeadLatent(AttentionMechanism):
             )
             for layout in ((given.layout,) if rope else _LAYOUTS)
         ]
-
         return closest(module, candidates, decoder_run(given, layer_type), embed_dim)
 
     @classmethod

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from qkv.arguments.declarations import Size
-from qkv.errors import ShapeError, UnsupportedError
+from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.arguments import refuse_options
+from qkv.mechanisms.base.arguments import refuse_one_by_one, refuse_options
 from qkv.mechanisms.base.arrays.head_rows import split_heads
 from qkv.mechanisms.base.arrays.namespace import array_namespace, like, values, widened
 from qkv.mechanisms.base.arrays.rows import Rows
@@ -192,11 +192,7 @@ class Linear(StatefulMechanism, ProjectedAttention):
         ShapeError
             `x` has no tokens or no rows.
         """
-        if not self.causal:
-            raise UnsupportedError(
-                f"{self.name} with causal=False cannot be computed token by token.",
-                action="Pass the whole sequence to a call, or use causal=True.",
-            )
+        refuse_one_by_one(self.name, causal=self.causal)
         self.sequences(x, None, None)
 
     def next_tokens(self, state: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:

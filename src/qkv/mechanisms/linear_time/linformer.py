@@ -162,7 +162,7 @@ class Linformer(ProjectedAttention):
         """
         weights = super().token_mixing(x, key, value)
         kv_len = self.sequences(x, key, value)[2].shape[-2]
-        return weights @ like(self.detached().weights["f_proj.weight"], x)[:, :kv_len]
+        return like(weights @ like(self.detached().weights["f_proj.weight"], x)[:, :kv_len], x)
 
     def steps(self, token: ExplainedToken) -> list[Step]:
         """Projections, the mixtures, attention to them, and the output."""

@@ -293,7 +293,9 @@ def token_weights(step: Any, a: Any, b: Any, c: Any) -> Any:
     weights = 0
     for s in range(a.shape[-1]):
         pairs = c[..., None, :, s, None] * b[..., None, None, :, s]
-        weights = weights + xp.exp(between * a[:, s, None, None]) * pairs
+        # 0 times an infinite decay would be NaN.
+        rates = xp.where(between == 0, between, a[:, s, None, None])
+        weights = weights + xp.exp(between * rates) * pairs
     return xp.tril(weights * step.mT[..., None, :])
 
 

@@ -246,7 +246,9 @@ def distance_bias(decay: Any, bonus: Any, rows: int, columns: int) -> Any:
     xp = array_namespace(decay)
     steps = np.arange(rows)[:, None, None] - np.arange(columns)[:, None]
     back = like(np.maximum(steps - 1, 0), decay)
-    past = -back * decay + like(np.where(steps < 0, -math.inf, 0.0), decay)
+    # 0 times an infinite decay would be NaN.
+    past = -back * xp.where(back == 0, back, decay)
+    past = past + like(np.where(steps < 0, -math.inf, 0.0), decay)
     return xp.where(like(steps, decay) == 0, bonus, past)
 
 

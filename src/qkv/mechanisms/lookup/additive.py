@@ -11,7 +11,13 @@ from qkv.errors import ShapeError
 from qkv.inspection.traces.steps import softmax
 from qkv.ledger import Count, Ledger, matmul, step, symbols
 from qkv.ledger import softmax as softmax_ledger
-from qkv.mechanisms.base.arrays.namespace import array_namespace, like, recomputed, values
+from qkv.mechanisms.base.arrays.namespace import (
+    array_namespace,
+    like,
+    recomputed,
+    values,
+    widened,
+)
 from qkv.mechanisms.base.arrays.rows import Arrays, Rows
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM
 from qkv.mechanisms.base.explanations.attention_steps import softmax_and_output, token_lines
@@ -217,9 +223,13 @@ def _weights(hidden_q: Any, hidden_k: Any, vector: Any) -> Any:
     )
     if not keys:
         return scores
+    # Sums of more than 65,504 terms are infinite in float16.
+    scores = widened(scores)
     exps = namespace.exp(scores - namespace.max(scores, axis=-1, keepdims=True))
     return exps / namespace.sum(exps, axis=-1, keepdims=True)
 
 
 def _output_rows(hidden_q: Any, hidden_k: Any, value: Any, vector: Any) -> Any:
-    return array_namespace(value).matmul(_weights(hidden_q, hidden_k, vector), value)
+    namespace = array_namespace(value)
+    out = namespace.matmul(_weights(hidden_q, hidden_k, vector), widened(value))
+    return namespace.astype(out, value.dtype)

@@ -184,17 +184,32 @@ class Flash(ProjectedAttention):
         """The operations of full attention, and one exp and corrections for each row and tile."""
         d, h = symbols(d=self.head_dim, h=self.num_heads)
         each = tokens * Count(-(-int(tokens) // self.block_kv), "tiles")
+        if self.causal:
+            rows = sum((last - first) * tiles for first, last, tiles in self._causal_tiles(tokens))
+            each = Count(rows, "rows of tiles")
         more = step("correction", compare=each, subtract=each, exp=each,
                     multiply=each * (d + 1), add=each * (d + 1))  # fmt: skip
         heads: int = batch * h
         return super().operations(tokens, batch) + more * heads
 
     def numbers_moved(self, tokens: Count, batch: int, parameters: int) -> tuple[int, int]:
-        """Keys and values are read again for each tile of queries."""
+        """Keys and values are read again for each tile of queries that may see them."""
         read, written = super().numbers_moved(tokens, batch, parameters)
         g, d = symbols(g=self.num_kv_heads, d=self.head_dim)
+        if self.causal:
+            n = int(tokens)
+            keys = sum(min(n, tiles * self.block_kv) for _, _, tiles in self._causal_tiles(tokens))
+            again = Count(keys - n, "keys read again")
+            return read + again * (2 * batch * g * d), written
         again = Count(-(-int(tokens) // self.block_q) - 1, "q_tiles - 1")
         return read + again * (2 * batch * tokens * g * d), written
+
+    def _causal_tiles(self, tokens: Count) -> Iterator[tuple[int, int, int]]:
+        """First and last row of each tile of queries, and how many tiles of keys it sees."""
+        n = int(tokens)
+        for first in range(0, n, self.block_q):
+            last = min(first + self.block_q, n)
+            yield first, last, -(-last // self.block_kv)
 
     @classmethod
     def example(cls) -> Self:

@@ -186,9 +186,13 @@ class Ring(ProjectedAttention):
         """The operations of attention on all devices, and of merging rows of `head_dim + 1`."""
         d, h = symbols(d=self.head_dim, h=self.num_heads)
         n = int(tokens)
-        blocks = -(-n // -(-n // self.num_devices))
-        joins = Count(blocks * (blocks - 1) // 2 if self.causal else blocks * (blocks - 1))
-        rows: int = batch * h * joins * Count(-(-n // blocks), "n / devices")
+        size = -(-n // self.num_devices)
+        blocks = [min(size, n - first) for first in range(0, n, size)]
+        joins = sum(i * rows for i, rows in enumerate(blocks))
+        formula = "n (devices - 1) / 2"
+        if not self.causal:
+            joins, formula = (len(blocks) - 1) * n, "n (devices - 1)"
+        rows: int = batch * h * Count(joins, formula)
         return super().operations(tokens, batch) + step(
             "merge", subtract=2 * rows, exp=3 * rows, log=rows, add=rows * (d + 1),
             multiply=2 * rows * d,

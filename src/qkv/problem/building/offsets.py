@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arguments.declarations import shown
+from qkv.arguments.declarations import is_integer, shown
 from qkv.arguments.readable_checks import as_array
 from qkv.errors import AmbiguityError, ArgumentError
 from qkv.problem.building.builder import INDEX_LIMIT, Align, Builder
@@ -56,13 +56,14 @@ def positions_of(
 def _offset(value: Any, name: str, builder: Builder) -> Array:
     """One integer offset for each batch row, or a single one."""
     array = as_array(name, value)
-    if array.dtype.kind not in "iu":
+    beyond = is_integer(value) and abs(value) > INDEX_LIMIT
+    if array.dtype.kind not in "iu" and not beyond:
         words = ", 'start' or 'end'" if name == "q_offset" else ""
         raise ArgumentError(
             f"{name}={shown(value)} is not a whole number.",
             action=f"Pass an integer, an integer array over the leading dimensions{words}.",
         )
-    if array.size and (array.min() < -INDEX_LIMIT or array.max() > INDEX_LIMIT):
+    if beyond or (array.size and (array.min() < -INDEX_LIMIT or array.max() > INDEX_LIMIT)):
         raise ArgumentError(f"{name} reaches beyond {INDEX_LIMIT}.", action="Use smaller offsets.")
     rows = builder.batch_rows(array.astype(np.int64), name, 0)
     return rows if array.ndim else np.atleast_1d(array.astype(np.int64))

@@ -119,10 +119,12 @@ class _BackwardRows:
 
     def __init__(self, block: Block, grad_lse: Array) -> None:
         dtype = block.dtype
-        d_mean, d_mean_dot = block.sum_rows()
-        delta = d_mean - grad_lse[block.index].astype(np.float64)[..., None]
-        delta_dot = d_mean_dot - block.lse_dot * d_mean
-        self.delta, self.delta_dot = delta.astype(dtype), delta_dot.astype(dtype)
+        d_mean, less_dot = block.sum_rows()
+        # Less what they are at the peak, as are dP and dPdot when these are subtracted.
+        less = d_mean - grad_lse[block.index].astype(np.float64)[..., None]
+        self.delta, self.delta_dot = less.astype(dtype), less_dot.astype(dtype)
+        delta = less + block.at_peak.d_weights
+        delta_dot = less_dot + block.at_peak.d_weights_dot
         # The sink acts as a key with value 0, for which dP = 0.
         share = np.where(block.total == 0, 0, block.sink / block.total)
         share_dot = share * (block.sink_dot - block.lse_dot)
@@ -146,7 +148,7 @@ class _GradientTangents(OperandSums):
     def add_tile(
         self, block: Block, tile: Tile, rows: _BackwardRows, weights: Array, weights_dot: Array
     ) -> None:
-        d_weights, d_weights_dot = tile.d_weights
+        d_weights, d_weights_dot = tile.less_d_weights(block.at_peak)
         d_weights = d_weights - rows.delta
         d_scores = weights * d_weights
         d_scores_dot = weights_dot * d_weights + weights * (d_weights_dot - rows.delta_dot)

@@ -141,6 +141,18 @@ def _tangent_name(table: str) -> str:
     return f"{table}dot"
 
 
+class Peak(NamedTuple):
+    """The tangent of the score, dP and its tangent, for the key with the largest score of a row.
+
+    Sums over a row are taken of differences from these. Where one key has nearly all the weight,
+    large terms would cancel otherwise, and rounding would be all that is left.
+    """
+
+    scores_dot: Array
+    d_weights: Array
+    d_weights_dot: Array
+
+
 class Tile:
     """Scores of one block of queries against one block of keys, and their tangents."""
 
@@ -200,6 +212,16 @@ class Tile:
         )
         return d_weights, d_weights_dot
 
+    @property
+    def moving(self) -> tuple[Array, ...]:
+        """What `Peak` has of each key; without a cotangent there is no dP."""
+        return (self.scores_dot,) if self.grad_out is None else (self.scores_dot, *self.d_weights)
+
+    def less_d_weights(self, peak: Peak) -> tuple[Array, Array]:
+        """dP and its tangent, less what they are at the peak."""
+        d_weights, d_weights_dot = self.d_weights
+        return d_weights - peak.d_weights, d_weights_dot - peak.d_weights_dot
+
     def out_dot(self, weights: Array, weights_dot: Array) -> Array:
         """The contribution of these keys to the tangent of the output."""
         return weighted_sum(self.dropped(weights_dot), self.scores, self.value) + weighted_sum(
@@ -228,10 +250,17 @@ class Block:
         self._tiles = tiles
         self._kept: list[Tile] | None = None
         sinks, sinks_dot = direction.sinks, direction.sinks_dot
-        self._sink = np.asarray(-np.inf) if sinks is None else sinks[heads.head]
-        self.sink_dot = np.asarray(0.0) if sinks_dot is None else sinks_dot[heads.head]
+        self._sink = np.asarray(-np.inf, self.dtype)
+        if sinks is not None:
+            with np.errstate(over="ignore"):
+                self._sink = sinks[heads.head].astype(self.dtype)
+        self.sink_dot = np.asarray(0.0)
+        if sinks_dot is not None:
+            self.sink_dot = np.where(np.isneginf(self._sink), 0, sinks_dot[heads.head])
         self.peak = np.full((*self.query.shape[:2], 1), self._sink, self.dtype)
-        self.lse_dot = self.total = self.sink = np.zeros(self.peak.shape)
+        nothing = np.zeros(self.peak.shape, self.dtype)
+        self.at_peak = Peak(nothing + self.sink_dot.astype(self.dtype), nothing, nothing)
+        self.moved = self.total = self.sink = np.zeros(self.peak.shape)
 
     def tiles(self) -> Iterator[Tile]:
         """The tiles, one after the other; those of many keys are computed anew each time."""
@@ -244,33 +273,63 @@ class Block:
         return iter(self._kept)
 
     def sum_rows(self) -> tuple[Array, Array]:
-        """Compute `peak`, the largest score, `total`, the sum of exp(s - peak), and `lse_dot`.
+        """Compute `peak`, the largest score, `total`, the sum of exp(s - peak), and `moved`.
 
-        `sink` is the sink's term of the sum. For a cotangent, return means too: of dP, and of
-        `sdot dP + dPdot`. All are `(heads, rows, 1)`, the sums in float64.
+        `at_peak` holds what sdot, dP and dPdot are for the key of the largest score. `moved` is the
+        mean of sdot less that, so that `lse_dot` is both together. `sink` is the sink's term of the
+        sum. For a cotangent, return delta and deltadot without d lse, less what they would be if
+        that key had all the weight. All are `(heads, rows, 1)`, the sums in float64.
         """
-        sums = np.zeros((4, *self.peak.shape))
+        # e, e x, e p, e x p and e pdot, with x, p and pdot less what they are at the peak.
+        sums = np.zeros((5, *self.peak.shape))
+        sums[0] = ~np.isneginf(self._sink)
         for tile in self.tiles():
-            peak = np.maximum(self.peak, tile.scores.max(axis=-1, keepdims=True))
-            sums *= np.where(peak == self.peak, 1, np.exp(self.peak - peak))
-            self.peak = peak
-            # float64, because large terms cancel in rows where one key has nearly all the weight.
-            unscaled = tile.exp(peak).astype(np.float64)
-            moved = unscaled * tile.scores_dot
+            sums = self._from_new_peak(sums, tile)
+            unscaled = tile.exp(self.peak).astype(np.float64)
+            moved = unscaled * (tile.scores_dot - self.at_peak.scores_dot)
             sums[0] += unscaled.sum(axis=-1, keepdims=True)
             sums[1] += moved.sum(axis=-1, keepdims=True)
             if self.grad_out is not None:
-                d_weights, d_weights_dot = tile.d_weights
-                sums[2, ..., 0] += np.vecdot(unscaled, d_weights)
-                sums[3, ..., 0] += np.vecdot(moved, d_weights) + np.vecdot(unscaled, d_weights_dot)
+                less, less_dot = tile.less_d_weights(self.at_peak)
+                sums[2, ..., 0] += np.vecdot(unscaled, less)
+                sums[3, ..., 0] += np.vecdot(moved, less)
+                sums[4, ..., 0] += np.vecdot(unscaled, less_dot)
         self.sink = shares_of_sinks(self._sink, self.peak)
-        sums[:2] += self.sink, self.sink * self.sink_dot
         self.total = sums[0]
-        self.lse_dot, d_mean, d_mean_dot = np.where(self.total == 0, 0, sums[1:] / self.total)
-        return d_mean, d_mean_dot
+        self.moved, d_mean, moved_d_mean, d_mean_dot = np.where(
+            self.total == 0, 0, sums[1:] / self.total
+        )
+        return d_mean, moved_d_mean - self.moved * d_mean + d_mean_dot
+
+    def _from_new_peak(self, sums: Array, tile: Tile) -> Array:
+        """The sums if a tile has a larger score than any before it."""
+        best = tile.scores.argmax(axis=-1, keepdims=True)
+        found = np.take_along_axis(tile.scores, best, axis=-1)
+        larger = found > self.peak
+        peak, old = np.where(larger, found, self.peak), self.at_peak
+        self.at_peak = Peak(
+            *(
+                np.where(larger, np.take_along_axis(of_tile, best, axis=-1), before)
+                for of_tile, before in zip(tile.moving, old, strict=False)
+            ),
+            *old[len(tile.moving) :],
+        )
+        factor = np.where(peak == self.peak, 1, np.exp(self.peak - peak)).astype(np.float64)
+        self.peak = peak
+        total, moved, d_mean, moved_d_mean, d_mean_dot = sums * factor
+        a, b, c = (x.astype(np.float64) - y for x, y in zip(old, self.at_peak, strict=True))
+        new_d_mean = d_mean + b * total
+        # (x + a) (p + b) = x p + a (p + b) + b x
+        moved_d_mean = moved_d_mean + a * new_d_mean + b * moved
+        rows = total, moved + a * total, new_d_mean, moved_d_mean, d_mean_dot + c * total
+        return np.stack(rows)
+
+    @property
+    def lse_dot(self) -> Array:
+        return self.at_peak.scores_dot + self.moved
 
     def weights(self, tile: Tile) -> tuple[Array, Array]:
         """w and its tangent."""
         weights = tile.select(tile.exp(self.peak) / self.total.astype(self.dtype))
-        weights_dot = weights * (tile.scores_dot - self.lse_dot.astype(self.dtype))
-        return weights, tile.select(weights_dot)
+        less = (tile.scores_dot - self.at_peak.scores_dot) - self.moved.astype(self.dtype)
+        return weights, tile.select(weights * less)

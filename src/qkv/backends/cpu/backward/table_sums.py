@@ -19,13 +19,20 @@ class TableSums:
     """Adds to a task's copies of the gradients of tables, for one vector of `rows` queries.
 
     An entry that all pairs of a block read is added up in lanes first, in sums that a loop over
-    keys carries.
+    keys carries. A task has `words` before the bytes at which its copies begin.
     """
 
-    def __init__(self, frame: BackwardFrame, arguments: Value, task: Value, rows: Value) -> None:
+    def __init__(
+        self,
+        frame: BackwardFrame,
+        arguments: Value,
+        task: Value,
+        rows: Value,
+        words: tuple[str, ...] = TASK,
+    ) -> None:
         b = frame.e.builder
         self._frame = frame
-        self._views = _views(frame, arguments, task)
+        self._views = _views(frame, arguments, frame.e.at(task, WORD * len(words)))
         self._fixed = [load for load in frame.loads if _reads_one_entry(load)]
         self._is_query = b.icmp_signed("<", frame.lane_numbers(), frame.lane_integers(rows))
 
@@ -91,8 +98,11 @@ def _sum_type(frame: BackwardFrame, table: str) -> ir.Type:
     return DOUBLE if wide else frame.e.real
 
 
-def _views(frame: BackwardFrame, arguments: Value, task: Value) -> dict[str, TableView]:
-    """The task's copies of the gradients of tables, as the expressions index the tables."""
+def _views(frame: BackwardFrame, arguments: Value, copies: Value) -> dict[str, TableView]:
+    """The task's copies of the gradients of tables, as the expressions index the tables.
+
+    `copies` points to the bytes at which they begin.
+    """
     e = frame.e
     views = frame.tables(arguments)
     word = len(frame.fields) + sum(1 + 2 * table.ndim for table in frame.spec.tables)
@@ -104,7 +114,7 @@ def _views(frame: BackwardFrame, arguments: Value, task: Value) -> dict[str, Tab
             for i in range(1 + view.spec.ndim)
         )
         word += 1 + len(strides)
-        copy = e.load(e.at(task, WORD * (len(TASK) + n)), INT64, WORD)
+        copy = e.load(e.at(copies, WORD * n), INT64, WORD)
         pointer = e.at(e.pointer(base), copy)
         gradients[table.name] = TableView(view.spec, pointer, view.sizes, tuple(strides))
     return gradients

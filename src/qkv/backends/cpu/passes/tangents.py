@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from qkv.backends.cpu.backward.layout import TableGradient, padded_dim
 from qkv.backends.cpu.compiler.compile import EmitFunction, Kernel, build
+from qkv.backends.cpu.emit.argument_block import operand_fields
 from qkv.backends.cpu.forward.layout import skips_keys_within_blocks
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
@@ -30,7 +32,9 @@ from qkv.backends.cpu.rows.rotation import rotated_rows
 from qkv.backends.cpu.tangents.layout import (
     BLOCK_KV,
     FIELDS,
+    OPERANDS,
     ROWS,
+    TASK,
     TangentKey,
     kept_blocks,
     scratch_areas,
@@ -52,13 +56,13 @@ Array = NDArray[Any]
 
 _EMIT_TANGENTS = EmitFunction("qkv.backends.cpu.tangents.kernel", "emit_tangents")
 
-_TASKS = 64
-"""Number of tasks that is enough for many cores."""
-_TASK_BLOCKS = 8
-"""Blocks of queries of a task that make it cheap to add the parts of dK and dV."""
-_MOST_PARTS, _PARTS_BYTES = 8, 2**28
-"""The most parts of dK and dV that are held at once, and how much memory all may take if they are
-more than one."""
+_TASK_BLOCKS, _PART_BLOCKS = 8, 32
+"""Blocks of queries of a task, and of a part of dK and dV, that make it cheap to begin one."""
+_MOST_PARTS, _PARTS_BYTES = 8, 2**23
+"""The most parts of dK and dV, and the bytes that those of one key head may take if there are more
+than one."""
+_TASK_OPERATIONS = 2e9
+"""Operations of a task, for which Ctrl-C may have to wait."""
 
 
 def second_derivatives(
@@ -85,7 +89,7 @@ def _sum_of_parts(parts: Array) -> Array:
 
 
 class _Operands:
-    """Dense arrays of the type of computation, the heads of one batch row after another."""
+    """Arrays as the kernel reads them, `(*batch_shape, heads, rows, dim)`."""
 
     def __init__(self, direction: Direction, cotangents: Cotangents | None) -> None:
         spec, dtype = direction.spec, direction.scores.dtype
@@ -94,9 +98,11 @@ class _Operands:
             query, key = rotated_operands(problem)
             rows = {"query": query, "key": plain(key), "value": plain(problem.operands.value)}
             named |= {f"{name}{kind}": array for name, array in rows.items()}
+        self.grad_lse = None
         if cotangents is not None:
-            named |= {"grad_out": cotangents.grad_out, "grad_lse": cotangents.grad_lse}
-        self.arrays = {name: np.ascontiguousarray(a, dtype) for name, a in named.items()}
+            named["grad_out"] = cotangents.grad_out
+            self.grad_lse = np.ascontiguousarray(cotangents.grad_lse, dtype)
+        self.arrays = {name: _readable(array, dtype) for name, array in named.items()}
         sinks, sinks_dot = direction.sinks, direction.sinks_dot
         self.sinks = np.full(spec.num_heads, -np.inf, dtype)
         if sinks is not None:
@@ -104,6 +110,16 @@ class _Operands:
         self.sinks_dot = np.zeros(spec.num_heads, dtype)
         if sinks_dot is not None:
             self.sinks_dot[:] = sinks_dot
+
+
+def _readable(array: Array, dtype: np.dtype[Any]) -> Array:
+    """The array in a type, with adjacent elements; rows that it repeats are not copied for each."""
+    fits = array.dtype == dtype and array.flags.aligned
+    if fits and (array.strides[-1] == dtype.itemsize or array.shape[-1] <= 1):
+        return array
+    repeated = zip(array.shape[:-2], array.strides[:-2], strict=True)
+    once = array[tuple(slice(0, 1) if step == 0 else slice(None) for _, step in repeated)]
+    return np.broadcast_to(np.array(once, dtype, order="C"), array.shape)
 
 
 class _TangentPass(Workload):
@@ -116,16 +132,18 @@ class _TangentPass(Workload):
         self.shape = here.shape_of(spec.compute_dtype)
         self.plan = _schedule(problem, self.shape.block_q)
         self.q_blocks = -(-spec.q_len // self.shape.block_q)
-        ranges = _query_ranges(spec, self.q_blocks)
-        self.parts = len(ranges)
         names = frozenset() if cotangents is None else cotangents.tables
-        self.tables = [summed_table(problem, name, self.parts, "q_index") for name in sorted(names)]
-        self.tasks, self._launches = _task_rows(spec, ranges, self.tables)
-        self.scratch_bytes = scratch_of(spec, self.shape, backward=backward)
         of_keys, of_values = (7, 5) if backward else (3, 2)
         products = of_keys * spec.head_dim + of_values * spec.v_head_dim
         operations = 2.0 * products * self.plan.pairs
         others = 3 * operations_of_a_pair(spec) * self.plan.pairs
+        ranges = _query_ranges(spec, self.q_blocks, backward=backward)
+        self.parts = len(ranges)
+        self.tables = [summed_table(problem, name, self.parts, "q_index") for name in sorted(names)]
+        count = spec.batch_size * spec.num_kv_heads * self.parts
+        steps = math.ceil(operations / count / _TASK_OPERATIONS) if backward else 1
+        self.tasks, self._launches = _task_rows(spec, ranges, self.tables, steps)
+        self.scratch_bytes = scratch_of(spec, self.shape, backward=backward)
         super().__init__(len(self.tasks), operations, "elements", others)
         loads = reads(spec, names)
         key = TangentKey(
@@ -180,28 +198,44 @@ def _schedule(problem: Problem, block_q: int) -> Schedule:
     ).ordered()
 
 
-def _query_ranges(spec: Spec, q_blocks: int) -> list[tuple[int, int]]:
-    """Blocks of queries of each task of a kv head; how many follows from the shape alone."""
-    heads = spec.batch_size * spec.num_kv_heads
-    part = heads * spec.kv_len * (spec.head_dim + spec.v_head_dim) * spec.compute_dtype.itemsize
-    most = min(_MOST_PARTS, _PARTS_BYTES // max(part, 1))
-    parts = max(1, min(-(-_TASKS // heads), q_blocks // _TASK_BLOCKS, most))
-    size = -(-q_blocks // parts)
+def _query_ranges(spec: Spec, q_blocks: int, *, backward: bool) -> list[tuple[int, int]]:
+    """The blocks of queries of each split of a kv head.
+
+    Splits have parts of dK and dV, which are added up. So their number follows from the lengths
+    alone, and no bit depends on how many heads or batch rows there are.
+    """
+    parts = -(-q_blocks // _TASK_BLOCKS)
+    if backward:
+        part = spec.kv_len * (spec.head_dim + spec.v_head_dim) * spec.compute_dtype.itemsize
+        parts = min(q_blocks // _PART_BLOCKS, _MOST_PARTS, _PARTS_BYTES // max(part, 1))
+    size = -(-q_blocks // max(parts, 1))
     return [(n, min(n + size, q_blocks)) for n in range(0, q_blocks, size)]
 
 
 def _task_rows(
-    spec: Spec, ranges: list[tuple[int, int]], tables: list[SummedTable]
+    spec: Spec, ranges: list[tuple[int, int]], tables: list[SummedTable], steps: int = 1
 ) -> tuple[Array, list[tuple[int, int]]]:
-    """Rows of `TASK`, and the range of rows of each launch."""
+    """Rows of `TASK`, and the range of rows of each launch.
+
+    The queries of a split are up to `steps` tasks, one after the other.
+    """
     shape = spec.batch_size, spec.num_kv_heads, len(ranges)
     places = np.stack(np.unravel_index(np.arange(math.prod(shape)), shape), axis=1)
+    split = places[:, 2]
     copies = [t.copy_of(places) * math.prod(t.shape) * 8 for t in tables]
-    columns = [*places.T[:2], *np.array(ranges)[places[:, 2]].T, places[:, 2], *copies]
-    launch = launches_of(tables, places, shape)
+    starts, stops = np.array(ranges).T
+    steps = max(1, min(steps, int((stops - starts).min())))
+    launch = launches_of(tables, places, shape) * steps
+    rows, launches = [], []
+    for step in range(steps):
+        first, last = (starts + (stops - starts) * n // steps for n in (step, step + 1))
+        is_first = np.full(len(places), step == 0)
+        words = [*places.T[:2], first[split], last[split], split, is_first, *copies]
+        rows.append(np.stack(words, axis=1).astype(np.int64))
+        launches.append(launch + step)
+    tasks, launch = np.concatenate(rows), np.concatenate(launches)
     # The last queries, which see most keys if a mask is causal, come first.
-    order = np.lexsort((-places[:, 2], launch))
-    tasks = np.stack(columns, axis=1).astype(np.int64)
+    order = np.lexsort((-tasks[:, TASK.index("split")], launch))
     return np.ascontiguousarray(tasks[order]), ranges_of(launch[order])
 
 
@@ -278,7 +312,7 @@ class _TangentArguments(Arguments):
         ends = np.cumsum(list(areas.values()))
         rows = {f"{name}_rows": results.rows.get(name) for name in ROWS}
         arrays = {
-            "grad_out": None, "grad_lse": None, **operands.arrays, **rows,
+            "grad_lse": operands.grad_lse, **rows,
             "sinks": operands.sinks, "sinks_dot": operands.sinks_dot,
             "out_dot": results.out_dot, "d_query_dot": results.query,
             "key_sums": results.key, "value_sums": results.value,
@@ -294,6 +328,7 @@ class _TangentArguments(Arguments):
             "q_blocks": run.q_blocks,
             "kept_blocks": kept_blocks(spec.kv_len),
             **{n: 0 if array is None else self._address(array) for n, array in arrays.items()},
+            **self._fields_of_operands(operands.arrays),
             "key_sum_row": results.key.strides[-2],
             "key_part": results.key.strides[0],
             "value_sum_row": results.value.strides[-2],
@@ -301,3 +336,10 @@ class _TangentArguments(Arguments):
             **dict(zip((f"area_{name}" for name in areas), [0, *ends.tolist()], strict=False)),
         }  # fmt: skip
         self._write(fields, more)
+
+    def _fields_of_operands(self, arrays: Mapping[str, Array]) -> dict[str, int]:
+        """The words of the arrays that are read; 0 for those that are not there."""
+        fields = dict.fromkeys(operand_fields(*OPERANDS), 0)
+        for name, array in arrays.items():
+            fields |= self._operand_fields(name, array)
+        return fields

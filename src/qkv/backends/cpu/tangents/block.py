@@ -9,6 +9,7 @@ from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import Value
 from qkv.backends.cpu.emit.forbidden_pairs import FORBIDDEN_WEIGHT
 from qkv.backends.cpu.tangents.frame import PairArguments, TangentFrame
+from qkv.backends.cpu.tangents.layout import PEAK_ROWS, TASK
 from qkv.problem.language.derivative import ONE, ZERO, derivative
 from qkv.problem.language.expressions import Node
 
@@ -65,6 +66,9 @@ def gradients_function(frame: TangentFrame) -> Value:
 
         w = exp(s - peak) / total           wdot = w (sdot - r)
         dS = w (dP - delta)                 dSdot = wdot (dP - delta) + w (dPdot - deltadot)
+
+    in which sdot, dP and dPdot, and likewise r, delta and deltadot, are less what they are for the
+    key of the largest score (see `rows`), and
         dX = scale dS s_x                   dXdot = scale (dSdot s_x + dS s_xdot)
                                             dtdot += dSdot s_t + dS s_tdot
     """
@@ -72,11 +76,12 @@ def gradients_function(frame: TangentFrame) -> Value:
     with frame.pair_function("gradients") as (function, at):
         b = e.builder
         places = frame.expressions(at)
-        peak, share, lse_dot = (_real(frame, at, n) for n in ("peak", "share", "lse_dot"))
+        share, lse_dot = (_real(frame, at, n) for n in ("share", "lse_dot"))
+        peak, *origin = (_real(frame, at, n) for n in PEAK_ROWS)
         scale = e.splat(frame.real_field(at.arguments, "scale"))
         if frame.backward:
             delta, delta_dot = (_real(frame, at, n) for n in ("delta", "delta_dot"))
-        tables = TableSums(frame, at.arguments, at.task, at.rows)
+        tables = TableSums(frame, at.arguments, at.task, at.rows, TASK)
         slopes = {load: derivative(frame.score, load) for load in frame.loads}
 
         def differentiate_key(k: Value, sums: list[Value]) -> list[Value]:
@@ -87,15 +92,16 @@ def gradients_function(frame: TangentFrame) -> Value:
 
             score = load(at.scores)
             weight = b.fmul(vector_math.exp_flushed(e, b.fsub(score, peak)), share)
-            weight_dot = b.fmul(weight, b.fsub(load(at.scores_dot), lse_dot))
+            less_score_dot = b.fsub(b.fsub(load(at.scores_dot), origin[0]), lse_dot)
+            weight_dot = b.fmul(weight, less_score_dot)
             forbidden = b.fcmp_ordered("==", score, e.const(-math.inf))
 
             def select(x: Value, otherwise: float = 0.0) -> Value:
-                return b.select(forbidden, e.const(otherwise), x) if frame.may_forbid else x
+                return b.select(forbidden, e.const(otherwise), x)
 
             if frame.backward:
-                less = b.fsub(load(at.d_weights), delta)
-                less_dot = b.fsub(load(at.d_weights_dot), delta_dot)
+                less = b.fsub(b.fsub(load(at.d_weights), origin[1]), delta)
+                less_dot = b.fsub(b.fsub(load(at.d_weights_dot), origin[2]), delta_dot)
                 grad = b.fmul(weight, less)
                 grad_dot = e.fma(weight_dot, less, b.fmul(weight, less_dot))
                 inner = places.at_key(e.add(at.kv_start, k), load(at.products))

@@ -59,6 +59,7 @@ class TangentFrame(BackwardFrame):
         self.fields = (*FIELDS, *(f"area_{name}" for name in areas))
         self.score_dot, self.slope_dot = key.score_dot, key.slope_dot
         self.load_slopes_dot = dict(zip(self.loads, key.load_slopes_dot, strict=True))
+        self.may_forbid = True
         self.plain = self.score == SCORE
         self.pair_areas = pair_areas(plain=self.plain, backward=self.backward)
         self.wide_vector = ir.VectorType(DOUBLE, self.e.lanes)

@@ -9,7 +9,7 @@ queries of the heads that read one kv head. Each block of queries meets its keys
   to the sums of its task.
 
 Scores and dP of the first blocks of keys are kept between the two, `kept_blocks`. Operands are
-dense and of the type of computation. As in the backward kernel, a forbidden pair is marked by its
+of the type of computation. As in the backward kernel, a forbidden pair is marked by its
 weight, and where rows are not finite a slower path leaves it out of the sums.
 """
 
@@ -65,13 +65,14 @@ def _task_function(frame: TangentFrame, one: Value, many: Value) -> Value:
     e = frame.e
     with e.function("blocks_of_queries", [POINTER] * 3) as (function, args):
         arguments, task, scratch = args
-        batch, kv_head, first, last, _ = frame.record(task, TASK)
+        batch, kv_head, first, last, _, is_first = frame.record(task, TASK)
         group_size, num_heads, q_len, q_blocks = frame.words(
             arguments, "group_size", "num_heads", "q_len", "q_blocks"
         )
         blocks = frame.pointer_field(arguments, "blocks")
         if frame.backward:
-            _clear_sums(frame, arguments, task)
+            with e.builder.if_then(e.builder.icmp_signed("!=", is_first, e.index(0))):
+                _clear_sums(frame, arguments, task)
         head_row = e.add(e.mul(batch, num_heads), e.mul(kv_head, group_size))
 
         def call_for_head(h: Value, _: list[Value]) -> None:
@@ -92,7 +93,7 @@ def _task_function(frame: TangentFrame, one: Value, many: Value) -> Value:
 def _clear_sums(frame: TangentFrame, arguments: Value, task: Value) -> None:
     """Write 0 to the sums of dK and dV that belong to a task."""
     e = frame.e
-    batch, kv_head, _, _, split = frame.record(task, TASK)
+    batch, kv_head, _, _, split, _ = frame.record(task, TASK)
     group_size, num_heads, kv_len = frame.words(arguments, "group_size", "num_heads", "kv_len")
     kv_heads = e.builder.sdiv(num_heads, group_size)
     first = e.mul(e.add(e.mul(batch, kv_heads), kv_head), kv_len)

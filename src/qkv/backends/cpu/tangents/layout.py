@@ -11,7 +11,7 @@ from qkv.backends.cpu.backward.layout import (
     shared_modules,
 )
 from qkv.backends.cpu.compiler.compile import EmitFunction, Module
-from qkv.backends.cpu.emit.argument_block import COMMON_FIELDS
+from qkv.backends.cpu.emit.argument_block import COMMON_FIELDS, operand_fields
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.problem.language.expressions import SCORE, Load, Node
 from qkv.problem.spec import Spec
@@ -23,9 +23,10 @@ MOST_KEPT_BLOCKS = 64
 """The most blocks of keys whose scores are kept from the first pass to the second: those of 4,096
 keys take 1.5 to 5 MB for each thread. Beyond that they are computed again."""
 
-TASK = ("batch", "kv_head", "first_block", "last_block", "split")
-"""The words of a task: some blocks of queries of every head that reads one kv head. Behind them
-follows, for each table with a gradient, the byte at which the task's copy of it begins."""
+TASK = ("batch", "kv_head", "first_block", "last_block", "split", "is_first")
+"""The words of a task: some blocks of queries of every head that reads one kv head, and whether
+they are the first of their split, so that its sums are to be cleared. Behind them follows, for each
+table with a gradient, the byte at which the task's copy of it begins."""
 
 ROWS = ("lse_dot", "delta", "delta_dot", "sink_share")
 """What is written for each query in float64. The share of the sink is its weight."""
@@ -50,23 +51,32 @@ def pair_areas(*, plain: bool, backward: bool) -> dict[str, str]:
     return places
 
 
-SUM_ROWS = ("total", "moved", "d_mean", "d_mean_dot")
-"""Sums over the keys of a row, in float64: of e, e sdot, e dP, and e sdot dP + e dPdot."""
+SUM_ROWS = ("total", "moved", "d_mean", "moved_d_mean", "d_mean_dot")
+"""Sums over the keys of a row, in float64: of e, e x, e p, e x p and e pdot.
 
-REAL_ROWS = ("peak", "share", "lse_dot", "delta", "delta_dot", "grad_lse")
-"""Numbers of a row in the type of computation: the largest score, 1 / total, and others."""
+x is sdot, p is dP and pdot is dPdot, each less what it is for the key of the largest score so far.
+Where one key has nearly all the weight, these differences are 0, and nothing large cancels."""
+
+PEAK_ROWS = ("peak", "peak_score_dot", "peak_d_weight", "peak_d_weight_dot")
+"""The largest score so far, and sdot, dP and dPdot of its key."""
+
+REAL_ROWS = (*PEAK_ROWS, "share", "lse_dot", "delta", "delta_dot", "grad_lse")
+"""Numbers of a row in the type of computation: 1 / total, and r, delta and deltadot, each less what
+it would be if the key of the largest score had all the weight."""
+
+OPERANDS = ("query", "query_dot", "key", "key_dot", "value", "value_dot", "grad_out")
+"""Arrays of the type of computation, with any strides but for elements, which are adjacent."""
 
 FIELDS = (
     *COMMON_FIELDS,
-    "query", "query_dot", "key", "key_dot", "value", "value_dot", "grad_out", "grad_lse",
-    "sinks", "sinks_dot", "blocks", "runs", "q_blocks", *(f"{name}_rows" for name in ROWS),
-    "out_dot", "d_query_dot", "kept_blocks",
+    *operand_fields(*OPERANDS), "grad_lse", "sinks", "sinks_dot", "blocks", "runs", "q_blocks",
+    *(f"{name}_rows" for name in ROWS), "out_dot", "d_query_dot", "kept_blocks",
     "key_sums", "key_sum_row", "key_part", "value_sums", "value_sum_row", "value_part",
 )  # fmt: skip
 """The words of the argument block; behind them follows where each area of scratch begins.
 
-Matrices are dense, of the type of computation, with the heads of all batch rows on one axis.
-`key_sums` and `value_sums` have a part for each split of the queries, so many bytes long."""
+What is written is dense, with the heads of all batch rows on one axis. `key_sums` and `value_sums`
+have a part for each split of the queries, so many bytes long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,5 +138,8 @@ _EMIT_PRODUCTS = EmitFunction("qkv.backends.cpu.tangents.shared", "emit_products
 def shared_with(key: TangentKey) -> tuple[Module, ...]:
     """The modules that a kernel is linked with: sums of the backward pass, and products."""
     sums, _ = shared_modules(key.of_backward, sums_rows=False)
+    of_sums, traits = sums.arguments
     same = replace(key.of_backward, spec=key.spec.without_expressions, int_bits=32, tables=())
+    # Any pair may be forbidden here: by a score of -inf.
+    sums = Module(sums.emit, (of_sums, traits._replace(may_forbid=True)))
     return sums, Module(_EMIT_PRODUCTS, (same,))

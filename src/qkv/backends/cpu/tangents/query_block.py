@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BIT, Value
+from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.forward.layout import RUN
 from qkv.backends.cpu.forward.layout import TASK as BLOCK
 from qkv.backends.cpu.tangents.frame import TangentFrame
@@ -21,8 +21,6 @@ class _KeyBlock(NamedTuple):
 
     kv_start: Value
     count: Value
-    selects: Value | None
-    """Whether pairs may be forbidden; None if no pair of the problem may be."""
     areas: dict[str, Value]
 
 
@@ -43,7 +41,7 @@ class QueryBlockPass:
         self.arguments, self.task, self.vectors = arguments, task, vectors
         e = self.e
         self.width = e.index(vectors * e.vector_bytes)
-        self.batch, self.kv_head, _, _, self.split = frame.record(task, TASK)
+        self.batch, self.kv_head, _, _, self.split, _ = frame.record(task, TASK)
         _, self.head, self.first_row, self.first_run, self.last_run = frame.record(block, BLOCK)
         num_heads, group_size, q_len, kv_len, head_dim, v_head_dim = frame.words(
             arguments, "num_heads", "group_size", "q_len", "kv_len", "head_dim", "v_head_dim"
@@ -97,11 +95,14 @@ class QueryBlockPass:
 
         def pack_vector(offset: Value, first: Value) -> None:
             for name, dim in of_queries.items():
-                self._pack(name, self.dims[dim], first, e.at(self.area[name], offset))
+                rows = frame.operand(self.arguments, name, self.batch, self.head)
+                self._pack(rows, self.dims[dim], first, e.at(self.area[name], offset))
             reals = e.at(self.area["reals"], offset)
             if frame.backward:
                 place = frame.real_place(reals, self.width, "grad_lse")
-                self._pack("grad_lse", e.index(1), first, place)
+                start = self._rows_of("grad_lse", self.head_row, e.index(1))
+                column = RowView(start, e.index(e.real_bytes), e.index(e.real_bytes))
+                self._pack(column, e.index(1), first, place)
             sums = e.at(self.area["sums"], e.mul(offset, 8 // e.real_bytes))
             self.call("begin_rows", self.arguments, sums, reals, self.width, self.head)
 
@@ -115,10 +116,9 @@ class QueryBlockPass:
                 columns = self._columns(dim)
                 end = e.mul(columns, e.lanes, self.width)
                 e.clear(self.area[name], e.mul(self.dims[dim], self.width), end)
-                if frame.may_forbid:
-                    shape = self.width, self.dims[dim], e.index(self.vectors * e.lanes)
-                    finite = self.call("all_finite", self.area[name], *shape)
-                    self.finite = e.builder.and_(self.finite, finite)
+                shape = self.width, self.dims[dim], e.index(self.vectors * e.lanes)
+                finite = self.call("all_finite", self.area[name], *shape)
+                self.finite = e.builder.and_(self.finite, finite)
                 self.call("transpose", self.area[name], self.area[rows], columns, self.width)
 
     def _columns(self, dim: str) -> Value:
@@ -126,11 +126,9 @@ class QueryBlockPass:
         e = self.e
         return e.builder.sdiv(e.add(self.dims[dim], e.lanes - 1), e.index(e.lanes))
 
-    def _pack(self, name: str, dim: Value, first: Value, to: Value) -> None:
-        e = self.e
-        rows = self._rows_of(name, self.head_row, dim)
-        where = e.mul(dim, e.real_bytes), e.index(e.real_bytes), e.add(self.first_row, first)
-        self.call("pack", rows, *where, self.last, dim, to, self.width)
+    def _pack(self, rows: RowView, dim: Value, first: Value, to: Value) -> None:
+        where = self.e.add(self.first_row, first), self.last, dim
+        self.call("pack", *rows, *where, to, self.width)
 
     def _end_rows(self, offset: Value, first: Value) -> None:
         e = self.e
@@ -181,10 +179,9 @@ class QueryBlockPass:
         return {name: e.at(self.area[place], offset) for name, place in places.items()}
 
     def _key_rows(self, name: str, kv_start: Value) -> tuple[Value, Value]:
-        """Rows of keys or values from `kv_start` on, and the bytes of one."""
-        dim = self.dims[name.removesuffix("_dot")]
-        rows = self._rows_of(name, self.e.add(self.kv_row, kv_start), dim)
-        return rows, self.e.mul(dim, self.e.real_bytes)
+        """Rows of keys or values from `kv_start` on, and the bytes from one to the next."""
+        rows = self.frame.operand(self.arguments, name, self.batch, self.kv_head)
+        return self.e.at(rows.pointer, self.e.mul(kv_start, rows.row)), rows.row
 
     def _compute_scores(
         self, kv_start: Value, count: Value, masked: Value, areas: dict[str, Value]
@@ -264,7 +261,7 @@ class QueryBlockPass:
         with e.builder.if_then(is_lost):
             self._compute_scores(kv_start, count, masked, areas)
         self._call_by_vector("gradients", kv_start, count, areas)
-        held = _KeyBlock(kv_start, count, self._selects(masked), areas)
+        held = _KeyBlock(kv_start, count, areas)
         self._add_to_queries(held, "value", "scores_dot", "scores", "out_sums")
         if not self.frame.backward:
             return
@@ -272,13 +269,6 @@ class QueryBlockPass:
         self._add_to_keys(held, "key", "d_weights_dot", "query_rows")
         self._add_to_keys(held, "key", "d_weights", "query_dot_rows")
         self._add_to_keys(held, "value", "scores_dot", "grad_rows")
-
-    def _selects(self, masked: Value) -> Value | None:
-        """Whether pairs of a block may be forbidden, where 0 * inf would be NaN; None if never."""
-        frame = self.frame
-        if not frame.may_forbid:
-            return None
-        return masked if frame.plain else ir.Constant(BIT, 1)
 
     def _add_to_queries(
         self, held: _KeyBlock, rows: str, moved: str, weights: str, to: str
@@ -295,8 +285,8 @@ class QueryBlockPass:
             def add_selected(where: tuple[Value, ...] = where) -> None:
                 self.call(f"selected_query_sums {self.vectors}", *where)
 
-            finite = partial(self.call, "all_finite", pointer, row, held.count, dim)
-            self._select(held, finite, add, add_selected)
+            finite = self.call("all_finite", pointer, row, held.count, dim)
+            self.e.choose(finite, add, add_selected)
 
     def _add_to_keys(self, held: _KeyBlock, of: str, left: str, rows: str) -> None:
         """Add rows of queries to the sums of dK or dV."""
@@ -317,18 +307,4 @@ class QueryBlockPass:
             marks = held.areas["scores"]
             self.call("selected_key_sums", *factors, marks, *where, self.rows, self.width)
 
-        self._select(held, lambda: self.finite, add, add_selected)
-
-    def _select(
-        self,
-        held: _KeyBlock,
-        finite: Callable[[], Value],
-        add: Callable[[], None],
-        add_selected: Callable[[], None],
-    ) -> None:
-        """Leave out forbidden pairs where rows may not be finite."""
-        if held.selects is None:
-            add()
-            return
-        b = self.e.builder
-        self.e.choose(b.or_(b.not_(held.selects), finite()), add, add_selected)
+        e.choose(self.finite, add, add_selected)

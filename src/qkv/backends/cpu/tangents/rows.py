@@ -1,7 +1,7 @@
 """Sums over the rows of a block of queries, in float64, before, in and after the first pass.
 
-Large terms cancel in rows where one key has nearly all the weight, so that sums of rounded numbers
-would lose what is left. Beside the products, float64 costs little.
+What is added is how each key differs from the one of the largest score. Otherwise large terms would
+cancel in rows where one key has nearly all the weight, and rounding would be all that is left.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from llvmlite import ir
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
 from qkv.backends.cpu.tangents.frame import TangentFrame
-from qkv.backends.cpu.tangents.layout import ROWS, SUM_ROWS
+from qkv.backends.cpu.tangents.layout import PEAK_ROWS, SUM_ROWS
 
 
 def begin_rows_function(frame: TangentFrame) -> Value:
@@ -25,65 +25,91 @@ def begin_rows_function(frame: TangentFrame) -> Value:
     with e.function("begin_rows", [*[POINTER] * 3, INT64, INT64]) as (function, args):
         arguments, sums, reals, width, head = args
         b = e.builder
-        sink, sink_dot = (
-            e.splat(e.load(e.at(frame.pointer_field(arguments, name), e.mul(head, e.real_bytes)),
-                           e.real, e.real_bytes))
-            for name in ("sinks", "sinks_dot")
-        )  # fmt: skip
+        sink, sink_dot = (_of_head(frame, arguments, name, head) for name in ("sinks", "sinks_dot"))
         is_there = b.fcmp_ordered("!=", sink, e.const(-math.inf))
-        total = b.select(is_there, e.const(1.0), e.const(0.0))
-        e.store_vector(sink, frame.real_place(reals, width, "peak"))
-        zero = ir.Constant(frame.wide_vector, None)
-        moved = frame.as_wide(b.select(is_there, sink_dot, e.const(0.0)))
-        for name, value in zip(SUM_ROWS, (frame.as_wide(total), moved, zero, zero), strict=True):
+        total = frame.as_wide(b.select(is_there, e.const(1.0), e.const(0.0)))
+        peaks = sink, b.select(is_there, sink_dot, e.const(0.0)), e.const(0.0), e.const(0.0)
+        for name, value in zip(PEAK_ROWS, peaks, strict=True):
+            e.store_vector(value, frame.real_place(reals, width, name))
+        nothing = [ir.Constant(frame.wide_vector, None)] * (len(SUM_ROWS) - 1)
+        for name, value in zip(SUM_ROWS, (total, *nothing), strict=True):
             frame.store_sum(value, frame.sum_place(sums, width, name))
     return function
 
 
+def _of_head(frame: TangentFrame, arguments: Value, name: str, head: Value) -> Value:
+    """A number of a head in every lane."""
+    e = frame.e
+    place = e.at(frame.pointer_field(arguments, name), e.mul(head, e.real_bytes))
+    return e.splat(e.load(place, e.real, e.real_bytes))
+
+
 def add_rows_function(frame: TangentFrame) -> Value:
-    """Add one block of keys to the sums of one vector of queries, and advance its peak."""
+    """Add one block of keys to the sums of one vector of queries, from a new peak if it has one."""
     e = frame.e
     with frame.pair_function("add_rows") as (function, at):
         b = e.builder
-
-        def load(area: Value, k: Value) -> Value:
-            return e.load_vector(e.at(area, e.mul(k, at.width)))
-
-        (largest,) = e.loop(
-            0, at.count, 1, [e.const(-math.inf)],
-            lambda k, best: [e.greatest(best[0], load(at.scores, k))],
-        )  # fmt: skip
-        place = frame.real_place(at.reals, at.width, "peak")
-        old = e.load_vector(place)
-        peak = e.greatest(old, largest)
-        e.store_vector(peak, place)
-        shift = _shift(frame, peak)
-        factor = frame.as_wide(_exp_less(frame, old, shift))
+        areas = [at.scores, at.scores_dot, *([at.d_weights, at.d_weights_dot] * frame.backward)]
         names = SUM_ROWS if frame.backward else SUM_ROWS[:2]
+        peaks = [frame.real_place(at.reals, at.width, name) for name in PEAK_ROWS[: len(areas)]]
         places = [frame.sum_place(at.sums, at.width, name) for name in names]
 
-        def add_key(k: Value, sums: list[Value]) -> list[Value]:
-            score = load(at.scores, k)
+        def load_key(k: Value) -> list[Value]:
+            """Score, sdot, and with cotangents dP and dPdot; where a pair is forbidden, 0."""
+            score, *others = (e.load_vector(e.at(area, e.mul(k, at.width))) for area in areas)
             forbidden = b.fcmp_ordered("==", score, e.const(-math.inf))
+            return [score, *(b.select(forbidden, e.const(0.0), x) for x in others)]
+
+        def find_peak(k: Value, best: list[Value]) -> list[Value]:
+            found = load_key(k)
+            is_larger = b.fcmp_ordered(">", found[0], best[0])
+            return [b.select(is_larger, *pair) for pair in zip(found, best, strict=True)]
+
+        old = [e.load_vector(place) for place in peaks]
+        new = e.loop(0, at.count, 1, old, find_peak)
+        for value, place in zip(new, peaks, strict=True):
+            e.store_vector(value, place)
+        shift = _shift(frame, new[0])
+        origin = [frame.as_wide(x) for x in new[1:]]
+
+        def add_key(k: Value, sums: list[Value]) -> list[Value]:
+            score, *others = load_key(k)
             weight = frame.as_wide(vector_math.exp_flushed(e, b.fsub(score, shift)))
-            moved = b.fmul(weight, frame.as_wide(load(at.scores_dot, k)))
+            less = [b.fsub(frame.as_wide(x), y) for x, y in zip(others, origin, strict=True)]
+            moved = b.fmul(weight, less[0])
             following = [b.fadd(sums[0], weight), b.fadd(sums[1], moved)]
             if frame.backward:
-                d_weight, d_weight_dot = (
-                    frame.as_wide(b.select(forbidden, e.const(0.0), load(area, k)))
-                    for area in (at.d_weights, at.d_weights_dot)
-                )
-                mean_dot = _multiply_add(frame, moved, d_weight, sums[3])
+                terms = (weight, less[1]), (moved, less[1]), (weight, less[2])
                 following += [
-                    _multiply_add(frame, weight, d_weight, sums[2]),
-                    _multiply_add(frame, weight, d_weight_dot, mean_dot),
+                    _multiply_add(frame, *term, total)
+                    for term, total in zip(terms, sums[2:], strict=True)
                 ]
             return following
 
-        before = [b.fmul(frame.load_sum(sum_place), factor) for sum_place in places]
-        for total, sum_place in zip(e.loop(0, at.count, 1, before, add_key), places, strict=True):
-            frame.store_sum(total, sum_place)
+        factor = frame.as_wide(_exp_less(frame, old[0], shift))
+        before = [b.fmul(frame.load_sum(place), factor) for place in places]
+        changes = [b.fsub(frame.as_wide(x), y) for x, y in zip(old[1:], origin, strict=True)]
+        before = _from_new_peak(frame, before, changes)
+        nothing = [ir.Constant(frame.wide_vector, None)] * len(names)
+        found = e.loop(0, at.count, 1, nothing, add_key)
+        for x, y, place in zip(before, found, places, strict=True):
+            frame.store_sum(b.fadd(x, y), place)
     return function
+
+
+def _from_new_peak(frame: TangentFrame, sums: list[Value], changes: list[Value]) -> list[Value]:
+    """The sums of `SUM_ROWS` if what is subtracted from x, p and pdot changes."""
+    total, moved, *others = sums
+    new_moved = _multiply_add(frame, changes[0], total, moved)
+    if not others:
+        return [total, new_moved]
+    d_mean, moved_d_mean, d_mean_dot = others
+    new_d_mean = _multiply_add(frame, changes[1], total, d_mean)
+    # (x + a) (p + c) = x p + a (p + c) + c x
+    moved_d_mean = _multiply_add(frame, changes[0], new_d_mean, moved_d_mean)
+    moved_d_mean = _multiply_add(frame, changes[1], moved, moved_d_mean)
+    d_mean_dot = _multiply_add(frame, changes[2], total, d_mean_dot)
+    return [total, new_moved, new_d_mean, moved_d_mean, d_mean_dot]
 
 
 def _multiply_add(frame: TangentFrame, x: Value, y: Value, total: Value) -> Value:
@@ -116,31 +142,31 @@ def end_rows_function(frame: TangentFrame) -> Value:
         arguments, sums, reals, width, head, row, count = args
         b = e.builder
         zero, one = (ir.Constant(frame.wide_vector, [x] * e.lanes) for x in (0.0, 1.0))
-        total, moved, d_mean, d_mean_dot = (
-            frame.load_sum(frame.sum_place(sums, width, name)) for name in SUM_ROWS
-        )
+        total, *others = (frame.load_sum(frame.sum_place(sums, width, name)) for name in SUM_ROWS)
         empty = b.fcmp_ordered("==", total, zero)
         share = b.select(empty, zero, b.fdiv(one, b.select(empty, one, total)))
+        moved, d_mean, moved_d_mean, d_mean_dot = (b.fmul(x, share) for x in others)
 
-        def place(name: str) -> Value:
-            return frame.real_place(reals, width, name)
+        def load(name: str) -> Value:
+            return e.load_vector(frame.real_place(reals, width, name))
 
-        shift = _shift(frame, e.load_vector(place("peak")))
-        e.store_vector(shift, place("peak"))
-        found = {"share": share, "lse_dot": b.fmul(moved, share)}
-        written = {"lse_dot": found["lse_dot"]}
+        peak, score_dot, d_weight, d_weight_dot = (load(name) for name in PEAK_ROWS)
+        found = {"peak": _shift(frame, peak), "share": frame.as_real(share), "lse_dot": moved}
+        written = {"lse_dot": b.fadd(frame.as_wide(score_dot), moved)}
         if frame.backward:
-            d_mean, d_mean_dot = b.fmul(d_mean, share), b.fmul(d_mean_dot, share)
-            grad_lse = frame.as_wide(e.load_vector(place("grad_lse")))
-            found["delta"] = b.fsub(d_mean, grad_lse)
-            found["delta_dot"] = b.fsub(d_mean_dot, b.fmul(found["lse_dot"], d_mean))
-            sinks = e.at(frame.pointer_field(arguments, "sinks"), e.mul(head, e.real_bytes))
-            sink = e.splat(e.load(sinks, e.real, e.real_bytes))
-            of_sink = frame.as_wide(_exp_less(frame, sink, shift))
-            written = {n: found[n] for n in ROWS if n in found}
-            written["sink_share"] = b.fmul(of_sink, share)
+            delta = b.fsub(d_mean, frame.as_wide(load("grad_lse")))
+            covariance = b.fsub(moved_d_mean, b.fmul(moved, d_mean))
+            delta_dot = b.fadd(covariance, d_mean_dot)
+            found |= {"delta": delta, "delta_dot": delta_dot}
+            sink = _of_head(frame, arguments, "sinks", head)
+            of_sink = frame.as_wide(_exp_less(frame, sink, found["peak"]))
+            written |= {
+                "delta": b.fadd(frame.as_wide(d_weight), delta),
+                "delta_dot": b.fadd(frame.as_wide(d_weight_dot), delta_dot),
+                "sink_share": b.fmul(of_sink, share),
+            }
         for name, value in found.items():
-            e.store_vector(frame.as_real(value), place(name))
+            e.store_vector(frame.as_real(value), frame.real_place(reals, width, name))
         live = e.first_lanes(e.least(count, e.lanes))
         for name, value in written.items():
             start = e.at(frame.pointer_field(arguments, f"{name}_rows"), e.mul(row, 8))

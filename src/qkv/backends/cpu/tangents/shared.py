@@ -32,16 +32,14 @@ def declare_shared(frame: BackwardFrame) -> dict[str, Value]:
         "unpack": declare(unpack_function, frame),
         "transpose": declare(transpose_function, frame),
         "key_sums": declare(key_sums_function, frame),
+        "all_finite": declare(all_finite_function, frame.e),
+        "selected_key_sums": declare(selected_key_sums_function, frame),
         "pack": declare(pack_function, frame, real_dtype(frame.e)),
     }
     for vectors in frame.shape.block_sizes:
         functions[f"query_sums {vectors}"] = declare(query_sums_function, frame, vectors)
-    if frame.may_forbid:
-        functions["all_finite"] = declare(all_finite_function, frame.e)
-        functions["selected_key_sums"] = declare(selected_key_sums_function, frame)
-        for vectors in frame.shape.block_sizes:
-            write = selected_query_sums_function
-            functions[f"selected_query_sums {vectors}"] = declare(write, frame, vectors)
+        write = selected_query_sums_function
+        functions[f"selected_query_sums {vectors}"] = declare(write, frame, vectors)
     return functions | _products(frame, declare)
 
 

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from qkv.arguments.declarations import shown
-from qkv.errors import ArgumentError, ShapeError
+from qkv.arrays import has_shape
+from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.mechanisms.base.arrays.namespace import array_namespace, like, widened
 from qkv.mechanisms.base.arrays.rows import Rows
 from qkv.mechanisms.base.mechanism import Mechanism
@@ -93,6 +94,11 @@ class StatefulMechanism(Mechanism):
                 "Pass what its step returned.",
             )
         for name, shape in shapes.items():
+            if not has_shape(state[name]):
+                raise DTypeError(
+                    f"{name} of the state is {shown(state[name])}, not an array.",
+                    action="Pass what its step returned.",
+                )
             array_namespace(state[name])
             if tuple(state[name].shape) != shape:
                 raise ShapeError(
