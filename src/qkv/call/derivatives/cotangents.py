@@ -28,10 +28,10 @@ def shapes_of(query: Any, key: Any, value: Any) -> tuple[Shape, Shape, Shape]:
     return shapes[0], shapes[1], shapes[2]
 
 
-def cotangent_of_out(call: CheckedCall, grad_out: Any) -> Array:
-    """`grad_out` as `(*batch_shape, num_heads, q_len, v_head_dim)`."""
+def cotangent_of_out(call: CheckedCall, shape: Shape, grad_out: Any) -> Array:
+    """`grad_out` as an output of that shape, `(*batch_shape, num_heads, q_len, v_head_dim)`."""
     seen = view(grad_out, "grad_out")
-    expected: Shape = (*_shape_of_lse(call), call.problem.spec.v_head_dim)
+    expected: Shape = shape
     if call.ndim == 2:
         expected = expected[-2:]
     elif call.layout == "blhd":
@@ -40,19 +40,13 @@ def cotangent_of_out(call: CheckedCall, grad_out: Any) -> Array:
     return call.plain(seen)
 
 
-def cotangent_of_lse(call: CheckedCall, grad_lse: Any) -> Array:
-    """`grad_lse` as `(*batch_shape, num_heads, q_len)`; zeros for None."""
-    shape, dtype = _shape_of_lse(call), call.problem.spec.compute_dtype
+def cotangent_of_lse(call: CheckedCall, shape: Shape, dtype: np.dtype[Any], grad_lse: Any) -> Array:
+    """`grad_lse` as an lse `(*batch_shape, num_heads, q_len)` of that type; zeros for None."""
     if grad_lse is None:
         return np.zeros(shape, dtype)
     seen = view(grad_lse, "grad_lse")
     fits(call, "grad_lse", seen, shape[-1:] if call.ndim == 2 else shape, dtype, "lse")
     return seen.reshape(shape)
-
-
-def _shape_of_lse(call: CheckedCall) -> Shape:
-    spec = call.problem.spec
-    return (*spec.batch_shape, spec.num_heads, spec.q_len)
 
 
 def like_operand(call: CheckedCall, gradient: Array, shape: Shape) -> Any:

@@ -172,8 +172,8 @@ def backward_inputs(
     call: CheckedCall, partial: Partial, grad_out: Any, grad_lse: Any
 ) -> BackwardInputs:
     """The inputs of a backward pass, without requested tables."""
-    cotangent = cotangent_of_out(call, grad_out)
-    of_lse = cotangent_of_lse(call, grad_lse)
+    cotangent = cotangent_of_out(call, partial.out.shape, grad_out)
+    of_lse = cotangent_of_lse(call, partial.lse.shape, partial.lse.dtype, grad_lse)
     return BackwardInputs(partial.out, partial.lse, cotangent, of_lse, lse_rest=partial.lse_rest)
 
 

@@ -236,9 +236,11 @@ def second_vjp(
     shapes = _shapes(call)
     direction = _direction(call, tangents, shapes)
     tables, sinks = wanted(call.problem, [call.named(variant)[0] for variant in wrt])
+    spec = call.problem.spec
+    of_rows = (*spec.batch_shape, spec.num_heads, spec.q_len)
     cotangents = Cotangents(
-        cotangent_of_out(call, grad_out),
-        cotangent_of_lse(call, grad_lse),
+        cotangent_of_out(call, (*of_rows, spec.v_head_dim), grad_out),
+        cotangent_of_lse(call, of_rows, spec.compute_dtype, grad_lse),
         frozenset(name for name, _ in tables),
     )
     second = _second_derivatives(call, direction, cotangents)
