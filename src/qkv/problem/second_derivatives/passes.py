@@ -55,13 +55,7 @@ def second_derivatives(
     problem: Problem, tangents: OperandTangents, cotangents: Cotangents | None = None
 ) -> SecondDerivatives:
     """Tangents of output and lse, and for cotangents those of the gradients."""
-    return of_tiles(Scores(problem, problem.spec.compute_dtype), tangents, cotangents)
-
-
-def of_tiles(
-    scores: Scores, tangents: OperandTangents, cotangents: Cotangents | None = None
-) -> SecondDerivatives:
-    """The same in the type of `scores`."""
+    scores = Scores(problem, problem.spec.compute_dtype)
     direction, grid = Direction(scores, tangents), scores.grid(_BLOCK, _BLOCK)
     with np.errstate(all="ignore"):
         if cotangents is None:

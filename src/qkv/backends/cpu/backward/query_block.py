@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
+from qkv.backends.cpu.backward.block_of_queries import BlockOfQueries
 from qkv.backends.cpu.backward.frame import DELTA_REST, EXPECTED_SUM, VECTOR_AREAS, BackwardFrame
 from qkv.backends.cpu.backward.layout import BLOCK_KV, TASK
 from qkv.backends.cpu.emit import vector_math
@@ -16,7 +17,6 @@ from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.emit.storage import real_dtype
 from qkv.backends.cpu.forward.boundary_blocks import Range, are_narrow, for_each_step, read_range
 from qkv.backends.cpu.forward.layout import RUN
-from qkv.backends.cpu.forward.layout import TASK as BLOCK
 from qkv.backends.cpu.forward.rows import rows_of_block
 from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
 from qkv.problem.language.expressions import TRUE
@@ -35,7 +35,7 @@ class _KeySums(NamedTuple):
     columns: Value
 
 
-class QueryBlockPass:
+class QueryBlockPass(BlockOfQueries):
     """Emits what is computed for one block of queries and the keys of one task."""
 
     def __init__(
@@ -48,29 +48,13 @@ class QueryBlockPass:
         block: Value,
         scratch: Value,
     ) -> None:
-        self.frame, self.e, self.functions = frame, frame.e, functions
-        self.arguments, self.task = arguments, task
+        super().__init__(frame, vectors, functions, arguments, task, block, scratch)
         e = self.e
-        self.vectors, self.width = vectors, e.index(vectors * e.vector_bytes)
-        self.batch, self.kv_head, self.start, self.stop, self.split = frame.record(task, TASK)
-        _, self.head, self.first_row, self.first_run, self.last_run = frame.record(block, BLOCK)
-        num_heads, group_size, q_len, kv_len = map(
-            self.field, ("num_heads", "group_size", "q_len", "kv_len")
-        )
-        head_dim, v_head_dim = self.field("head_dim"), self.field("v_head_dim")
-        self.dims = {
-            "query": head_dim, "key": head_dim, "grad_out": v_head_dim, "value": v_head_dim,
-        }  # fmt: skip
+        _, _, self.start, self.stop, self.split = frame.record(task, TASK)
         self.columns = {
             name: e.builder.sdiv(e.add(self.dims[name], e.lanes - 1), e.index(e.lanes))
             for name in ("query", "grad_out")
         }
-        self.area = {n: e.at(scratch, self.field(f"area_{n}")) for n in frame.area_names}
-        self.last = e.sub(q_len, 1)
-        self.rows = e.least(e.sub(q_len, self.first_row), vectors * e.lanes)
-        self.head_row = e.mul(e.add(e.mul(self.batch, num_heads), self.head), q_len)
-        num_kv_heads = e.builder.sdiv(num_heads, group_size)
-        self.kv_row = e.mul(e.add(e.mul(self.batch, num_kv_heads), self.kv_head), kv_len)
         self.keys, self.values = (
             frame.operand(arguments, name, self.batch, self.kv_head) for name in ("key", "value")
         )
@@ -84,22 +68,8 @@ class QueryBlockPass:
         self.for_each_key_block(self.add_block)
         self.end()
 
-    def field(self, name: str) -> Value:
-        return self.frame.field(self.arguments, name)
-
-    def call(self, name: str, *arguments: Value) -> Value:
-        return self.e.builder.call(self.functions[name], arguments)
-
     def areas(self, *names: str) -> list[Value]:
         return [self.area[name] for name in names]
-
-    def for_each_vector(self, body: Callable[[Value, Value], None]) -> None:
-        """Emit `body(offset, first)`: the byte offset of a vector, and its first query."""
-        e = self.e
-        e.loop(
-            0, self.vectors, 1, [],
-            lambda j, _: body(e.mul(j, e.vector_bytes), e.mul(j, e.lanes)),
-        )  # fmt: skip
 
     def begin(self) -> None:
         """Pack and transpose Q and dO, see whether they are finite, and compute delta."""

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
+from qkv.backends.cpu.backward.block_of_queries import BlockOfQueries
 from qkv.backends.cpu.emit.emitter import BIT, Value
 from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.forward.layout import RUN
-from qkv.backends.cpu.forward.layout import TASK as BLOCK
 from qkv.backends.cpu.tangents.frame import TangentFrame
 from qkv.backends.cpu.tangents.layout import BLOCK_KV, TASK
 from qkv.problem.language.expressions import TRUE
@@ -24,8 +24,10 @@ class _KeyBlock(NamedTuple):
     areas: dict[str, Value]
 
 
-class QueryBlockPass:
+class QueryBlockPass(BlockOfQueries):
     """Emits what is computed for one block of queries of one head."""
+
+    frame: TangentFrame
 
     def __init__(
         self,
@@ -37,22 +39,8 @@ class QueryBlockPass:
         block: Value,
         scratch: Value,
     ) -> None:
-        self.frame, self.e, self.functions = frame, frame.e, functions
-        self.arguments, self.task, self.vectors = arguments, task, vectors
-        e = self.e
-        self.width = e.index(vectors * e.vector_bytes)
-        self.batch, self.kv_head, _, _, self.split, _ = frame.record(task, TASK)
-        _, self.head, self.first_row, self.first_run, self.last_run = frame.record(block, BLOCK)
-        num_heads, group_size, q_len, kv_len, head_dim, v_head_dim = frame.words(
-            arguments, "num_heads", "group_size", "q_len", "kv_len", "head_dim", "v_head_dim"
-        )
-        self.dims = {"query": head_dim, "key": head_dim, "value": v_head_dim}
-        self.area = {n: e.at(scratch, self.field(f"area_{n}")) for n in frame.area_names}
-        self.last = e.sub(q_len, 1)
-        self.rows = e.least(e.sub(q_len, self.first_row), vectors * e.lanes)
-        self.head_row = e.mul(e.add(e.mul(self.batch, num_heads), self.head), q_len)
-        kv_heads = e.builder.sdiv(num_heads, group_size)
-        self.kv_row = e.mul(e.add(e.mul(self.batch, kv_heads), self.kv_head), kv_len)
+        super().__init__(frame, vectors, functions, arguments, task, block, scratch)
+        *_, self.split, _ = frame.record(task, TASK)
         self.scale = frame.real_field(arguments, "scale")
         self.kept_blocks = self.field("kept_blocks")
         self.finite: Value = ir.Constant(BIT, 1)
@@ -62,23 +50,9 @@ class QueryBlockPass:
         """All code of the block, from packing its queries to writing their tangents."""
         self._begin()
         self._for_each_key_block(self._sum_block)
-        self._for_each_vector(self._end_rows)
+        self.for_each_vector(self._end_rows)
         self._for_each_key_block(self._add_block)
         self._end()
-
-    def field(self, name: str) -> Value:
-        return self.frame.field(self.arguments, name)
-
-    def call(self, name: str, *arguments: Value) -> Value:
-        return self.e.builder.call(self.functions[name], arguments)
-
-    def _for_each_vector(self, body: Callable[[Value, Value], None]) -> None:
-        """Emit `body(offset, first)`: the byte offset of a vector, and its first query."""
-        e = self.e
-        e.loop(
-            0, self.vectors, 1, [],
-            lambda j, _: body(e.mul(j, e.vector_bytes), e.mul(j, e.lanes)),
-        )  # fmt: skip
 
     def _rows_of(self, name: str, first_row: Value, dim: Value) -> Value:
         """Where a row of a dense matrix begins."""
@@ -106,7 +80,7 @@ class QueryBlockPass:
             sums = e.at(self.area["sums"], e.mul(offset, 8 // e.real_bytes))
             self.call("begin_rows", self.arguments, sums, reals, self.width, self.head)
 
-        self._for_each_vector(pack_vector)
+        self.for_each_vector(pack_vector)
         e.clear(self.area["out_sums"], 0, e.mul(self.dims["value"], self.width))
         if frame.backward:
             e.clear(self.area["query_sums"], 0, e.mul(self.dims["query"], self.width))
@@ -150,7 +124,7 @@ class QueryBlockPass:
                 where = out, first, e.sub(self.rows, 1), self.dims[dim]
                 self.call("unpack", e.at(self.area[area], offset), self.width, *where)
 
-        self._for_each_vector(write_vector)
+        self.for_each_vector(write_vector)
 
     # Blocks of keys
 
@@ -246,7 +220,7 @@ class QueryBlockPass:
                 kv_start,
             )
 
-        self._for_each_vector(call_for_vector)
+        self.for_each_vector(call_for_vector)
 
     def _sum_block(self, kv_start: Value, count: Value, masked: Value, number: Value) -> None:
         """The first pass: scores, and the sums of rows."""
