@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("jax", reason="the page has a section on JAX")
+pytest.importorskip("flax", reason="the page has a section on Flax")
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrate.md"
 BLOCK = re.compile(r"```python( compare)?\n(.*?)```", re.DOTALL)
@@ -137,6 +137,6 @@ def test_every_section_has_its_calls() -> None:
     sections = PAGE.read_text(encoding="utf-8").split("\n## ")[1:]
     names = [section.splitlines()[0] for section in sections]
     assert [n.split()[0].strip(":") for n in names] == [
-        "torch", "torch", "flash-attn", "xformers", "JAX", "Hugging"
+        "torch", "torch", "flash-attn", "xformers", "JAX", "Flax", "Hugging"
     ]  # fmt: skip
     assert all("```" in section for section in sections)
