@@ -89,6 +89,12 @@ def test_gradients_that_do_not_exist_are_refused() -> None:
     np.testing.assert_array_equal(found, qkv.attention(X, X, X, scale=0.5))
 
 
+def test_truth_values_are_no_scales() -> None:
+    for scale in (jnp.array(True), jnp.array([True, False, True])):
+        with pytest.raises(qkv.QkvError, match="scale"):
+            jax.jit(lambda s: qkv.attention(X, X, X, scale=s))(scale)
+
+
 def test_a_scale_may_be_learned() -> None:
     def dense(scale: jax.Array) -> jax.Array:
         scores = scale * jnp.einsum("...id,...jd->...ij", X, X)

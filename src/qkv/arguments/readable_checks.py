@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from qkv.arguments.declarations import shown
 from qkv.errors import ArgumentError, DTypeError
 
-__all__ = ["array_shape", "as_array", "check_layout", "checked_flag"]
+__all__ = ["array_shape", "as_array", "check_layout", "checked_flag", "is_truth_value"]
 
 
 def checked_flag(name: str, given: Any) -> bool:
@@ -26,6 +26,11 @@ def checked_flag(name: str, given: Any) -> bool:
     raise ArgumentError(
         f"{name}={shown(given)} is not True or False.", action=f"Pass {name} as a bool."
     )
+
+
+def is_truth_value(given: Any) -> bool:
+    """Whether this is True or False, alone or in an array, which no number is meant by."""
+    return isinstance(given, bool | np.bool_) or "bool" in str(getattr(given, "dtype", ""))
 
 
 def check_layout(layout: Any) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from qkv.arguments.readable_checks import array_shape
+from qkv.arguments.readable_checks import array_shape, is_truth_value
 from qkv.call.binding.options import OptionValues
-from qkv.errors import ShapeError, UnsupportedError
+from qkv.errors import DTypeError, ShapeError, UnsupportedError
 
 __all__ = ["refuse_constants", "with_scale"]
 
@@ -19,6 +19,8 @@ def with_scale(query: Any, options: OptionValues) -> tuple[Any, OptionValues]:
     has no dimension, or one of query heads.
     """
     scale = options.scale
+    if is_truth_value(scale):
+        raise DTypeError("scale has dtype bool.", action="Pass scale as floating numbers.")
     shape = array_shape("scale", scale)
     by_rows = options.layout == "blhd"
     heads = query.shape[-2 if by_rows else -3] if query.ndim > 2 else 1

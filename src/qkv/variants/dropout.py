@@ -10,6 +10,7 @@ import numpy as np
 
 from qkv._dynamo import is_reading
 from qkv.arguments.declarations import shown
+from qkv.arguments.readable_checks import is_truth_value
 from qkv.errors import ArgumentError
 from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
@@ -62,7 +63,7 @@ class Dropout(Variant):
                 action=f"Write Dropout({shown(self.p)}, seed=0), with a new seed for each step.",
             )
         try:
-            fits = 0 <= float(self.p) < 1
+            fits = 0 <= float(self.p) < 1 and not is_truth_value(self.p)
         except (TypeError, ValueError, OverflowError, RuntimeError):
             fits = False
         if not fits:

@@ -328,3 +328,10 @@ def test_torchs_default_device_is_not_that_of_the_arguments(name: str) -> None:
     with torch.device("meta"):
         found = call(x)
     assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("scale", [True, torch.tensor(True), torch.tensor([True, False])])
+def test_truth_values_are_no_scales(scale: Any) -> None:
+    x = torch.randn(2, 9, 8, requires_grad=True)
+    with pytest.raises(qkv.QkvError, match="scale"):
+        qkv.attention(x, x, x, scale=scale)

@@ -364,7 +364,7 @@ def real_numbers(values: ArrayLike, label: str) -> Array:
         given = np.asarray(values)
         if given.dtype.name in FLOATS and given.dtype.isnative:
             return given
-        if given.dtype.kind not in "cOSUMm":
+        if given.dtype.kind not in "bcOSUMm":
             return np.asarray(given, np.float64)
         seen = f"dtype {given.dtype}"
     except (ValueError, TypeError):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arguments.declarations import shown
-from qkv.arguments.readable_checks import check_layout
+from qkv.arguments.readable_checks import check_layout, is_truth_value
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.problem.building.builder import FLOATS, INDEX_LIMIT, MAX_DIMENSIONS, Builder, Shape
 from qkv.problem.building.offsets import positions_of
@@ -319,7 +319,8 @@ def _scale(scale: Any, head_dim: int) -> float:
     if scale is None:
         return float(head_dim**-0.5)
     try:
-        number = float("nan" if isinstance(scale, str | bytes) else scale)
+        is_number = not (isinstance(scale, str | bytes) or is_truth_value(scale))
+        number = float(scale if is_number else "nan")
     except (OverflowError, TypeError, ValueError):
         number = float("nan")
     if not np.isfinite(number):

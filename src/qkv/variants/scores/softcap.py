@@ -11,6 +11,7 @@ import numpy as np
 
 from qkv._dynamo import as_constant
 from qkv.arguments.declarations import shown
+from qkv.arguments.readable_checks import is_truth_value
 from qkv.errors import ArgumentError
 from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
@@ -56,7 +57,7 @@ class Softcap(Variant):
         try:
             cap = as_constant(self.cap)
             cap = cap.detach() if hasattr(cap, "detach") else cap
-            positive = isfinite(cap) and cap > 0
+            positive = isfinite(cap) and cap > 0 and not is_truth_value(cap)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             # JAX tells the value of a number that it traces only when the call runs.
             positive = isinstance(error, TypeError) and _is_traced(self.cap)
