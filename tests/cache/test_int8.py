@@ -211,3 +211,23 @@ def test_keys_and_values_change_by_half_a_step_of_their_own(library: str, v_head
         step = np.abs(kept).max(-1, keepdims=True) / 127
         assert (error <= step / 2 * (1 + 1e-4)).all()
         assert not np.isfinite(scales[~finite]).any()
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("shape", [(20, 8), (2, 20, 8), (2, 3, 2, 20, 8)])
+@pytest.mark.parametrize("kind", ["contiguous", "rolling"])
+def test_rows_of_any_number_of_dimensions(kind: str, shape: tuple[int, ...], library: str) -> None:
+    """Two dimensions are one head; so many rows have a mean."""
+    key, value = np.random.default_rng(2).normal(size=(2, *shape)).astype(np.float32)
+    pair = (key, value)
+    if library == "torch":
+        torch = pytest.importorskip("torch", reason="tensors")
+        pair = torch.from_numpy(key), torch.from_numpy(value)
+    found = MAKE[kind]().append(*pair).attention(pair[0], qkv.Causal())
+    expected = qkv.attention(key, key, value, qkv.Causal())
+    assert np.abs(np.asarray(found) - expected).max() < 0.03
+    if library == "torch":
+        offset = torch.ones((1, *shape)[-3], 8)
+        [there] = TorchMemory().int8_with_scales([pair[0]], offset)
+        [here] = TorchMemory().int8_with_scales([key], offset)
+        np.testing.assert_array_equal(here[0], there[0])

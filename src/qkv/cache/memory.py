@@ -158,9 +158,14 @@ class HostMemory:
             for target, each in zip(wide, group, strict=True):
                 target[...] = each
             if offset is not None and n == 0:
-                wide[0] -= offset[:, None]
+                wide[0] -= _beside(group[0], offset)
             pairs += zip(*_rounded(wide), strict=True)
         return pairs
+
+
+def _beside(rows: Any, offset: Any) -> Any:
+    """An offset (heads, dim) with a dimension for the rows; two dimensions of rows are one head."""
+    return offset[:, None] if rows.ndim > 2 else offset
 
 
 def _rounded(wide: Any) -> tuple[Any, Any]:
@@ -294,7 +299,7 @@ class TorchMemory:
         torch = self.torch
         wide = rows if rows.dtype is torch.float64 else rows.float()
         if offset is not None:
-            wide = wide - offset[:, None]
+            wide = wide - _beside(rows, offset)
         largest = wide.abs().amax(-1) if wide.shape[-1] else wide.new_zeros(wide.shape[:-1])
         scales = (largest / 127).float()
         steps = (wide / (scales + (scales == 0))[..., None]).round().clamp(-127, 127)
