@@ -211,3 +211,13 @@ def test_memory_is_given_back() -> None:
     assert (cache.nbytes, cache.pages_held) == (0, 0)
     cache.append(x[:1, :, :, :2], x[:1, :, :, :3])  # any shapes may come next
     assert cache.lengths.tolist() == [30]
+
+
+def test_the_memory_of_tensors_is_given_back() -> None:
+    torch = pytest.importorskip("torch", reason="tensors, of which views are kept")
+    cache = PagedCache(page_size=4)
+    cache.append(torch.ones(2, 1, 30, 4), torch.ones(2, 1, 30, 4))
+    held = [array.untyped_storage()._weak_ref() for array in cache._pool.storage.arrays]
+    cache.reset()
+    gc.collect()
+    assert all(map(torch.UntypedStorage._expired, held))

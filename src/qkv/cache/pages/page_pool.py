@@ -207,7 +207,7 @@ class PagePool:
     def give_back(self) -> None:
         """Give the memory back if no page is held."""
         if self.allocator.num_free == self.allocator.num_pages:
-            self.storage = Storage()
+            self.storage, self._views = Storage(), Views()
             if not self.fixed:
                 self.allocator = PageAllocator(0)
 
