@@ -153,6 +153,25 @@ def test_a_cache_is_as_before_or_as_after(kind: str, method: str) -> None:
     assert lines > 1
 
 
+@pytest.mark.parametrize("lengths", [[3, 2], [2, 3]])
+def test_sequences_of_different_lengths_on_one_page(lengths: list[int]) -> None:
+    """One of them writes to the page itself, behind the tokens of the other too."""
+    before = [[1.0, 2.0, 3.0][:n] for n in lengths]
+    after = [sequence + [new] for sequence, new in zip(before, (7.0, 9.0), strict=True)]
+    lines, left = 0, True
+    while left:
+        cache = PagedCache(4)
+        cache.append(tokens([1.0, 2.0, 3.0]), tokens([1.0, 2.0, 3.0]))
+        cache.reorder([0, 0])
+        cache.truncate(lengths)
+        more = tokens([7.0], [9.0])
+        left = interrupted_at(lines, lambda cache=cache, more=more: cache.append(more, more))
+        as_before = cache.lengths.tolist() == lengths
+        assert answers(cache, before if as_before else after), f"line {lines}"
+        lines += 1
+    assert lines > 1
+
+
 @pytest.mark.slow
 @pytest.mark.sampled("kind", list(CACHES), one_in=3)
 def test_the_first_append_may_be_of_other_shapes_after_it_was_interrupted(kind: str) -> None:

@@ -311,7 +311,7 @@ class PagedCache:
                 written.append((i, start // size))
             if -(-start // size) < -(-end // size):
                 opened.append((i, -(-start // size), -(-end // size)))
-        copied = self._shared(table, written)
+        copied = self._shared(table, before, written)
         count = sum(end - first for _, first, end in opened)
         fresh = self._pool.take(count + len(copied), arrived)
         if not fresh:
@@ -327,14 +327,17 @@ class PagedCache:
             table[i, first:end] = [fresh.pop() for _ in range(end - first)]
         return Held(table, after), replaced
 
-    def _shared(self, table: Lengths, written: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _shared(
+        self, table: Lengths, before: Lengths, written: list[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
         """Which entries name pages that have to be copied before they are written to.
 
-        The last to write to a page that nobody else holds needs no copy.
+        The last to write to a page that nobody else holds needs no copy. It is the one with the
+        most tokens there, so that no other reads what it writes if an exception ends the change.
         """
         allocator, entries = self._pool.allocator, []
         left: dict[int, int] = {}
-        for entry in written:
+        for entry in sorted(written, key=lambda entry: before.item(entry[0]) % self.page_size):
             page = int(table[entry])
             held = left.get(page, allocator._times_held(page))
             if held > 1:
