@@ -332,3 +332,26 @@ def test_sizes_may_be_integers_of_numpy() -> None:
     rows = qkv.cache.PagedCache(np.uint32(16), np.uint8(200)).append(x, x)
     assert rows.attention(x, qkv.Causal()).shape == x.shape
     assert len(qkv.cache.PageAllocator(np.uint16(300)).take(np.uint8(5))) == 5
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_lengths_may_be_integers_of_numpy(kind: str) -> None:
+    """`cache.lengths[0]` is one."""
+    x = np.ones((1, 2, 3, 8), np.float32)
+    cache = CACHES[kind]()
+    cache.append(x, x, new_lens=np.uint8(2))
+    cache.truncate(cache.lengths[0] - 1)
+    assert cache.lengths.tolist() == [1]
+    pages = qkv.cache.PagedCache()
+    pages.append(x, x)
+    assert pages.share(pages.page_table, pages.lengths[0]).lengths.tolist() == [3]
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_no_sequences_take_an_empty_list(kind: str) -> None:
+    x = np.ones((0, 2, 3, 8), np.float32)
+    cache = CACHES[kind]()
+    cache.append(x, x, new_lens=[])
+    cache.truncate([])
+    cache.reorder([])
+    assert cache.lengths.shape == (0,)

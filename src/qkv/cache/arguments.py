@@ -40,8 +40,10 @@ def require_unchanged(before: Any, now: Any) -> None:
 
 
 def viewed(name: str, given: Any) -> NDArray[Any]:
-    """An array of any library, or what NumPy makes one of."""
-    return library_of(given, name).view(given, name) if kind_of(given) else as_array(name, given)
+    """An array of any library, or what NumPy makes one of, such as a number; integers if empty."""
+    is_array = kind_of(given) is not None and not isinstance(given, np.generic)
+    array = library_of(given, name).view(given, name) if is_array else as_array(name, given)
+    return array if array.size else array.astype(np.int64)
 
 
 def whole_numbers(name: str, given: Any, shape: tuple[int, ...]) -> Lengths:
@@ -77,7 +79,6 @@ def shorter_lengths(given: Any, current: Lengths) -> Lengths:
 def sequence_indices(given: Any, batch_shape: tuple[int, ...]) -> Lengths:
     """Numbers of sequences, one-dimensional and each in the batch."""
     indices = viewed("indices", given)
-    indices = indices if indices.size else indices.astype(np.int64)
     if indices.dtype.kind not in "iu":
         raise DTypeError(
             f"indices have dtype {indices.dtype}, not an integer type.",
