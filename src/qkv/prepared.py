@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from qkv._dynamo import ends_graph
 from qkv.arguments.declarations import is_integer, shown
-from qkv.arguments.readable_checks import checked_flag
-from qkv.arrays import has_shape, library_named, library_of
+from qkv.arguments.readable_checks import array_shape, checked_flag
+from qkv.arrays import library_named, library_of
 from qkv.backends import Passes, conditions
 from qkv.bridges import bridge_of
 from qkv.call.attend import attend, run_alike
@@ -209,8 +209,9 @@ class PreparedAttention:
     def _require_form(self, bound: BoundCall) -> None:
         """Raise an error if an array is not as it was prepared for."""
         operands = bound.leaves[:3]
-        if not all(has_shape(array) for array in operands):
-            return  # The checked call raises an error.
+        for name, array in zip(self.form._fields, operands, strict=True):
+            library_of(array, name)  # An error for what is no array, as pages and int8 rows are.
+            array_shape(name, array)
         for (name, expected), seen in zip(
             self.form._asdict().items(), self._forms(operands), strict=True
         ):

@@ -1,6 +1,7 @@
 """`qkv.prepare`: calls that are made ready once."""
 
 import gc
+import warnings
 import weakref
 
 import numpy as np
@@ -144,6 +145,24 @@ class Undeclared:
 
     def lower(self, builder) -> None:
         builder.mask(builder.q_pos >= builder.kv_pos)
+
+
+@LIBRARIES
+@pytest.mark.parametrize("free", [(), ("kv_len",)])
+def test_stored_rows_are_refused(arrays, free) -> None:
+    """Without the masks of their cache, rows that nobody has written would be read."""
+    query, key, value = map(arrays, operands(1))
+    prepared = qkv.prepare(query, key, value, free=free)
+    for make in (qkv.cache.PagedCache, qkv.cache.ContiguousCache):
+        for dtype in (None, "int8"):
+            rows = make(dtype=dtype).append(key, value)
+            if isinstance(rows.key, qkv.Paged | qkv.Quantized):
+                with pytest.raises(DTypeError, match=r"key is a qkv.*, not an array"):
+                    prepared(query, rows.key, rows.value)
+    with warnings.catch_warnings(action="ignore"):
+        strided = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)])
+    with pytest.raises(DTypeError, match="key is a Tensor that has no shape"):
+        prepared(query, strided, value)
 
 
 def test_what_cannot_be_prepared_is_said() -> None:
