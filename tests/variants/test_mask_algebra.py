@@ -110,3 +110,20 @@ def test_score_variants_do_not_combine(score) -> None:
 def test_an_integer_array_does_not_combine() -> None:
     with pytest.raises(qkv.DTypeError):
         qkv.attention(X, X, X, qkv.Causal() & ARRAY.astype(int))
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        lambda a, b: a and b,
+        lambda a, b: a or b,
+        lambda a, b: not a,
+        lambda a, b: a if a else b,
+        lambda a, b: (a | b) and ~b,
+    ],
+)
+def test_words_of_python_do_not_drop_a_mask(written) -> None:
+    """`a and b` would be b alone, without a word."""
+    with pytest.raises(qkv.ArgumentError, match="neither true nor false") as caught:
+        written(qkv.Causal(), qkv.Prefix(2))
+    assert "Join masks with &, | and ~" in caught.value.action

@@ -26,7 +26,8 @@ class MaskVariant(Variant):
     Raises
     ------
     ArgumentError
-        If the other side of `|` or `&` is neither a mask nor an array.
+        If the other side of `|` or `&` is neither a mask nor an array, or if `and`, `or`, `not` or
+        `if` asks for the truth of a mask, which would silently drop one of two.
 
     Examples
     --------
@@ -43,6 +44,13 @@ class MaskVariant(Variant):
 
     def __invert__(self) -> MaskVariant:
         return Not(self)
+
+    def __bool__(self) -> bool:
+        raise ArgumentError(
+            "a mask is neither true nor false, which `and`, `or`, `not` and `if` ask for.",
+            [("mask", repr(self))],
+            "Join masks with &, | and ~; for one that may be None write `mask is not None`.",
+        )
 
     __ror__ = __or__
     __rand__ = __and__
