@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -72,3 +73,18 @@ def test_a_boolean_bias() -> None:
     error = raised(X, X, X, qkv.Bias(np.ones((6, 6), bool)))
     assert error.fact == "a bias has dtype bool, not a floating type."
     assert error.action.startswith("Pass qkv.Mask(array.astype(bool)) if 1 means may attend")
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_padding_mask_as_lengths(library: str) -> None:
+    """Both calls of the message mean what the mask does."""
+    xp = pytest.importorskip(library, reason="arrays of both libraries")
+    x, mask = xp.asarray(X), xp.asarray([[True] * 6, [True] * 3 + [False] * 3])
+    error = raised(x, x, x, qkv.KeyLengths(mask))
+    assert "boolean mask of shape (2, 6)" in error.fact
+    written = re.findall(r"qkv\.KeyLengths\(.*?\(-1\)\)|mask\[.*?\]", error.action)
+    assert len(written) == 2
+    expected = qkv.attention(x, x, x, qkv.KeyLengths([6, 3]), backend="reference")
+    for call in written:
+        variant = eval(call, {"qkv": qkv, "mask": mask})
+        assert (qkv.attention(x, x, x, variant, backend="reference") == expected).all()

@@ -48,10 +48,17 @@ class KeyLengths(MaskVariant):
 
     def lower(self, builder: Builder) -> None:
         lens = as_array("kv_lens", self.kv_lens)
+        if lens.dtype.kind == "b":
+            raise DTypeError(
+                f"kv_lens is a boolean mask of shape {lens.shape}, not a number of keys for each "
+                "batch row.",
+                action="Pass qkv.KeyLengths(mask.sum(-1)) if the real keys come first, else "
+                "mask[..., None, None, :] as a mask.",
+            )
         if lens.dtype.kind not in "iu":
             raise DTypeError(
                 f"kv_lens has dtype {lens.dtype}, not an integer type.",
-                action="Pass kv_lens.astype(int); a boolean key mask is passed as it is.",
+                action="Pass kv_lens.astype(int).",
             )
         if lens.size and (lens.min() < 0 or lens.max() > builder.shape.kv_len):
             raise ShapeError(
