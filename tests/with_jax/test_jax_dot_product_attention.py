@@ -217,3 +217,10 @@ def test_what_does_not_fit_is_a_value_error(change: dict[str, Any], message: str
         qkv.jax.dot_product_attention(*arrays(), bias=jnp.zeros((1, 1, 1, S), jnp.complex64))
     with pytest.raises(TypeError, match="float32, not bool"):
         qkv.jax.dot_product_attention(*arrays(), mask=random(1, 1, T, S))
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "bias", "mask"])
+def test_what_is_no_array_is_named(name: str) -> None:
+    given = {**dict(zip(("query", "key", "value"), arrays(), strict=True)), name: qkv.Causal()}
+    with pytest.raises(qkv.DTypeError, match=f"^{name} is a Causal, not an array"):
+        qkv.jax.dot_product_attention(**given)

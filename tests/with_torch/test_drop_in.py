@@ -395,3 +395,29 @@ class TestMultiHeadAttention:
             MultiHeadAttention(8, 3)
         with pytest.raises(qkv.ArgumentError, match="num_kv_heads=3"):
             MultiHeadAttention(8, 4, num_kv_heads=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.complex64])
+def test_the_error_for_a_mask_of_integers_names_masks_that_are_taken(dtype: torch.dtype) -> None:
+    """`qkv.Mask`, which `qkv.attention` would name, is no mask of torch."""
+    x, mask = normal(2, 4, 6, 8), torch.ones(6, 6).tril().to(dtype)
+    with pytest.raises(qkv.DTypeError, match="attn_mask has dtype") as caught:
+        ours(x, x, x, attn_mask=mask)
+    written = re.findall(r"attn_mask\.to\([a-z.]+\)", caught.value.action)
+    assert len(written) == 2
+    if not dtype.is_complex:
+        names = {"attn_mask": mask, "query": x, "torch": torch}
+        assert_close(
+            ours(x, x, x, attn_mask=eval(written[0], names)), ours(x, x, x, is_causal=True)
+        )
+        assert_close(
+            ours(x, x, x, attn_mask=eval(written[1], names) * 2),
+            theirs(x, x, x, attn_mask=2.0 * mask.double()),
+        )
+
+
+def test_a_variant_as_a_mask_names_the_function_that_takes_it() -> None:
+    x = normal(2, 4, 6, 8)
+    with pytest.raises(qkv.DTypeError, match="attn_mask is a Causal, not a tensor") as caught:
+        ours(x, x, x, attn_mask=qkv.Causal())
+    assert caught.value.action == "Call qkv.attention(query, key, value, attn_mask)."

@@ -133,14 +133,17 @@ def dot_product_attention(
             implementation=implementation,
             **({"return_residual": True} if return_residual else {}),
         )
-    q, k, v = map(_four_dimensions, (query, key, value))
+    q, k, v = (
+        _four_dimensions(given, name)
+        for given, name in ((query, "query"), (key, "key"), (value, "value"))
+    )
     shape = jnp.shape(query)
     _check(q, k, v)
     variants: list[Any] = []
     if bias is not None:
-        variants.append(Bias(_added(_four_dimensions(bias))))
+        variants.append(Bias(_added(_four_dimensions(bias, "bias"))))
     if mask is not None:
-        variants.append(Mask(_four_dimensions(mask)))
+        variants.append(Mask(_four_dimensions(mask, "mask")))
     if is_causal:
         variants.append(Causal())
     if local_window_size is not None:
@@ -196,8 +199,8 @@ def _check_depth(given: Any) -> None:
         )
 
 
-def _four_dimensions(array: Any) -> Any:
-    made = _array(array, "query, key or value")
+def _four_dimensions(array: Any, name: str) -> Any:
+    made = _array(array, name)
     return made.reshape((1,) * (4 - made.ndim) + made.shape)
 
 

@@ -93,7 +93,9 @@ def scaled_dot_product_attention(
     if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
         raise DTypeError(
             f"attn_mask is a {type(attn_mask).__name__}, not a tensor.",
-            action="Pass torch.as_tensor(attn_mask), or None.",
+            action="Call qkv.attention(query, key, value, attn_mask)."
+            if isinstance(attn_mask, qkv.Variant)
+            else "Pass torch.as_tensor(attn_mask), or None.",
         )
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if flag is not True and flag is not False and not isinstance(flag, torch.SymBool):
@@ -165,7 +167,15 @@ def _lower_right(attn_mask: Tensor, query: Tensor, key: Tensor) -> bool | None:
 
 def _mask(attn_mask: Tensor) -> Any:
     """A floating mask stays bare, so that one of zeros and ones is warned of."""
-    return qkv.Mask(attn_mask) if attn_mask.dtype is torch.bool else attn_mask
+    if attn_mask.dtype is torch.bool:
+        return qkv.Mask(attn_mask)
+    if not attn_mask.is_floating_point():
+        raise DTypeError(
+            f"attn_mask has dtype {attn_mask.dtype}, neither torch.bool nor a floating type.",
+            action="Pass attn_mask.to(torch.bool) if 1 means may attend, or "
+            "attn_mask.to(query.dtype) to add it to the scores.",
+        )
+    return attn_mask
 
 
 def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
