@@ -243,6 +243,24 @@ def test_arrays_that_do_not_fit(
     assert fact in captured.err
 
 
+def test_where_queries_stand_is_asked_for_in_options_that_there_are(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """`q_offset="end"`, which Python asks for, is no option; `qkv lab` has none at all."""
+    x = np.random.default_rng(0).normal(size=(2, 6, 4)).astype(F4)
+    path = save(tmp_path / "file", None, q=x[:, :3], k=x, v=x)
+    page = str(tmp_path / "page.html")
+    for words in (["plan"], ["lab", "--export", page]):
+        assert main([*words, path, "--causal"]) == 2
+        error = capsys.readouterr().err
+        assert "where do the queries stand?" in error
+        assert "--q-offset" in error
+        assert "q_offset=" not in error
+    assert main(["plan", path, "--causal", "--q-offset", "end"]) == 0
+    assert main(["inspect", path, "--causal", "--q-offset", "end", "--html", page]) == 0
+    assert Path(page).is_file()
+
+
 @pytest.mark.parametrize(
     "words",
     [["inspect"], ["inspect", "--top", "9"], ["inspect", "--query", "3"],

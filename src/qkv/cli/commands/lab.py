@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from qkv.cli.enter_key import is_interactive, on_enter
 from qkv.cli.model_options import add_model_options
 from qkv.cli.variants import add_variants, command_line_of, variants_of
-from qkv.errors import ArgumentError, UnsupportedError
+from qkv.errors import AmbiguityError, ArgumentError, UnsupportedError
 from qkv.extras import install_command
 
 if TYPE_CHECKING:
@@ -96,7 +96,12 @@ def _session(options: argparse.Namespace) -> Session:
             return Session(lab_source(options, bar))
     if options.file is None:
         return Session()
-    return Session(open_file(options.file, *variants_of(options.variants)))
+    try:
+        return Session(open_file(options.file, *variants_of(options.variants)))
+    except AmbiguityError as error:
+        raise error.with_action(
+            "Use qkv inspect FILE with --q-offset start or end, whose --html PAGE writes the page."
+        ) from None
 
 
 def _export(options: argparse.Namespace) -> str:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import qkv
 from qkv.arguments.declarations import shown
 from qkv.cli.variants import variants_of
-from qkv.errors import ArgumentError
+from qkv.errors import AmbiguityError, ArgumentError
 from qkv.files import read_arrays
 from qkv.inspection.summaries.terminal import Page
 from qkv.problem.building.builder import INDEX_LIMIT
@@ -37,15 +37,18 @@ _LIKE = {"kv_heads": "heads", "kv_len": "q_len"}
 def run(options: argparse.Namespace) -> str:
     """The output of the command."""
     query, key, value = _arrays(options)
-    plan = qkv.plan(
-        query,
-        key,
-        value,
-        *variants_of(options.variants),
-        scale=options.scale,
-        layout=options.layout,
-        q_offset=options.q_offset,
-    )
+    try:
+        plan = qkv.plan(
+            query,
+            key,
+            value,
+            *variants_of(options.variants),
+            scale=options.scale,
+            layout=options.layout,
+            q_offset=options.q_offset,
+        )
+    except AmbiguityError as error:
+        raise error.with_action("Pass --q-offset start, --q-offset end, or a position.") from None
     if options.json:
         data = asdict(plan)
         data["refusals"] = {name: list(map(str, why)) for name, why in plan.refusals.items()}
