@@ -23,6 +23,7 @@ from qkv.mechanisms import (
     Mamba2,
     MultiHeadLatent,
     Performer,
+    RelativeBias,
     Ring,
 )
 
@@ -233,6 +234,18 @@ def multi_head_latent() -> None:
     projected(draw(TOKENS, h * v), e)
 
 
+def relative_bias() -> None:
+    """Scores of T5 are divided by nothing."""
+    e, h, d = 8, 2, 4
+    heads_of(e, h, d)
+    for _ in range(TOKENS * h):
+        scores = total(draw(d) * draw(TOKENS, d)) + draw(TOKENS)
+        each(scores[1:], "compare")
+        weights = each(scores - draw(1), "exp")
+        total((weights / total(weights))[:, None] * draw(TOKENS, d), 0)
+    projected(draw(TOKENS, h * d), e)
+
+
 LATENT = {"kv_lora_rank": 4, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 5}
 CASES: dict[Callable[[], None], Any] = {
     rwkv6: RWKV6(8, 2, mix_rank=3, decay_rank=5),
@@ -243,6 +256,7 @@ CASES: dict[Callable[[], None], Any] = {
     linear: Linear(8, 2, causal=True, bias=False),
     performer: Performer(8, 2, causal=True, num_features=3, bias=False),
     linformer: Linformer(8, 2, max_len=8, num_mixtures=3, bias=False),
+    relative_bias: RelativeBias(8, 2),
     multi_head_latent: MultiHeadLatent(8, 2, q_lora_rank=3, **LATENT),
 }
 

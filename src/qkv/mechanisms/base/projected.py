@@ -279,7 +279,8 @@ class ProjectedAttention(AttentionMechanism):
         if self.sinks:
             ledger += step("sinks", exp=batch * h * q_len, add=batch * h * q_len)
         for pairs, count in pairs_of_heads:
-            each = attention_over_pairs(pairs, q_len, d, d) + self.score_cost(pairs)
+            each = attention_over_pairs(pairs, q_len, d, d, scaled=self.scale != 1)
+            each += self.score_cost(pairs)
             ledger += each * (batch * count)
         return sum(projections[3:], ledger)
 
