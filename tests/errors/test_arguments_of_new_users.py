@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -77,3 +78,41 @@ class TestLayers:
             key, _ = cache.append(rows[:, :, i : i + 1], rows[:, :, i : i + 1])
         assert cache.length == 5
         assert torch.equal(key, rows)
+
+
+class TestPositions:
+    def test_a_table_of_lists_is_called_a_table(self) -> None:
+        with pytest.raises(qkv.DTypeError) as caught:
+            qkv.LearnedPositions([[1.0, 2.0]])
+        assert caught.value.fact == "table is a list, not an array."
+        table = eval(caught.value.action[5:-1], {"numpy": np, "table": [[1.0, 2.0]]})
+        assert qkv.LearnedPositions(table).table.shape == (1, 2)
+
+    def test_a_table_of_integers_is_called_a_table(self) -> None:
+        with pytest.raises(qkv.DTypeError, match="table has dtype int64"):
+            qkv.LearnedPositions(np.ones((4, 8), np.int64))
+
+    @pytest.mark.parametrize("config", ["gpt2", Path("config.json")])
+    def test_the_name_of_a_model_is_no_configuration(self, config: Any) -> None:
+        with pytest.raises(qkv.ArgumentError, match=r"is a name, not a configuration") as caught:
+            qkv.RoPE.from_hf_config(config)
+        assert "AutoConfig.from_pretrained(name)" in caught.value.action
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: qkv.attention(x, X, X),
+        lambda x: qkv.RoPE().rotate(x, 0),
+        qkv.SinusoidalPositions(8),
+        qkv.mechanisms.MultiHead(8, 2),
+        qkv.mechanisms.RWKV4(8),
+    ],
+    ids=["attention", "rotate", "positions", "layer", "recurrence"],
+)
+def test_what_is_no_array_has_its_short_name_everywhere(call: Any) -> None:
+    for given, name in (([[1.0] * 8], "a list"), (None, "None")):
+        with pytest.raises(qkv.DTypeError) as caught:
+            call(given)
+        assert f" is {name}, not an array." in caught.value.fact
+        assert "builtins" not in caught.value.fact

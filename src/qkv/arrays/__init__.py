@@ -20,7 +20,7 @@ from qkv.process.forks import importing
 
 __all__ = [
     "ArrayLibrary", "has_shape", "is_array", "kind_of", "library_named", "library_of",
-    "library_of_type", "namespace",
+    "library_of_type", "namespace", "no_array_error",
 ]  # fmt: skip
 
 
@@ -129,12 +129,12 @@ def library_of(array: Any, role: str, query: ArrayLibrary | None = None) -> Arra
             "one of them.",
             action="Call it before, outside of the score mod, and index its result in there.",
         )
-    error = _no_array_error(array, role)
+    error = no_array_error(array, role)
     raise error if query is None else error.with_action(query.in_words(error.action))
 
 
-def _no_array_error(given: Any, role: str) -> DTypeError:
-    """The error for an operand that is an array of no library."""
+def no_array_error(given: Any, role: str) -> DTypeError:
+    """The error for what is an array of no library."""
     if given is None:
         return DTypeError(f"{role} is None, not an array.", action=f"Pass an array as {role}.")
     kind = type(given)

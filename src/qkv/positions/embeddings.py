@@ -133,7 +133,7 @@ class LearnedPositions:
     """
 
     def __init__(self, table: Any) -> None:
-        array_namespace(table)
+        array_namespace(table, "table")
         shape = array_shape("table", table)
         if len(shape) != 2:
             raise ShapeError(
@@ -202,7 +202,7 @@ class LearnedPositions:
                 f"{self.table.shape[0]} rows.",
                 action="Pass shorter rows, or a longer table.",
             )
-        if array_namespace(self.table) not in (np, xp):
+        if array_namespace(self.table, "table") not in (np, xp):
             raise DTypeError(
                 f"x is a {type(x).__name__} and the table a {type(self.table).__name__}.",
                 action="Pass x of the library of the table, or a table of NumPy.",

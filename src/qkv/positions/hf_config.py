@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,12 @@ class _Fields:
 
 def read(config: Any, layer_type: str | None, seq_len: int | None) -> RotaryEmbedding:
     """Frequencies and attention factor; see `RoPE.from_hf_config`."""
+    if isinstance(config, str | bytes | PathLike):
+        raise ArgumentError(
+            f"config={shown(config, 80)} is a name, not a configuration.",
+            action="Pass transformers.AutoConfig.from_pretrained(name), or the dict of a "
+            "config.json.",
+        )
     fields = _Fields(config, _rotary_part(config, layer_type))
     kind = fields.get("rope_type") or fields.rotary.get("type") or "default"
     if kind not in TYPES:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arguments.readable_checks import as_array
+from qkv.arrays import no_array_error
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 
 __all__ = ["array_namespace", "cast", "check_positions", "rotate"]
@@ -40,13 +41,14 @@ def rotate(x: Any, positions: Any, inv_freq: Any, layout: str, attention_factor:
     return xp.concat([xp.stack(parts, axis=-1).reshape(rotated.shape), rest], axis=-1)
 
 
-def array_namespace(x: Any) -> Any:
-    """The array library of `x`, which must hold real floating numbers."""
+def array_namespace(x: Any, name: str = "x") -> Any:
+    """The array library of `x`, which must hold real floating numbers; errors call it `name`."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         if x.is_nested or x.layout is not torch.strided:
             kind = "nested" if x.is_nested else x.layout
-            raise DTypeError(f"x is a {kind} tensor.", action="Pass a dense one, or x.to_dense().")
+            action = f"Pass a dense one, or {name}.to_dense()."
+            raise DTypeError(f"{name} is a {kind} tensor.", action=action)
         floating = x.is_floating_point()
         xp: Any = torch
     elif isinstance(x, np.ndarray) or (hasattr(x, "__array_namespace__") and hasattr(x, "shape")):
@@ -54,13 +56,10 @@ def array_namespace(x: Any) -> Any:
         floating = x.dtype.kind == "f" or x.dtype.name == "bfloat16"
         xp = np if isinstance(x, np.ndarray) else x.__array_namespace__()
     else:
-        raise DTypeError(
-            f"x is a {type(x).__module__}.{type(x).__qualname__}, not an array.",
-            action="Pass an array of NumPy, torch or JAX.",
-        )
+        raise no_array_error(x, name)
     if not floating:
         raise DTypeError(
-            f"x has dtype {x.dtype}, not a floating type.",
+            f"{name} has dtype {x.dtype}, not a floating type.",
             action="Pass float64, float32, float16 or bfloat16.",
         )
     return xp

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from qkv.arrays import kind_of, library_of
+from qkv.arrays import kind_of, library_of, no_array_error
 from qkv.arrays.views import view
 from qkv.errors import DTypeError, UnsupportedError
 from qkv.extras import install_command
@@ -51,10 +51,7 @@ def array_namespace(x: Any) -> Any:
     """
     kind = kind_of(x)
     if kind is None:
-        raise DTypeError(
-            f"x is a {type(x).__module__}.{type(x).__qualname__}, not an array.",
-            action="Pass a NumPy array, a torch tensor or a JAX array.",
-        )
+        raise no_array_error(x, "x")
     if kind != "torch":
         return x.__array_namespace__()
     try:

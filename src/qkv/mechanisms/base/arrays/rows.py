@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeAlias
 
-from qkv.arrays import kind_of, library_of
+from qkv.arrays import kind_of, library_of, no_array_error
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 
 __all__ = ["MOST_RANDOM", "Arrays", "Rows", "refuse_many_numbers"]
@@ -49,10 +49,7 @@ def _array(name: str, given: Any) -> Any:
     """A dense array of a library that qkv knows."""
     kind = kind_of(given)
     if kind is None or not hasattr(given, "ndim") or not hasattr(given, "dtype"):
-        raise DTypeError(
-            f"{name} is a {type(given).__module__}.{type(given).__qualname__}, not an array.",
-            action="Pass a NumPy array, a torch tensor or a JAX array.",
-        )
+        raise no_array_error(given, name)
     if kind == "numpy" and type(given).__name__ != "ndarray":
         return library_of(given, name).view(given, name)  # Refuses masked arrays.
     if kind == "torch":
