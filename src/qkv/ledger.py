@@ -210,7 +210,7 @@ def matmul(name: str, rows: Amount, inner: Amount, columns: Amount) -> Ledger:
     >>> matmul("qk", *symbols(n=3, d=3, m=3)).total.formula
     '2 n m d - n m'
     """
-    additions = rows * _one_less(inner) * columns
+    additions = rows * max(inner - 1, 0) * columns
     return step(name, multiply=rows * inner * columns, add=additions, space=rows * columns)
 
 
@@ -232,14 +232,10 @@ def softmax(name: str, rows: Amount, columns: Amount) -> Ledger:
     >>> softmax("softmax", *symbols(n=3, m=3)).kinds["exp"].formula
     'n m'
     """
-    pairs, joins = rows * columns, rows * _one_less(columns)
+    pairs, joins = rows * columns, rows * max(columns - 1, 0)
     return step(
         name, compare=joins, subtract=pairs, exp=pairs, add=joins, divide=pairs, space=pairs
     )
-
-
-def _one_less(size: int) -> int:
-    return max(size - 1, 0)
 
 
 @checked
@@ -288,7 +284,9 @@ def attended_pairs(
 
 
 @checked
-def attention_ledger(pairs: Amount, rows: Amount, head_dim: Amount, v_head_dim: Amount) -> Ledger:
+def attention_ledger(
+    pairs: Amount, rows: Amount, head_dim: Amount, v_head_dim: Amount, *, scaled: bool = True
+) -> Ledger:
     """Scalar operations of attention that computes only some pairs.
 
     Parameters
@@ -299,6 +297,8 @@ def attention_ledger(pairs: Amount, rows: Amount, head_dim: Amount, v_head_dim: 
         Query rows that have a key.
     head_dim, v_head_dim : int
         Length of a key row, and of a value row.
+    scaled : bool
+        Whether scores are divided by sqrt(head_dim).
 
     Examples
     --------
@@ -306,15 +306,15 @@ def attention_ledger(pairs: Amount, rows: Amount, head_dim: Amount, v_head_dim: 
     >>> int(attention_ledger(attended_pairs(5, 5, causal=True), 5, 4, 4).total)
     285
     """
-    joins = pairs - rows
-    scores = step("qk", multiply=pairs * head_dim, add=pairs * _one_less(head_dim), space=pairs)
+    joins, d_v = pairs - rows, v_head_dim
+    scores = step("qk", multiply=pairs * head_dim, add=pairs * max(head_dim - 1, 0), space=pairs)
     weights = step(
         "softmax", compare=joins, subtract=pairs, exp=pairs, add=joins, divide=pairs, space=pairs
     )
-    output = step(
-        "av", multiply=pairs * v_head_dim, add=joins * v_head_dim, space=rows * v_head_dim
-    )
-    return scores + step("scale", divide=pairs, space=pairs) + weights + output
+    output = step("av", multiply=pairs * d_v, add=joins * d_v, space=rows * d_v)
+    if scaled:
+        scores += step("scale", divide=pairs, space=pairs)
+    return scores + weights + output
 
 
 @checked

@@ -146,3 +146,21 @@ def test_a_source_needs_an_encoder() -> None:
     bart = read_config({**BART, "model_type": "bart", "is_encoder_decoder": True})
     with pytest.raises(ArgumentError, match="source=0"):
         model_cost(bart, source=0)
+
+
+@pytest.mark.parametrize(("kind", "extra"), [CONFIGS[0], CONFIGS[3], CONFIGS[4], CONFIGS[6]])
+def test_configs_that_leave_out_that_there_is_an_encoder(kind: str, extra: dict[str, Any]) -> None:
+    """transformers takes these families for an encoder and a decoder then."""
+    left_out = read_config({**extra, "model_type": kind})
+    assert left_out == read_config({**extra, "model_type": kind, "is_encoder_decoder": True})
+    usual = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    decoder = {**extra, **usual, "model_type": kind, "is_encoder_decoder": False}
+    assert read_config(decoder).encoder is None
+
+
+def test_t5_divides_no_scores() -> None:
+    """Raffel et al. scale the weights that queries are made with instead, once and for all."""
+    for kind, divides in (("t5", False), ("mt5", False), ("bart", True)):
+        config = {**(T5 if kind != "bart" else BART), "model_type": kind}
+        cost = model_cost(read_config(config), 8, source=6)
+        assert any("scale" in name for name in cost.ledger.counts) is divides

@@ -14,7 +14,6 @@ import torch
 
 import qkv
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
-from qkv.ledger import ledger
 from qkv.mechanisms import (
     MECHANISMS,
     Causal,
@@ -33,7 +32,6 @@ from qkv.mechanisms import (
     example_tokens,
 )
 from qkv.mechanisms.base.attention import AttentionMechanism
-from qkv.mechanisms.base.operations import attention_over_pairs
 from qkv.mechanisms.base.projected import ProjectedAttention
 from qkv.samples import shared_example
 
@@ -213,9 +211,6 @@ def test_a_stride_of_the_square_root_has_n_sqrt_n_pairs(root: int) -> None:
 
 def test_costs_of_the_golden_example() -> None:
     assert int(MECHANISMS["scaled-dot-product"].example().cost(5).total) == 495
-    for rows, columns in ((3, 3), (2, 7)):
-        counted = attention_over_pairs(rows * columns, rows, 4, 6)
-        assert counted.counts == ledger(rows, columns, 4, 6).counts
     exactly = MultiHead(512, 8, bias=False).cost(1000)
     assert int(exactly.parameters) == 4 * 512**2
     assert int(exactly["qk_multiply"] + exactly["av_multiply"]) == 2 * 1000 * 1000 * 512

@@ -190,7 +190,7 @@ def _attention(attention: Attention, width: Count, run: PassSizes) -> Ledger:
     h, g = Count(attention.num_heads, "h"), Count(attention.num_kv_heads, "g")
     d = Count(attention.head_dim, "d")
     d_v = d if attention.v_head_dim == d else Count(attention.v_head_dim, "d_v")
-    core = attention_ledger(_pairs(attention, run), rows, d, d_v) * h
+    core = attention_ledger(_pairs(attention, run), rows, d, d_v, scaled=attention.scaled) * h
     core += _cache(attention, run)
     core += Ledger(bytes_read=rows * h * d * size, bytes_written=rows * h * d_v * size)
     if not attention.projections:
@@ -243,7 +243,7 @@ def _cross(attention: Attention, width: Count, run: PassSizes) -> Ledger:
     if not int(run.source):
         made = _linear("cross_out_proj", rows, h * d, width, attention.out_bias, size)
         return Ledger(parameters=counted.parameters + made.parameters)
-    counted += attention_ledger(rows * run.source, rows, d, d) * h
+    counted += attention_ledger(rows * run.source, rows, d, d, scaled=attention.scaled) * h
     counted += Ledger(
         bytes_read=(rows * h * d + source * attention.cached_numbers) * size,
         bytes_written=rows * h * d * size,

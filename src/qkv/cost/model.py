@@ -89,6 +89,8 @@ class Attention:
         Whether the projection of keys adds one too, if `qkv_bias`.
     relative_bias : bool
         Whether a number from a table of distances is added to each score (T5).
+    scaled : bool
+        Whether scores are divided by sqrt(head_dim); those of T5 are not.
     qk_norm : str
         What rows of query and key are normalised over: "" for not at all, "head" for each head
         with shared weights, "heads" for each head with its own, "full" for all heads together.
@@ -128,6 +130,7 @@ class Attention:
     out_bias: bool = False
     key_bias: bool = True
     relative_bias: bool = False
+    scaled: bool = True
     qk_norm: Literal["", "head", "heads", "full"] = ""
     norm_of_qk: Norm = Norm()
     rope_dim: Whole = 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qkv.arguments.declarations import checked, shown
-from qkv.cost.configs.encoder_decoder import encoder_and_decoder
+from qkv.cost.configs.encoder_decoder import ENCODER_DECODERS, encoder_and_decoder
 from qkv.cost.configs.families import (
     ACTIVATION,
     CHOSEN,
@@ -92,7 +92,7 @@ def read_config(
         notes.append("only the text model is counted")
     kind = str(fields.get("model_type", ""))
     encoder = None
-    if fields.get("is_encoder_decoder"):
+    if fields.get("is_encoder_decoder", kind in ENCODER_DECODERS):
         reads, fields = encoder_and_decoder(fields)
         given = Fields(reads, families()[f"{kind} encoder"])
         encoder = _model(given, f"{kind} encoder", source, [])
@@ -267,6 +267,7 @@ def _attention(given: Fields, width: int, index: int, count: int) -> Attention:
         "norm_of_qk": Norm(given.flag("centred"), bias=given.family["qk_norm_bias"]),
         "key_bias": given.flag("key_bias"),
         "relative_bias": given.flag("relative_bias"),
+        "scaled": given.flag("scaled"),
         "sinks": given.flag("sinks"),
     }
     if fields.get("kv_lora_rank") is not None:

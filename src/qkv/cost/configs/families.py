@@ -66,6 +66,7 @@ _USUAL: dict[str, Any] = {
     "relative_bias": False,
     "rotary": True,
     "router_bias": False,
+    "scaled": True,
     "shared_gate": False,
     "sinks": False,
     "tied": False,

@@ -1,4 +1,4 @@
-"""Ledgers of what mechanisms are made of: projections, attention over some pairs, traffic."""
+"""Ledgers of what mechanisms are made of: projections, normalisation, traffic."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from qkv.arguments.declarations import checked, shown
 from qkv.errors import DTypeError
 from qkv.ledger import Count, Ledger, matmul, step
 
-__all__ = ["attention_over_pairs", "item_bytes", "norm_of_rows", "projection", "traffic"]
+__all__ = ["item_bytes", "norm_of_rows", "projection", "traffic"]
 
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of one number of each floating type."""
@@ -31,44 +31,6 @@ def projection(name: str, rows: int, inner: int, outer: int, bias: bool = False)
     if bias:
         product += step(name, add=rows * outer) + Ledger(parameters=Count(1) * outer)
     return product
-
-
-def attention_over_pairs(
-    pairs: int, rows: int, head_dim: int, v_head_dim: int, *, scaled: bool = True
-) -> Ledger:
-    """Attention of one head over `pairs` allowed pairs of `rows` queries, each with a key or more.
-
-    Parameters
-    ----------
-    pairs : int
-        How many pairs the masks allow; `q_len * kv_len` without a mask.
-    rows : int
-        q_len.
-    head_dim, v_head_dim : int
-    scaled : bool
-        Whether scores are divided by sqrt(head_dim).
-
-    Examples
-    --------
-    >>> from qkv.ledger import ledger
-    >>> attention_over_pairs(15, 3, 4, 4).total == ledger(3, 5, 4, 4).total
-    True
-    """
-    joins = pairs - rows
-    return (
-        step("qk", multiply=pairs * head_dim, add=pairs * (head_dim - 1), space=pairs)
-        + (step("scale", divide=pairs, space=pairs) if scaled else Ledger())
-        + step(
-            "softmax",
-            compare=joins,
-            subtract=pairs,
-            exp=pairs,
-            add=joins,
-            divide=pairs,
-            space=pairs,
-        )
-        + step("av", multiply=pairs * v_head_dim, add=joins * v_head_dim, space=rows * v_head_dim)
-    )
 
 
 def norm_of_rows(name: str, rows: int, width: int) -> Ledger:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from qkv.arguments.declarations import Size, Whole, shown
 from qkv.errors import ArgumentError
-from qkv.ledger import Count, Ledger, step, symbols
+from qkv.ledger import Count, Ledger, attention_ledger, step, symbols
 from qkv.mechanisms.base.arguments import refuse_other_values
 from qkv.mechanisms.base.arrays.head_rows import join_heads, split_heads
 from qkv.mechanisms.base.arrays.normalization import weighted_rms_norm
@@ -19,7 +19,7 @@ from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_
 from qkv.mechanisms.base.explanations.attention_steps import head_lines
 from qkv.mechanisms.base.explanations.explanation import ExplainedToken, Line, Step
 from qkv.mechanisms.base.modules.loading import reads_module, torch_multi_head
-from qkv.mechanisms.base.operations import attention_over_pairs, norm_of_rows, projection
+from qkv.mechanisms.base.operations import norm_of_rows, projection
 from qkv.variants import ALiBi, Causal, RoPE, Sinks, Softcap
 
 __all__ = ["Options", "OptionsWithoutGroups", "ProjectedAttention"]
@@ -279,7 +279,7 @@ class ProjectedAttention(AttentionMechanism):
         if self.sinks:
             ledger += step("sinks", exp=batch * h * q_len, add=batch * h * q_len)
         for pairs, count in pairs_of_heads:
-            each = attention_over_pairs(pairs, q_len, d, d, scaled=self.scale != 1)
+            each = attention_ledger(pairs, q_len, d, d, scaled=self.scale != 1)
             each += self.score_cost(pairs)
             ledger += each * (batch * count)
         return sum(projections[3:], ledger)

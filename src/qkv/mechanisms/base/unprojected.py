@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, Self
 
 from qkv.arguments.declarations import Size
-from qkv.ledger import Count, Ledger, symbols
+from qkv.ledger import Count, Ledger, attention_ledger, symbols
 from qkv.mechanisms.base.attention import AttentionMechanism
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM
-from qkv.mechanisms.base.operations import attention_over_pairs
 from qkv.samples import shared_example
 
 __all__ = ["UnprojectedAttention"]
@@ -41,7 +40,7 @@ class UnprojectedAttention(AttentionMechanism):
         """The operations of attention over all pairs."""
         (d,) = symbols(d=self.head_dim)
         scaled = self.scale != 1
-        return attention_over_pairs(tokens * tokens, tokens, d, d, scaled=scaled) * batch
+        return attention_ledger(tokens * tokens, tokens, d, d, scaled=scaled) * batch
 
     def widths(self) -> tuple[int, int]:
         """Query, key and value are read, and a row as long is written."""

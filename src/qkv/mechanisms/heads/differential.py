@@ -9,14 +9,13 @@ from numpy.typing import NDArray
 
 from qkv.arguments.declarations import NotNegative, Size
 from qkv.errors import ArgumentError
-from qkv.ledger import Count, Ledger, step, symbols
+from qkv.ledger import Count, Ledger, attention_ledger, step, symbols
 from qkv.mechanisms.base.arrays.head_rows import join_heads
 from qkv.mechanisms.base.arrays.namespace import array_namespace, like, values
 from qkv.mechanisms.base.arrays.normalization import rms_norm
 from qkv.mechanisms.base.arrays.rows import Rows
 from qkv.mechanisms.base.explanations.explanation import Line, Step, number
 from qkv.mechanisms.base.llama import LlamaAttention
-from qkv.mechanisms.base.operations import attention_over_pairs
 from qkv.mechanisms.base.projected import Options
 
 __all__ = ["Differential"]
@@ -166,8 +165,8 @@ class Differential(LlamaAttention):
         ledger = super().operations(tokens, batch)
         d, h = symbols(d=self.head_dim, h=self.num_heads)
         pairs, heads = self.pairs(tokens), batch * h
-        wider = attention_over_pairs(pairs, tokens, d, 2 * d)
-        narrow = attention_over_pairs(pairs, tokens, d, d)
+        wider = attention_ledger(pairs, tokens, d, 2 * d)
+        narrow = attention_ledger(pairs, tokens, d, d)
         more = {
             key: (count - narrow.operations[key]) * heads
             for key, count in wider.operations.items()

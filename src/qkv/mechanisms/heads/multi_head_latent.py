@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 import qkv
 from qkv.arguments.declarations import NotNegative, Size, Whole
-from qkv.ledger import Count, Ledger, step, symbols
+from qkv.ledger import Count, Ledger, attention_ledger, step, symbols
 from qkv.mechanisms.base.arguments import refuse_one_by_one
 from qkv.mechanisms.base.arrays.head_rows import join_heads, split_heads
 from qkv.mechanisms.base.arrays.namespace import array_namespace
@@ -31,7 +31,7 @@ from qkv.mechanisms.base.modules.loading import (
     refuse_other_parameters,
     require_attributes,
 )
-from qkv.mechanisms.base.operations import attention_over_pairs, norm_of_rows, projection
+from qkv.mechanisms.base.operations import norm_of_rows, projection
 from qkv.mechanisms.heads.latent_rows import check_latents
 from qkv.variants import Causal, RoPE
 
@@ -314,7 +314,7 @@ class MultiHeadLatent(AttentionMechanism):
         rotated = rows * (h + 1) * r // 2
         ledger += step("rope", multiply=4 * rotated, add=rotated, subtract=rotated)
         pairs = tokens * (tokens + 1) // 2 if self.causal else tokens * tokens
-        return ledger + attention_over_pairs(pairs, tokens, p + r, v) * heads
+        return ledger + attention_ledger(pairs, tokens, p + r, v) * heads
 
     def widths(self) -> tuple[int, int]:
         """The widths of x and of the output."""
