@@ -148,6 +148,18 @@ def test_heads_of_arrays_that_read_the_next_token_have_a_kind() -> None:
     assert "next" not in causal["scores"]
 
 
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3)], ids=["heads alone", "batch", "two"])
+def test_the_share_of_learned_sinks_is_that_of_each_head(leading: tuple[int, ...]) -> None:
+    query, key, value = np.random.default_rng(0).normal(size=(3, *leading, 2, 6, 4))
+    sinks = np.array([-2.0, 3.0])
+    record = qkv.inspect(query, key, value, qkv.Sinks(sinks))
+    heads = ask(Session(source_of(record)), "model")["layers"][0]["heads"]
+    of_row_0 = query.reshape(-1, 2, 6, 4)[0] @ key.reshape(-1, 2, 6, 4)[0].mT / 2
+    exp, learned = np.exp(of_row_0), np.exp(sinks)[:, None]
+    shares = (exp[:, :, 0] + learned) / (exp.sum(axis=2) + learned)
+    assert [head["sink"] for head in heads] == pytest.approx(shares.mean(axis=1), abs=1e-6)
+
+
 SENTENCES = (
     "Elizabeth could not help smiling at her",
     "She was present at the present moment, and the moment was pleasant",

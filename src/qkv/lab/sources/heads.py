@@ -235,7 +235,8 @@ def heads_of_record(
     def by_query() -> dict[str, Array]:
         by_name = {name: each.reshape(shape)[0] for name, each in record.rows_by_query().items()}
         sinks = replay.problem.operands.sinks
-        learned = 0 if sinks is None else shares_of_sinks(sinks[:, None], replay.lse[0])
+        lse = replay.lse.reshape(shape)[0]
+        learned = 0 if sinks is None else shares_of_sinks(sinks[:, None], lse)
         return {**by_name, "sink": by_name["first"] + learned}
 
     def counted() -> dict[str, int]:
