@@ -160,6 +160,13 @@ def test_the_share_of_learned_sinks_is_that_of_each_head(leading: tuple[int, ...
     assert [head["sink"] for head in heads] == pytest.approx(shares.mean(axis=1), abs=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4)], ids=["no batch row", "no head"])
+def test_a_record_without_heads_is_refused(shape: tuple[int, ...]) -> None:
+    x = np.zeros(shape)
+    with pytest.raises(qkv.ArgumentError, match="there is no head to show"):
+        qkv.inspect(x, x, x).to_html()
+
+
 SENTENCES = (
     "Elizabeth could not help smiling at her",
     "She was present at the present moment, and the moment was pleasant",

@@ -222,10 +222,22 @@ def _layer_of_model(layer: LayerRecord, texts: Sequence[str] | None) -> HeadLaye
 def heads_of_record(
     record: Record, title: str, tokens: Sequence[str] | None, about: str = ""
 ) -> Heads:
-    """One record as a model of one layer, with the scores that need no pass over all pairs."""
+    """One record as a model of one layer, with the scores that need no pass over all pairs.
+
+    Raises
+    ------
+    ArgumentError
+        The record has no batch row, or no head.
+    """
     replay = record.weights.replay
     spec = replay.problem.spec
     shape = (spec.batch_size, spec.num_heads, spec.q_len)
+    if 0 in shape[:2]:
+        raise ArgumentError(
+            "there is no head to show.",
+            [("num_heads", str(spec.num_heads)), ("batch_size", str(spec.batch_size))],
+            "Inspect arrays with a batch row and a head or more.",
+        )
     entropy = np.asarray(record.entropy).reshape(shape)[0]
     scores: tuple[str, ...] = ("entropy", "max_weight", "sink", "previous", "own")
     if not any(isinstance(variant, Causal) for variant in record.variants):
