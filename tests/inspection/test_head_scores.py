@@ -270,6 +270,22 @@ def test_queries_among_earlier_keys() -> None:
         np.testing.assert_allclose(tail.rows[name], rows[:, :, 9:], rtol=1e-10, atol=1e-10)
 
 
+def test_queries_of_each_batch_row_are_the_last_of_its_own_keys() -> None:
+    query, key, ids = arrays()
+    ids, lengths = ids + 5, np.array([8, LENGTH])
+    real = np.arange(LENGTH) < lengths[:, None]
+    variants = qkv.KeyLengths(lengths), qkv.Causal()
+    options: dict[str, Any] = {"q_offset": "end"}
+    both = head_scores(query[:, :, :3], key, *variants, tokens=ids, real=real, **options)
+    for row, length in enumerate(lengths):
+        one = slice(row, row + 1)
+        own = query[one, :, :3], key[one, :, :length]
+        alone = head_scores(*own, qkv.Causal(), tokens=ids[one, :length], **options)
+        for name in ("duplicate", "induction", "previous", "own"):
+            np.testing.assert_allclose(both.rows[name][row], alone.rows[name][0], atol=1e-12)
+            np.testing.assert_array_equal(both.counted[name][row], alone.counted[name][0])
+
+
 def test_dropout_is_left_out() -> None:
     query, key, ids = arrays(6)
     found = head_scores(query, key, qkv.Causal(), qkv.Dropout(0.5, 1), tokens=ids)

@@ -13,7 +13,7 @@ from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.masks.same_group import SameGroup
 
-__all__ = ["NO_TOKEN", "EarlierToken", "Tokens"]
+__all__ = ["NO_TOKEN", "EarlierToken", "Tokens", "of_queries", "sequence_starts"]
 
 Array = NDArray[Any]
 
@@ -75,8 +75,8 @@ class Tokens:
     kv_pos: Array
 
     @classmethod
-    def of(cls, ids: Array, real: Array, first: int, q_pos: Array, kv_pos: Array) -> Tokens:
-        """The tokens with these ids (batch, kv_len); query row 0 is key row `first`.
+    def of(cls, ids: Array, real: Array, first: Array, q_pos: Array, kv_pos: Array) -> Tokens:
+        """The tokens with these ids (batch, kv_len); query row 0 is key row `first` (batch,).
 
         A negative id is not a token, as of an unknown one: nobody knows whether two are the same.
         Packed sequences lie one after another: positions that do not rise begin a new one.
@@ -91,8 +91,7 @@ class Tokens:
         previous[:, 1:] = np.where(
             sequence_starts(kv_pos)[:, 1:] | ~real[:, 1:], NO_TOKEN, kv_tokens[:, :-1]
         )
-        q_rows = slice(first, first + q_pos.shape[1])
-        q_tokens = np.where(known[:, q_rows], kv_tokens[:, q_rows], _NO_QUERY)
+        q_tokens = of_queries(np.where(known, numbers, _NO_QUERY), first, q_pos.shape[1], _NO_QUERY)
         return cls(q_tokens, kv_tokens, previous, q_pos, kv_pos)
 
     @property
@@ -117,6 +116,16 @@ class Tokens:
             behind = q_pos - earliest[position] >= keys.at_least
             has_key[b] = (ids[position] == q_ids) & behind
         return has_key
+
+
+def of_queries(of_keys: Array, first: Array, q_len: int, without_key: Any) -> Array:
+    """The entries (batch, q_len) of keys (batch, kv_len) from key row `first` (batch,) on.
+
+    `without_key` stands for queries behind the last key.
+    """
+    padded = np.pad(of_keys, ((0, 0), (0, 1)), constant_values=without_key)
+    rows = np.minimum(first[:, None] + np.arange(q_len), of_keys.shape[1])
+    return np.take_along_axis(padded, rows, axis=1)
 
 
 def sequence_starts(kv_pos: Array) -> Array:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ShapeError
-from qkv.inspection.heads.earlier_tokens import Tokens, sequence_starts
+from qkv.inspection.heads.earlier_tokens import Tokens, of_queries, sequence_starts
 from qkv.inspection.heads.kept_inputs import KeptInputs
 from qkv.inspection.heads.score_rows import SCORES, HeadScores
 from qkv.inspection.records.key_mass import has_key_at
@@ -97,13 +97,13 @@ class LayerHeads(ABC):
         return None
 
     @property
-    def first(self) -> int:
-        """The key row at the position of query row 0; no row if there is none."""
-        kv_len: int = self.kv_pos.shape[1]
+    def first(self) -> Array:
+        """The key row at the position of query row 0 in each batch row; kv_len if there is none."""
+        batch, kv_len = self.kv_pos.shape
         if not (self.q_pos.size and self.kv_pos.size):
-            return kv_len
-        rows = np.flatnonzero(self.kv_pos[0] == self.q_pos[0, 0])
-        return int(rows[0]) if len(rows) else kv_len
+            return np.full(batch, kv_len)
+        is_there = self.kv_pos == self.q_pos[:, :1]
+        return np.asarray(np.where(is_there.any(axis=1), is_there.argmax(axis=1), kv_len))
 
     def scores(self, tokens: Any, top: int, one_sequence: bool) -> HeadScores:
         """All scores; `tokens` (batch, kv_len) or None are those of the keys."""
@@ -122,7 +122,7 @@ class LayerHeads(ABC):
             for name, offset in (("previous", -1), ("own", 0)):
                 having[name] = has_key_at(self.q_pos, self.kv_pos, offset, self.real)
         ids = None if tokens is None else _per_row("tokens", tokens, self.kv_pos.shape, "key")
-        if one_sequence and ids is not None and self.first < self.kv_pos.shape[1]:
+        if one_sequence and ids is not None and (self.first < self.kv_pos.shape[1]).any():
             table = Tokens.of(ids, self.real, self.first, self.q_pos, self.kv_pos)
             for name, keys in (("duplicate", table.duplicates), ("induction", table.followers)):
                 rows[name] = self.mass(keys)
@@ -202,8 +202,9 @@ class LayerHeads(ABC):
         shape = self.q_pos.shape
         if given is not None:
             return _per_row("real_queries", given, shape, "query").astype(bool)
-        real = self.real[:, self.first : self.first + shape[1]]
-        return real if one_sequence and real.shape == shape else np.ones(shape, bool)
+        if not one_sequence:
+            return np.ones(shape, bool)
+        return of_queries(self.real, self.first, shape[1], without_key=True)
 
 
 def _per_row(name: str, given: Any, shape: tuple[int, ...], rows: str) -> Array:
