@@ -2,6 +2,7 @@
 
 import contextlib
 from html import unescape
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -147,6 +148,23 @@ def test_what_a_mask_hides_is_no_reason() -> None:
     dirty = with_number(K, (0, 8, 0), np.nan)
     assert not qkv.inspect(Q, dirty, V, qkv.KeyLengths(8)).non_finite
     assert not qkv.inspect(Q, K, V).non_finite
+
+
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+def test_what_a_mask_hides_is_no_reason_beside_a_wrong_query(
+    layout: Literal["bhld", "blhd"],
+) -> None:
+    rng = np.random.default_rng(0)
+    query, key, value = rng.normal(size=(3, 2, 4, 6, 4)).astype(np.float32)
+    query[1, 2, 5, 3] = key[:, :, 5] = value[:, :, 5] = np.nan
+    arrays = [a if layout == "bhld" else a.swapaxes(1, 2) for a in (query, key, value)]
+    record = qkv.inspect(*arrays, qkv.KeyLengths(5), layout=layout)
+    assert np.argwhere(record.non_finite.rows).tolist() == [[1, 2, 5]]
+    (reason,) = record.non_finite.reasons
+    assert reason.startswith("query holds NaN first at batch 1, head 2, row 5, dim 3")
+    value[0, 3, 4, 2] = np.nan
+    seen = qkv.inspect(*arrays, qkv.KeyLengths(5), layout=layout)
+    assert [of.partition(" ")[0] for of in seen.non_finite.reasons] == ["query", "value"]
 
 
 def test_scores_that_overflow_say_that_explain_does_not() -> None:

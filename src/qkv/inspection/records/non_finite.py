@@ -57,8 +57,7 @@ def non_finite(
     ----------
     problem : Problem
     lse : array (*batch_shape, num_heads, q_len)
-    output : array
-        Of any shape; asked only whether it is finite.
+    output : array (*batch_shape, num_heads, q_len, v_head_dim)
     first : First, optional
         Where the problem is a part of what the caller knows.
     """
@@ -72,8 +71,10 @@ def non_finite(
         of_query = _wrong(operands.query, spec.batch_size)
         of_key = _wrong(operands.key, spec.batch_size)
         by_query = bad & of_query.any(axis=-1)
+        # A row whose query is wrong says nothing of the keys, which a mask may hide from it.
         by_key = (
             bad
+            & ~by_query
             & np.repeat(of_key.any(axis=(-1, -2)), spec.num_heads // spec.num_kv_heads, axis=1)[
                 :, :, None
             ]
@@ -87,7 +88,9 @@ def non_finite(
         rest = bad & ~by_query & ~by_key
         if rest.any():
             reasons.append(_of_scores(problem, _count(rest, first)))
-    if not np.isfinite(np.asarray(output, np.float64)).all():
+    # Without weights a row has no output, whatever the values are.
+    of_rows = np.asarray(output, np.float64).reshape(*shape, spec.v_head_dim)
+    if not np.isfinite(of_rows[~bad]).all():
         of_value = _wrong(operands.value, spec.batch_size)
         if of_value.any():
             reasons.append(

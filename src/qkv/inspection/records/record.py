@@ -162,6 +162,7 @@ class Record:
     def non_finite_of(self, first: First | None = None) -> tuple[Array, tuple[str, ...]]:
         """The same, where heads and rows are counted from others than 0."""
         output = self._call.library.on_host(self._found.output, "output", by_value=True)
+        output = self._call.plain(output)
         return non_finite(self._call.problem, self._found.row_lse, output, first)
 
     def rows(self) -> Table:
