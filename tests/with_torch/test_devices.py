@@ -228,6 +228,25 @@ def test_tensors_without_values(kind: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_dropout_where_tensors_have_no_memory(device: str) -> None:
+    """The weights that are dropped follow from the indices, not from tensors of them."""
+
+    def function(*t):
+        return qkv.attention(*t, qkv.Dropout(0.5, 3), backend="torch")
+
+    tensors = [normal(2, 2, 5, 4, seed=n).to(device) for n in range(3)]
+    expected = function(*tensors)
+    assert_close(torch.func.functionalize(function)(*tensors), expected)
+    assert_close(torch.func.jvp(function, tuple(tensors), tuple(tensors))[0], expected)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    assert_close(compiled(*tensors), expected)
+    query = tensors[0].requires_grad_()
+    (gradient,) = torch.autograd.grad(function(*tensors).sin().sum(), query)
+    assert_close(torch.func.grad(lambda q: function(q, *tensors[1:]).sin().sum())(query), gradient)
+    assert function(*(t.to("meta") for t in tensors)).shape == expected.shape
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_what_is_not_finite_under_transforms(device: str) -> None:
     """The same as without one, where values can be asked for."""
     query, key, value = (normal(1, 2, 6, 4, seed=n).to(device) for n in range(3))

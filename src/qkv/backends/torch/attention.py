@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -124,20 +123,23 @@ class TensorAttention:
         scores = scores.expand(scaled.shape)
         weights, lse = softmax(scores, self.sinks)
         if self.problem.operands.dropout is not None:
-            weights = weights * self._dropout_factors(indices)
+            weights = weights * self._dropout_factors(start, stop)
         return self._weighted_values(weights, ~torch.isneginf(scores)), lse
 
-    def _indices(self, start: int, stop: int) -> dict[str, Tensor]:
+    def _ranges(self, start: int, stop: int) -> dict[str, tuple[int, int]]:
+        """The first index and the end along each of four axes, for some queries."""
         spec = self.problem.spec
-        sizes = {
+        return {
             "batch": (0, spec.batch_size), "head": (0, spec.num_heads),
             "q_index": (start, stop), "kv_index": (0, spec.kv_len),
         }  # fmt: skip
+
+    def _indices(self, start: int, stop: int) -> dict[str, Tensor]:
         return {
             name: torch.arange(first, last, device=self.device).view(
                 *(-1 if n == axis else 1 for n in range(4))
             )
-            for axis, (name, (first, last)) in enumerate(sizes.items())
+            for axis, (name, (first, last)) in enumerate(self._ranges(start, stop).items())
         }
 
     def _weighted_values(self, weights: Tensor, allowed: Tensor) -> Tensor:
@@ -154,10 +156,12 @@ class TensorAttention:
             out = out + torch.where(allowed[..., j, None], share, 0.0)
         return out
 
-    def _dropout_factors(self, indices: Mapping[str, Tensor]) -> Tensor:
+    def _dropout_factors(self, start: int, stop: int) -> Tensor:
         dropout = self.problem.operands.dropout
         assert dropout is not None
-        counters = {n: indices[n].cpu().numpy() for n in ("batch", "head", "q_index", "kv_index")}
+        ranges = self._ranges(start, stop)
+        # Tensors of indices may have no memory here, as in torch.func and on meta.
+        counters = dict(zip(ranges, np.ix_(*(np.arange(*r) for r in ranges.values())), strict=True))
         compute_dtype = np.dtype(np.float64 if self.dtype is torch.float64 else np.float32)
         return self._to_device(dropout_factors(dropout, **counters, dtype=compute_dtype))
 
