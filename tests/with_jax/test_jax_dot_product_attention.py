@@ -138,6 +138,19 @@ def test_residual_has_no_gradient() -> None:
     assert not jax.grad(f)(q).any()
 
 
+def test_ranks_are_not_promoted() -> None:
+    """As in JAX, whose function works where it refuses arrays of unlike numbers of dimensions."""
+    q, k, v = (jnp.ones((2, 7, 4, 8)) for _ in range(3))
+    lengths = jnp.array([7, 5], jnp.int32)
+    with jax.numpy_rank_promotion("raise"):
+        for function in (qkv.jax.dot_product_attention, jax.nn.dot_product_attention):
+            assert function(q, k, v, query_seq_lengths=lengths).shape == q.shape
+        for layout in ("bhld", "blhd"):
+            heads = q.shape[1 if layout == "bhld" else 2]
+            out = qkv.attention(q, k, v, scale=jnp.ones(heads), layout=layout)
+            assert out.shape == q.shape
+
+
 def test_traced_scale_has_a_gradient() -> None:
     q, k, v = arrays()
     found, right = (

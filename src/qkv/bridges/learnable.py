@@ -30,7 +30,10 @@ def with_scale(query: Any, options: OptionValues) -> tuple[Any, OptionValues]:
             action="Pass one number, or one for each query head.",
         )
     if shape and query.ndim > 2:
-        scale = scale[:, None] if by_rows else scale[:, None, None]
+        # As many dimensions as the query has, since JAX can be told to refuse fewer.
+        places = [1] * query.ndim
+        places[-2 if by_rows else -3] = heads
+        scale = scale.reshape(places)
     scaled = query * scale
     if scaled.dtype != query.dtype:
         convert = getattr(scaled, "astype", None) or scaled.to

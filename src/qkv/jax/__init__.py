@@ -153,7 +153,7 @@ def dot_product_attention(
     batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
     if query_seq_lengths is not None:
         lengths = _lengths(query_seq_lengths, "query_seq_lengths", batch)
-        variants.append(Mask((jnp.arange(q_len) < lengths[:, None])[:, None, :, None]))
+        variants.append(Mask((jnp.arange(q_len)[None] < lengths[:, None])[:, None, :, None]))
     if key_value_seq_lengths is not None:
         lengths = _lengths(key_value_seq_lengths, "key_value_seq_lengths", batch)
         variants.append(KeyLengths(jnp.clip(lengths, 0, kv_len)))
