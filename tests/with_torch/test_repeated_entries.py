@@ -96,3 +96,15 @@ def test_a_learned_soft_cap_is_refused_and_its_advice_learns_it() -> None:
     scores = cap * torch.tanh(Q @ K.mT / cap)
     right = torch.autograd.grad((scores.softmax(-1) @ V).square().sum(), cap)
     assert_close(found, right)
+
+
+def test_a_scale_for_each_head_where_sizes_change() -> None:
+    """The number of heads is a variable of the second graph, and the size of the scale is none."""
+    scale = torch.rand(4)
+
+    def function(rows, layout):
+        return qkv.attention(rows, rows, rows, scale=scale, layout=layout)
+
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    for rows, layout in ((torch.randn(2, 4, 5, 8), "bhld"), (torch.randn(2, 5, 4, 8), "blhd")):
+        assert torch.equal(compiled(rows, layout), function(rows, layout))

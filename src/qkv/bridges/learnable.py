@@ -24,7 +24,8 @@ def with_scale(query: Any, options: OptionValues) -> tuple[Any, OptionValues]:
     shape = array_shape("scale", scale)
     by_rows = options.layout == "blhd"
     heads = query.shape[-2 if by_rows else -3] if query.ndim > 2 else 1
-    if shape not in ((), (heads,)):
+    # Dynamo takes a tuple with a size that is a variable of its graph for unlike any other.
+    if len(shape) > 1 or (shape and shape[0] != heads):
         raise ShapeError(
             f"scale has shape {shape}; there are {heads} query heads.",
             action="Pass one number, or one for each query head.",
