@@ -10,6 +10,7 @@ import torch
 from transformers.utils import output_capturing
 
 import qkv
+from qkv.bridges.torch.operands import autocast
 from qkv.errors import DTypeError, UnsupportedError
 from qkv.hf.ignored_keywords import refuse_unread
 from qkv.hf.layer_call import LayerCall
@@ -128,6 +129,8 @@ def attend(
         lengths_of_rows = cu_seq_lens_q, cu_seq_lens_k
         masks += packed_rows(lengths_of_rows, masks, query, key, causal=causal)
     masks = tuple([over_rows(m, key) if isinstance(m, torch.Tensor) else m for m in masks])
+    # Rotated queries and keys are float32 under autocast, and values are not.
+    query, key, value = autocast(query, key, value)
     call = LayerCall(module, query, key, value, (*variants, *masks), scaling, q_offset, kv_offset)
     if layers is not None and kind is not None:
         out = prepare_layer(layers, kind, call)

@@ -17,6 +17,7 @@ from transformers.cache_utils import (
 from transformers.cache_utils import Cache as _LayerCaches
 
 from qkv.arguments.declarations import checked_size, shown
+from qkv.bridges.torch.operands import autocast
 from qkv.cache import ContiguousCache, PagedCache, RollingCache
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.positions import can_be_scaled, positions_of, warn_beyond
@@ -238,6 +239,8 @@ class CacheLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append tokens; keys and values that they may attend to."""
+        # Rotated keys are float32 under autocast, and values are not.
+        _, key_states, value_states = autocast(key_states, key_states, value_states)
         if not self.is_initialized:
             self._dtype = key_states.dtype  # before there are tokens that have none
         rows = self.cache.append(key_states, value_states)

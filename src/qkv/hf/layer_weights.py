@@ -183,13 +183,14 @@ class LayerWeights(torch.Tensor):
         batch, heads, kv_len, _ = call.key.shape
         identity = torch.eye(kv_len, dtype=self.dtype, device=self.device)
         variants = [v for v in call.variants if not isinstance(v, qkv.Dropout)]
-        weights: torch.Tensor = qkv.attention(
-            call.query.to(self.dtype),
-            call.key.to(self.dtype),
-            identity.expand(batch, heads, kv_len, kv_len),
-            *variants,
-            **call.options,
-        )
+        with torch.autocast(self.device.type, enabled=False):
+            weights: torch.Tensor = qkv.attention(
+                call.query.to(self.dtype),
+                call.key.to(self.dtype),
+                identity.expand(batch, heads, kv_len, kv_len),
+                *variants,
+                **call.options,
+            )
         return weights
 
     def _reduced(
