@@ -199,8 +199,9 @@ class LayerWeights(torch.Tensor):
         if options or self._recording() or not (dim is None or type(dim) is int):
             # All dimensions are None to torch, but for amax.
             every = () if name == "amax" else None
+            dense = self.dense()
             try:
-                weights: torch.Tensor = getattr(self.dense(), name)(
+                weights: torch.Tensor = getattr(dense, name)(
                     every if dim is None else dim, keepdim, **options
                 )
             except (TypeError, ValueError, IndexError) as error:

@@ -126,3 +126,10 @@ def test_one_graph_of_a_model_that_collects_them_is_refused() -> None:
         whole = torch.compile(model, backend="eager", fullgraph=True)
         with pytest.raises(Exception, match="weights that are computed where they are read"):
             whole(**INPUTS, output_attentions=True)
+
+
+def test_an_error_of_reading_weights_is_not_one_of_the_dimension() -> None:
+    x = torch.zeros(1, 1, 3, 4)
+    call = qkv.hf.LayerCall(torch.nn.Identity(), x, x, x.bfloat16(), (), None, 0, 0)
+    with pytest.raises(qkv.DTypeError, match="query, key and value have different dtypes"):
+        qkv.hf.LayerWeights(call).sum(dim=(0, 1))
