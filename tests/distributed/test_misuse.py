@@ -145,6 +145,8 @@ def misused(rank: int, ranks: int, what: str) -> str:
             call, keywords = decode, {"timeout": 0}
         case "flag":
             keywords["return_lse"] = "yes"
+        case "layout":
+            keywords["layout"] = "bshd"
         case _:
             keywords["timeout"] = float(what)
     return error_of(lambda: call(query, key, value, *variants, **keywords))
@@ -162,6 +164,7 @@ def misused(rank: int, ranks: int, what: str) -> str:
         ("torch.func", "torch.func or forward mode follows query"),
         ("decode", "timeout=0 is not a number of seconds"),
         ("flag", "return_lse"),
+        ("layout", "layout='bshd' is not known"),  # It was once taken for "bhld".
         ("0", "timeout=0.0 is not a number of seconds"),  # torch takes it for no end.
         ("1e-4", "timeout=0.0001 is not a number of seconds"),
         ("-1", "timeout=-1.0 is not a number of seconds"),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from qkv.arguments.readable_checks import check_layout
 from qkv.arrays.torch_arrays import TorchArrays
 from qkv.distributed.messages.links import Links
 from qkv.errors import QkvError, ShapeError, UnsupportedError
@@ -89,10 +90,13 @@ def placed(query: Any, key: Any, value: Any, layout: str, links: Sequence[Links]
     ------
     UnsupportedError, ShapeError
         For what is not a tensor at all, since a rank without one can tell the others nothing.
+    ArgumentError
+        If the layout is not known.
     """
     locals_: list[Tensor] = []
     like = None
     problem = ""
+    check_layout(layout)
     blhd = layout == "blhd"
     for name, given in (("query", query), ("key", key), ("value", value)):
         if not isinstance(given, torch.Tensor):
