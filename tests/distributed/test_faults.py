@@ -122,6 +122,68 @@ def test_an_error_of_one_rank_is_told_to_the_others(group: Any) -> None:
         assert "mask has shape (3, 5)" in other
 
 
+class Unlucky:
+    """A variant of the user's own, with a fault."""
+
+    def lower(self, builder: Any) -> None:
+        raise KeyError("no such bias")
+
+
+MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "keyword": ("attention", {"scael": 1.0}, "unexpected keyword argument 'scael'"),
+    "strategy": ("attention", {"strategy": "rings"}, "strategy='rings' is not known"),
+    "flag": ("attention", {"return_lse": "yes"}, "return_lse='yes' is not True or False"),
+    "scale": ("attention", {"scale": torch.ones(3)}, "scale has shape (3,)"),
+    "array": ("attention", {"query": torch.Tensor.numpy}, "query is a ndarray, not a tensor"),
+    "meta": ("attention", {"query": lambda q: q.to("meta")}, "query is on meta"),
+    "sparse": ("attention", {"query": torch.Tensor.to_sparse}, "torch.sparse_coo tensor"),
+    "variant": ("attention", {"variant": Unlucky()}, "no such bias"),
+    "layout of inspect": ("inspect", {"layout": "blhd"}, "inspection over ranks takes"),
+    "keyword of decode": ("decode", {"dims": 1}, "unexpected keyword argument 'dims'"),
+    "array of decode": ("decode", {"query": torch.Tensor.numpy}, "query is a ndarray"),
+    "variant of decode": ("decode", {"variant": Unlucky()}, "no such bias"),
+    "top": ("top", {"k": 0}, "k=0"),
+    "tile": ("tile", {"queries": slice(0, 8, 2)}, "is not a run of the 72 rows"),
+}
+
+
+def mistaken(rank: int, ranks: int, what: str) -> tuple[str, float]:
+    """The error of a call in which rank 1 makes a mistake, and the seconds that it takes."""
+    import qkv.distributed
+
+    of_record = {"top": {"k": 2}, "tile": {"queries": slice(0, 4), "keys": slice(0, 4)}}
+    name, mistake, _ = MISTAKES[what]
+    operands_ = [t[..., rank * 24 : rank * 24 + 24, :] for t in operands()[:3]]
+    variants: list[Any] = [qkv.Softcap(3.0)]
+    keywords: dict[str, Any] = {"timeout": 60.0}
+    if name in of_record:
+        record = qkv.distributed.inspect(*operands_, timeout=60.0)
+        call, keywords = getattr(record, name), dict(of_record[name])
+        operands_, variants = [], []
+    else:
+        call = getattr(qkv.distributed, name)
+    if rank == 1:
+        keywords.update(mistake)
+        if "variant" in keywords:
+            variants = [keywords.pop("variant")]
+        if "query" in keywords:
+            operands_[0] = keywords.pop("query")(operands_[0])
+    began = time.monotonic()
+    return error_of(call, *operands_, *variants, **keywords), time.monotonic() - began
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_of_one_rank_is_told_to_the_others(group: Any, what: str) -> None:
+    """The others once waited for the whole timeout, and the group was of no more use."""
+    found = group(RANKS)(mistaken, what)
+    words = MISTAKES[what][2]
+    for rank, (said, seconds) in enumerate(found):
+        assert words in said
+        assert seconds < 50
+        assert rank == 1 or said.startswith("DistributedError: rank 1 cannot make this call")
+    assert not found[1][0].startswith("DistributedError")
+
+
 def decoded(rank: int, ranks: int, what: str) -> str:
     """The error of a step in which rank 1 is given something else, or all have gradients."""
     from qkv.distributed import decode

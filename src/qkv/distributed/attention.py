@@ -13,7 +13,7 @@ from qkv.arrays.torch_arrays import TorchArrays
 from qkv.bridges.learnable import with_scale
 from qkv.bridges.torch.operands import autocast, is_tracked
 from qkv.call.binding.options import Options, option_values, with_options
-from qkv.distributed.calls.agreed_call import Place, agreed_call
+from qkv.distributed.calls.agreed_call import Place, agreed_call, check_strategy
 from qkv.distributed.calls.dtensors import placed
 from qkv.distributed.calls.heads import from_heads, to_heads
 from qkv.distributed.calls.sharded_call import attend_sharded
@@ -115,16 +115,18 @@ def attention(
         q, k, v = (order.shard(x, torch.distributed.get_rank()) for x in (q, k, v))
         out = qkv.distributed.attention(q, k, v, qkv.Causal(), order=order)
     """
-    values = option_values("distributed.attention", options)
-    return_lse = checked_flag("return_lse", return_lse)
-    where = Place.of(mesh, dim, strategy, timeout)
-    if all(isinstance(given, Tensor) for given in (query, key, value)):
-        query, key, value = autocast(query, key, value)
-    shards = placed(query, key, value, values.layout, (where.ring, where.heads))
-    if isinstance(values.scale, Tensor) and (values.scale.ndim or is_tracked(values.scale)):
-        of_heads = values._replace(layout="bhld")  # as `placed` has arranged them
-        scaled, values = with_scale(shards.tensors[0], of_heads)
-        shards = replace(shards, tensors=(scaled, *shards.tensors[1:]))
+    where = Place.of(mesh, dim, timeout)
+    with where.told():
+        values = option_values("distributed.attention", options)
+        return_lse = checked_flag("return_lse", return_lse)
+        check_strategy(strategy, dim)
+        if all(isinstance(given, Tensor) for given in (query, key, value)):
+            query, key, value = autocast(query, key, value)
+        shards = placed(query, key, value, values.layout, (where.ring, where.heads))
+        if isinstance(values.scale, Tensor) and (values.scale.ndim or is_tracked(values.scale)):
+            of_heads = values._replace(layout="bhld")  # as `placed` has arranged them
+            scaled, values = with_scale(shards.tensors[0], of_heads)
+            shards = replace(shards, tensors=(scaled, *shards.tensors[1:]))
     call, exchanges = agreed_call(where, shards, variants, values, strategy, order, kv_order)
     out, lse = attend_sharded(call, *to_heads(exchanges, shards.tensors))
     if not return_lse:
@@ -181,15 +183,17 @@ def inspect(
         record = qkv.distributed.inspect(q, k, v, qkv.Causal(), order=order)
         numbers, weights = record.top(3)
     """
-    values = option_values("distributed.inspect", options)
-    if values.layout != "bhld" or isinstance(dim, tuple):
-        raise ArgumentError(
-            "inspection over ranks takes (..., heads, rows, dim) and one dimension of the mesh.",
-            [("layout", repr(values.layout)), ("dim", repr(dim))],
-            "Pass x.swapaxes(-3, -2) for the layout 'blhd'.",
-        )
-    where = Place.of(mesh, dim, "ring", timeout)
-    shards = placed(query, key, value, values.layout, (where.ring, where.heads))
+    where = Place.of(mesh, dim, timeout)
+    with where.told():
+        values = option_values("distributed.inspect", options)
+        if values.layout != "bhld" or isinstance(dim, tuple):
+            raise ArgumentError(
+                "inspection over ranks takes (..., heads, rows, dim) and one dimension of the "
+                "mesh.",
+                [("layout", repr(values.layout)), ("dim", repr(dim))],
+                "Pass x.swapaxes(-3, -2) for the layout 'blhd'.",
+            )
+        shards = placed(query, key, value, values.layout, (where.ring, where.heads))
     call, _ = agreed_call(where, shards, variants, values, "ring", order, kv_order)
     q, k, v = (tensor.detach() for tensor in shards.tensors)
     operands = ShardOperands(_LIBRARY.view(q, "query"), k, v)

@@ -15,8 +15,9 @@ from qkv.arrays.torch_arrays import TorchArrays
 from qkv.call.binding.bound import bind
 from qkv.call.binding.options import DEFAULTS, Options, OptionValues, option_values, with_options
 from qkv.call.checked import CheckedCall, check_call
+from qkv.distributed.calls.agreed_call import Place
 from qkv.distributed.calls.parts import Merged, Parts, ShardRows
-from qkv.distributed.messages.agreement import compare, fingerprint, in_words, tell
+from qkv.distributed.messages.agreement import fingerprint
 from qkv.distributed.messages.links import TIMEOUT, Links, group_of, outside_of_graphs
 from qkv.distributed.orders.order import Order
 from qkv.errors import QkvError, UnsupportedError
@@ -90,43 +91,32 @@ def decode(
 
         out = qkv.distributed.decode(q, keys, values, qkv.Causal(), q_offset="end")
     """
-    values = option_values("distributed.decode", options)
-    return_lse = checked_flag("return_lse", return_lse)
-    if not isinstance(query, Tensor) or hasattr(query, "placements"):
-        raise UnsupportedError(
-            f"query is a {type(query).__name__}, not a plain tensor.",
-            action="Pass the same tensor of queries on every rank.",
-        )
     links = Links(group_of(mesh, dim), timeout)
-    own, error = _checked(query, key, value, values)
+    where = Place(links, Links(None, timeout))
+    with where.told():
+        values = option_values("distributed.decode", options)
+        return_lse = checked_flag("return_lse", return_lse)
+        if not isinstance(query, Tensor) or hasattr(query, "placements"):
+            raise UnsupportedError(
+                f"query is a {type(query).__name__}, not a plain tensor.",
+                action="Pass the same tensor of queries on every rank.",
+            )
+        own = _checked(query, key, value, values)
     said = {
         "function": "decode",
         "query": f"{query.dtype} {tuple(query.shape)}",
-        "shapes without tokens": "" if own is None else _without_tokens(own),
+        "shapes without tokens": _without_tokens(own),
         "number of variants": len(variants),
-        "own tokens": 0 if own is None else own.problem.spec.kv_len,
-        "own error": "" if error is None else in_words(error),
+        "own tokens": own.problem.spec.kv_len,
     }
-    try:
-        everyone = tell(links, said, query.device)
-        compare(everyone)
-    finally:
-        if error is not None:
-            raise error
-    assert own is not None
+    everyone = where.everyone(said, query.device)
     tokens = Order.of_sizes([of["own tokens"] for of in everyone])
-    whole, error = _whole(own, tokens.length, variants, values)
-    said = {
-        "what variants and options come to": "" if whole is None else fingerprint(whole.problem),
-        "own error": "" if error is None else in_words(error),
-    }
-    try:
-        compare(tell(links, said, query.device))
-    finally:
-        if error is not None:
-            raise error
-    assert whole is not None
-    return _run(links, own, *_with_offset(own, whole, variants, values), tokens, values, return_lse)
+    with where.told():
+        whole = _whole(own, tokens.length, variants, values)
+        mine, rows = _with_offset(own, whole, variants, values)
+        said = {"what variants and options come to": fingerprint(whole.problem)}
+    where.everyone(said, query.device)
+    return _run(links, own, mine, rows, tokens, values, return_lse)
 
 
 def _run(
@@ -154,17 +144,12 @@ def _run(
     return (output, own.rows(lse)) if return_lse else output
 
 
-def _checked(
-    query: Tensor, key: Any, value: Any, options: OptionValues
-) -> tuple[CheckedCall | None, QkvError | None]:
+def _checked(query: Tensor, key: Any, value: Any, options: OptionValues) -> CheckedCall:
     """This rank's arrays, without variants, which are of the whole."""
-    try:
-        plain = DEFAULTS._replace(layout=options.layout, backend=options.backend)
-        bound = bind(query, key, value, (), plain)
-        _refuse_gradients(bound.leaves)
-        return check_call(bound), None
-    except QkvError as error:
-        return None, error
+    plain = DEFAULTS._replace(layout=options.layout, backend=options.backend)
+    bound = bind(query, key, value, (), plain)
+    _refuse_gradients(bound.leaves)
+    return check_call(bound)
 
 
 def _without_tokens(own: CheckedCall) -> str:
@@ -199,10 +184,7 @@ def _with_offset(
     stored = given.pages if isinstance(given, Paged) else given
     if not isinstance(stored, Quantized) or stored.offset is None:
         return whole, key
-    with_offset, error = _whole(own, whole.problem.spec.kv_len, variants, options, stored.offset)
-    if with_offset is None:
-        assert error is not None
-        raise error
+    with_offset = _whole(own, whole.problem.spec.kv_len, variants, options, stored.offset)
     assert isinstance(key, StoredRows)
     is_rotated = with_offset.problem.spec.rotation is not None
     return with_offset, replace(key, offset=stored.offset) if is_rotated else key
@@ -210,7 +192,7 @@ def _with_offset(
 
 def _whole(
     own: CheckedCall, tokens: int, variants: Any, options: OptionValues, offset: Any = None
-) -> tuple[CheckedCall | None, QkvError | None]:
+) -> CheckedCall:
     """The checked call of all tokens, which no rank holds; with the offset of quantised keys."""
     spec = own.problem.spec
     dtype = own.dtype
@@ -229,6 +211,6 @@ def _whole(
         _refuse_gradients(bound.leaves)
         whole = check_call(bound)
         check_parts(whole.problem.spec)
-        return whole, None
+        return whole
     except QkvError as error:
-        return None, error.with_action(_LIBRARY.in_words(error.action))
+        raise error.with_action(_LIBRARY.in_words(error.action)) from None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -21,11 +22,11 @@ from qkv.distributed.messages.links import Links, group_of
 from qkv.distributed.orders.heads import heads_of, kv_heads_of
 from qkv.distributed.orders.order import Order
 from qkv.distributed.plan import STRATEGIES, choose_strategy
-from qkv.errors import ArgumentError, QkvError, ShapeError
+from qkv.errors import ArgumentError, ShapeError
 from qkv.problem.part import check_parts
 from qkv.variants.as_variant import as_variant
 
-__all__ = ["Place", "agreed_call"]
+__all__ = ["Place", "agreed_call", "check_strategy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +37,12 @@ class Place:
     heads: Links
 
     @classmethod
-    def of(cls, mesh: Any, dim: Any, strategy: str, timeout: float) -> Place:
-        if not isinstance(strategy, str) or strategy not in ("auto", *STRATEGIES):
-            raise ArgumentError(
-                f"strategy={shown(strategy)} is not known.",
-                action=f"Use 'auto', {', '.join(map(repr, STRATEGIES))}.",
-            )
+    def of(cls, mesh: Any, dim: Any, timeout: float) -> Place:
         if not isinstance(dim, tuple):
             links = Links(group_of(mesh, dim), timeout)
             return cls(links, Links(None, timeout))
-        if len(dim) != 2 or strategy == "ulysses":
-            raise ArgumentError(
-                f"dim={shown(dim)} with strategy={shown(strategy)} does not say what is spread "
-                "along what.",
-                action="Name two dimensions, that of the ring and that of the heads, with "
-                'strategy="ring" or "gather".',
-            )
+        if len(dim) != 2:
+            raise _unclear(dim, "auto")
         first, second = (Links(group_of(mesh, name), timeout) for name in dim)
         return cls(first, second)
 
@@ -78,6 +69,36 @@ class Place:
         everyone = [of_head[ring] for ring in range(self.ring.ranks) for of_head in of_heads]
         compare(everyone)
         return everyone
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Tell the others of an error here, where they wait for what this rank says."""
+        try:
+            yield
+        except Exception as error:
+            try:
+                self.everyone({"own error": in_words(error)}, torch.device("cpu"))
+            finally:
+                raise error
+
+
+def check_strategy(strategy: Any, dim: Any) -> None:
+    """Refuse a strategy that is not known, or does not fit the dimensions of the mesh."""
+    if not isinstance(strategy, str) or strategy not in ("auto", *STRATEGIES):
+        raise ArgumentError(
+            f"strategy={shown(strategy)} is not known.",
+            action=f"Use 'auto', {', '.join(map(repr, STRATEGIES))}.",
+        )
+    if isinstance(dim, tuple) and strategy == "ulysses":
+        raise _unclear(dim, strategy)
+
+
+def _unclear(dim: Any, strategy: str) -> ArgumentError:
+    return ArgumentError(
+        f"dim={shown(dim)} with strategy={shown(strategy)} does not say what is spread along what.",
+        action="Name two dimensions, that of the ring and that of the heads, with "
+        'strategy="ring" or "gather".',
+    )
 
 
 def agreed_call(
@@ -114,9 +135,7 @@ def agreed_call(
         _check_rows(orders[-1], held)
     sizes = query.shape[-3], key.shape[-3], orders[0].length, orders[1].length
     backward = torch.is_grad_enabled()
-    built: tuple[ShardedCall, Exchanges] | None = None
-    error: QkvError | None = None
-    try:
+    with where.told():
         heads_first = options._replace(layout="bhld")  # as `placed` has arranged the shards
         whole, arrays = whole_call(
             query, key, value, variants, heads_first, sizes, backward=backward
@@ -124,25 +143,15 @@ def agreed_call(
         name = strategy
         if strategy == "auto":
             name = choose_strategy(whole.problem, *orders, two=where.heads.ranks > 1)
-        if name == "ulysses":
-            where = where.over_heads()
-        built = _built(where, whole, arrays, orders, name, options.backend)
-    except QkvError as caught:
-        error = caught
-    second = {
-        "own rows": [],
-        "own error": "" if error is None else in_words(error),
-    }
-    if error is None:
-        second["what variants and options come to"] = fingerprint(whole.problem)
-        second["own what variants and options come to"] = _in_words(whole.variants, options)
-        second["whether gradients are wanted"] = _wanted_gradients(shards.tensors, arrays)
-    try:
-        where.everyone(second, device)
-    finally:
-        if error is not None:
-            raise error
-    assert built is not None
+        spread = where.over_heads() if name == "ulysses" else where
+        built = _built(spread, whole, arrays, orders, name, options.backend)
+        second = {
+            "own rows": [],
+            "what variants and options come to": fingerprint(whole.problem),
+            "own what variants and options come to": _in_words(whole.variants, options),
+            "whether gradients are wanted": _wanted_gradients(shards.tensors, arrays),
+        }
+    where.everyone(second, device)
     return built
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from qkv.arguments.readable_checks import check_layout
-from qkv.arrays.torch_arrays import TorchArrays
+from qkv.arrays.torch_arrays import TorchArrays, check_dense, check_values
 from qkv.distributed.messages.links import Links
 from qkv.errors import QkvError, ShapeError, UnsupportedError
 
@@ -88,8 +88,8 @@ def placed(query: Any, key: Any, value: Any, layout: str, links: Sequence[Links]
 
     Raises
     ------
-    UnsupportedError, ShapeError
-        For what is not a tensor at all, since a rank without one can tell the others nothing.
+    UnsupportedError, ShapeError, DTypeError
+        For what is not a dense tensor on the CPU.
     ArgumentError
         If the layout is not known.
     """
@@ -109,14 +109,19 @@ def placed(query: Any, key: Any, value: Any, layout: str, links: Sequence[Links]
             problem = problem or _wrong_placement(name, given, blhd, links)
             like = given if name == "query" else like
             local = local.to_local()
-        if _is_transformed(local):  # Nothing could be told to other ranks either.
+        if _is_transformed(local):
             raise UnsupportedError(
                 f"torch.func or forward mode follows {name}, and attention over ranks does not.",
                 action="Take gradients by backward() or torch.autograd.grad, and batches as a "
                 "leading dimension.",
             )
+        check_dense(local, name)
+        check_values(local, name)
         if local.device.type != "cpu":
-            problem = problem or f"{name} is on {local.device}; ranks compute on the CPU."
+            raise UnsupportedError(
+                f"{name} is on {local.device}; ranks compute on the CPU.",
+                action=f"Pass {name}.cpu(), or use torch's attention there.",
+            )
         if local.ndim < 2:
             raise ShapeError(
                 f"{name} has {local.ndim} dimensions.",

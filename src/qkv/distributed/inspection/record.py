@@ -11,9 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from qkv.backends import Inspectable, choose
+from qkv.distributed.calls.agreed_call import Place
 from qkv.distributed.calls.parts import ShardRows
 from qkv.distributed.calls.sharded_call import ShardedCall
-from qkv.distributed.messages.agreement import compare, tell
+from qkv.distributed.messages.links import Links
 from qkv.errors import ShapeError
 from qkv.inspection.weights.statistics import number_of_keys
 from qkv.problem.part import PartOf
@@ -122,7 +123,8 @@ class DistributedRecord:
         ArgumentError
             If k is not a whole number of 1 or more.
         """
-        k = number_of_keys(k)
+        with self._place.told():
+            k = number_of_keys(k)
         self._agree("top", k=k)
         numbers = np.full((*self._lse.shape, k), -1, np.int64)
         best = np.zeros((*self._lse.shape, k))
@@ -151,10 +153,9 @@ class DistributedRecord:
             If ranks ask for different rows.
         """
         ring = self._call.ring
-        q_range, kv_range = (
-            _range_of(rows, order.length, name)
-            for rows, order, name in ((queries, ring.queries, "queries"), (keys, ring.keys, "keys"))
-        )
+        with self._place.told():
+            q_range = _range_of(queries, ring.queries.length, "queries")
+            kv_range = _range_of(keys, ring.keys.length, "keys")
         self._agree("tile", queries=str(q_range), keys=str(kv_range))
         tile = np.zeros((*self._lse.shape[:-1], len(q_range), len(kv_range)))
         for seen in self._parts():
@@ -173,8 +174,12 @@ class DistributedRecord:
 
     def _agree(self, function: str, **said: Any) -> None:
         """Raise unless every rank asks for the same."""
+        self._place.everyone({"function": f"record.{function}", **said}, torch.device("cpu"))
+
+    @property
+    def _place(self) -> Place:
         links = self._call.ring.links
-        compare(tell(links, {"function": f"record.{function}", **said}, torch.device("cpu")))
+        return Place(links, Links(None, links.timeout))
 
     def _parts(self) -> Iterator[_Seen]:
         ring, query = self._call.ring, self._operands.query

@@ -112,6 +112,7 @@ def _add(digest: Any, array: Any) -> None:
     digest.update(np.ascontiguousarray(array).view(np.uint8).tobytes())
 
 
-def in_words(error: QkvError) -> str:
+def in_words(error: Exception) -> str:
     """An error as one line."""
-    return error.fact[:300]
+    fact = error.fact if isinstance(error, QkvError) else f"{type(error).__name__}: {error}"
+    return fact[:300]
