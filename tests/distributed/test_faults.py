@@ -33,7 +33,7 @@ def long_function(last: float) -> Callable[..., Any]:
 
 def differing(rank: int, ranks: int, what: str) -> str:
     """The error of a call in which rank 1 is given something else."""
-    from qkv.distributed import Order, attention, decode
+    from qkv.distributed import Order, attention, decode, inspect
 
     odd = rank == 1
     order = Order.zigzag(LENGTH, ranks)
@@ -66,8 +66,17 @@ def differing(rank: int, ranks: int, what: str) -> str:
                 v = v[..., :4, :]
             case "gradients":
                 q = q.requires_grad_()
+            case "lse":
+                keywords["return_lse"] = True
+            case "scales of heads":
+                keywords["scale"] = torch.full((8,), 0.5)
+            case "inspect":
+                del keywords["strategy"]
+                return error_of(inspect, q, k, v, *variants, **keywords)
             case "function":
                 return error_of(decode, q, k, v, qkv.Causal(), timeout=20.0)
+    elif what == "scales of heads":
+        keywords["scale"] = torch.full((8,), 0.25)
     elif what == "values":
         variants = (qkv.SlidingWindow(5, 0),)
     elif what == "digits":
@@ -101,6 +110,9 @@ def error_of(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
         ("placement", "rank 1 cannot make this call"),
         ("gradients", "whether gradients are wanted differs between ranks"),
         ("function", "function differs between ranks"),
+        ("inspect", "function differs between ranks"),
+        ("lse", "return_lse differs between ranks"),  # Ulysses once waited for lse.
+        ("scales of heads", "scale differs between ranks"),  # Each rank once took its own.
     ],
 )
 def test_differing_calls_are_refused_on_every_rank(group: Any, what: str, words: str) -> None:

@@ -123,11 +123,15 @@ def attention(
         if all(isinstance(given, Tensor) for given in (query, key, value)):
             query, key, value = autocast(query, key, value)
         shards = placed(query, key, value, values.layout, (where.ring, where.heads))
+        said = {"function": "attention", "return_lse": return_lse, "scale": ""}
         if isinstance(values.scale, Tensor) and (values.scale.ndim or is_tracked(values.scale)):
             of_heads = values._replace(layout="bhld")  # as `placed` has arranged them
+            said["scale"] = f"a tensor of {values.scale.tolist()}"
             scaled, values = with_scale(shards.tensors[0], of_heads)
             shards = replace(shards, tensors=(scaled, *shards.tensors[1:]))
-    call, exchanges = agreed_call(where, shards, variants, values, strategy, order, kv_order)
+    call, exchanges = agreed_call(
+        where, shards, variants, values, strategy, order, kv_order, **said
+    )
     out, lse = attend_sharded(call, *to_heads(exchanges, shards.tensors))
     if not return_lse:
         return shards.restored(*from_heads(exchanges[:1], [out]))
@@ -194,7 +198,9 @@ def inspect(
                 "Pass x.swapaxes(-3, -2) for the layout 'blhd'.",
             )
         shards = placed(query, key, value, values.layout, (where.ring, where.heads))
-    call, _ = agreed_call(where, shards, variants, values, "ring", order, kv_order)
+    call, _ = agreed_call(
+        where, shards, variants, values, "ring", order, kv_order, function="inspect"
+    )
     q, k, v = (tensor.detach() for tensor in shards.tensors)
     operands = ShardOperands(_LIBRARY.view(q, "query"), k, v)
     merged = call.ring.forward(operands.query, k, v, statistics=True)

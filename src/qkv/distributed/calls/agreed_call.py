@@ -109,13 +109,17 @@ def agreed_call(
     strategy: str,
     order: Order | None,
     kv_order: Order | None,
+    **of_function: Any,
 ) -> tuple[ShardedCall, Exchanges]:
-    """The call that all ranks make, after they have told each other what they were given."""
+    """The call that all ranks make, after they have told each other what they were given.
+
+    `of_function` is what else is compared: the function, and what it has done itself.
+    """
     query, key, value = shards.tensors
     device = query.device
     kv_order = order if kv_order is None else kv_order
     said = {
-        "function": "attention",
+        **of_function,
         "dtype": str(query.dtype),
         "shape of query without rows": str((*query.shape[:-2], query.shape[-1])),
         "shape of key without rows": str((*key.shape[:-2], key.shape[-1])),
