@@ -334,3 +334,10 @@ def test_what_cannot_be_shown_is_refused() -> None:
 def test_halves_of_characters_are_replaced() -> None:
     """JSON may hold unpaired surrogates, which UTF-8 may not."""
     assert Parameters({"text": "x\ud800"}).text("text") == "x\ufffd"
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 3), (3, 0)])
+def test_a_trace_without_rows_is_refused(q_len: int, kv_len: int) -> None:
+    query, key = np.zeros((q_len, 4)), np.zeros((kv_len, 4))
+    with pytest.raises(qkv.ArgumentError, match="no row to show"):
+        to_html(qkv.explain(query, key, key))

@@ -25,7 +25,10 @@ const read = new WeakMap();
 export function exampleOfJson(given) {
   if (!read.has(given)) {
     const matrices = MATRICES.filter((name) => given[name]).map((name) => [name, numbersOfJson(given[name])]);
-    const trace = given.trace && { ...given.trace, heads: objectsOfJson(given.trace.heads) };
+    const trace = given.trace && {
+      ...given.trace, heads: objectsOfJson(given.trace.heads),
+      kv_tokens: given.trace.kv_tokens ?? given.key?.map((_, j) => String(j)), // The keys may be other tokens than the queries.
+    };
     read.set(given, { ...given, ...Object.fromEntries(matrices), ...(trace && { trace }) });
   }
   return read.get(given);

@@ -18,7 +18,7 @@ export function ExampleBar({ withMask = true, withScale = true, withToken = true
       ${view.mask === "window" && html`<${Whole} label="Keys before" value=${view.left} least=${0} most=${63} onChange=${(left) => set({ left })} />
         <${Whole} label="Keys after" value=${view.right} least=${0} most=${63} onChange=${(right) => set({ right })} />`}
       `}${withScale && !fixed && html`<${Choice} label="Scores" value=${view.scaled ? 1 : 0} onChange=${(scaled) => set({ scaled })} options=${[[1, "÷ √d"], [0, "not divided"]]} />`}
-    ${fixed && html`<p class="faint">A trace of Python: ${example.trace.problem.summary}.</p>`}
+    ${fixed && html`<p class="faint">A trace of Python: ${example.trace.problem.summary}.${example.trace.heads.length > 1 && ` Of its ${example.trace.heads.length} heads the first is shown.`}</p>`}
     ${withToken && html`<${Choice} label="Query" class="tokens" value=${inside(view.token, rows.length)} onChange=${(token) => set({ token })}
       options=${rows.map((row, i) => [i, shown(example.tokens[row.q_index] ?? String(row.q_index))])} />`}
   </div>`;

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.errors import ArgumentError
 from qkv.files.json_numbers import json_data
 from qkv.inspection.traces.trace import Trace
 from qkv.inspection.traces.trace_fields import Projections
@@ -100,8 +101,15 @@ def _three_tokens() -> Example:
 
 def traced_example(trace: Trace) -> Example:
     """The first head of a trace, with the rows that were traced."""
+    problem = trace.problem
+    if not trace.heads or not trace.heads[0].rows or not problem.kv_len:
+        raise ArgumentError(
+            "the trace has no row to show.",
+            [("q_len", str(problem.q_len)), ("kv_len", str(problem.kv_len))],
+            "Trace at least one row of query that has a key.",
+        )
     head = trace.heads[0]
-    tokens = trace.kv_tokens or tuple(map(str, range(trace.problem.kv_len)))
+    tokens = trace.tokens or tuple(map(str, range(problem.q_len)))
     query = np.stack([row.query for row in head.rows])
     return Example("trace", "The trace", tokens, query, head.key, head.value, trace=trace)
 
