@@ -119,12 +119,14 @@ export function traceOf(example, options = {}) {
 }
 
 /**
- * The states of the streaming algorithm for one query row, one for each block of keys.
+ * The states of the streaming algorithm for one query row, one for each block of keys. With a sink it
+ * begins with the maximum `sink` and the sum 1; dropout multiplies what is added of each value.
  * @param {number[]} scores @param {Matrix} value @param {number} block keys in a block
+ * @param {{sink?: number|null, factors?: number[]|null}} [others]
  */
-export function tilesOf(scores, value, block) {
-  let rowMax = -Infinity;
-  let rowSum = 0;
+export function tilesOf(scores, value, block, { sink = null, factors = null } = {}) {
+  let rowMax = sink ?? -Infinity;
+  let rowSum = sink === null ? 0 : 1;
   let accumulator = value[0].map(() => 0);
   const states = [];
   for (let start = 0; start < scores.length; start += block) {
@@ -138,7 +140,7 @@ export function tilesOf(scores, value, block) {
     const exp = some.map((score) => (rowMax === -Infinity ? 0 : Math.exp(score - rowMax)));
     rowSum = rescale * rowSum + exp.reduce((sum, e) => sum + e, 0);
     accumulator = accumulator.map((a, d) =>
-      exp.reduce((sum, e, j) => (e > 0 ? sum + e * value[start + j][d] : sum), rescale * a));
+      exp.reduce((sum, e, j) => (e > 0 ? sum + e * (factors?.[start + j] ?? 1) * value[start + j][d] : sum), rescale * a));
     states.push({
       start, stop, scores: some, block_max: blockMax, exp, rescale, row_max: rowMax,
       row_sum: rowSum, accumulator,

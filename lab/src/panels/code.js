@@ -64,6 +64,6 @@ export function Code() {
     <div class="code" role="listbox" aria-label=${`Code of ${name}, ${library}`} data-keys onKeyDown=${move}>${lines.map(({ text, note, value }, i) => html`<div key=${i} role="option" aria-selected=${i === at} tabindex=${i === at ? 0 : -1} class=${i === at ? "now" : ""} onFocus=${() => i !== at && set({ line: i })} onClick=${(event) => event.currentTarget.focus()}>
       <code>${text ? parts[i].map(([kind, part]) => kind ? html`<span class=${`py-${kind}`}>${part}</span>` : part) : " "}</code>${(note || value) && html`<span class="side">${value && html`<span class="values" data-line=${i}>${value}</span>`}${note && html`<span class="note">${note}</span>`}</span>`}</div>`)}</div>
     ${isClass && html`<p class="faint">The same code takes arrays of NumPy, torch and JAX.</p>`}
-    ${isClass && !valuesOf?.some(Boolean) ? null : own || shared ? html`<p class="faint">Values of <${Quoted} text=${all.name} />${own ? ", without a mask" : isClass && ", with the weights of the example of this mechanism"}.</p>`
+    ${isClass && !valuesOf?.some(Boolean) ? null : own || shared ? html`<p class="faint">Values of <${Quoted} text=${all.name} />${own ? (all.fixed ? `, computed with ${all.trace.problem.summary}` : ", without a mask") : isClass && ", with the weights of the example of this mechanism"}.</p>`
       : html`<p class="faint">This code shows its values for <button type="button" onClick=${() => set({ ex: SHARED, token: 0, key: 0 })}>the shared example</button>.</p>`}`}`;
 }

@@ -23,8 +23,8 @@ function Arithmetic({ row, trace, index, j, name, keyName }) {
   const byRoot = Math.abs(scale * root - 1) < 1e-12;
   return html`<${Block} class="arithmetic" title=${`${quoted(name)} reads ${quoted(keyName)}`} rows=${() => [
       ["query", ...query], ["key", ...key], ["products", ...row.products[j]], ["raw", row.raw[j]], ["scaled", row.scaled[j]],
-      ["score", row.scores[j]], ["row max", softmax.row_max], ["exp", softmax.exp[j]], ["row sum", softmax.row_sum],
-      ["weight", softmax.weights[j]], ["share of output", ...row.contributions[j]], ["output", ...row.output]]}>
+      ["score", row.scores[j]], ["row max", softmax.row_max], ["exp", softmax.exp[j]], ...(softmax.sink === null ? [] : [["sink", softmax.sink], ["exp of sink", softmax.sink_exp]]), ["row sum", softmax.row_sum],
+      ["weight", softmax.weights[j]], ...(row.factors ? [["factor", row.factors[j]]] : []), ["share of output", ...row.contributions[j]], ["output", ...row.output]]}>
     <dl class="sums" data-cell=${`${index},${j}`}>
       <div><dt>query</dt><dd><${Vector} of=${query} kind="q" /></dd></div>
       <div><dt>key</dt><dd><${Vector} of=${key} kind="k" /></dd></div>
@@ -34,10 +34,11 @@ function Arithmetic({ row, trace, index, j, name, keyName }) {
       ${row.stages.map(({ label, scores }) => html`<div><dt>variant</dt><dd><code>${label}</code> → <${Num} x=${scores[j]} /></dd></div>`)}
       ${allowed ? html`
         <div><dt>exp</dt><dd>e^(<${Num} x=${row.scores[j]} /> − <${Num} x=${softmax.row_max} />) = <b data-name="exp"><${Num} x=${softmax.exp[j]} /></b></dd></div>
-        <div><dt>row sum</dt><dd>${softmax.exp.length <= 8 ? html`${softmax.exp.map((e, c) => html`${c ? " + " : ""}<${Num} x=${e} />`)} = ` : ""}<b data-name="row_sum"><${Num} x=${softmax.row_sum} /></b></dd></div>
+        ${softmax.sink !== null && html`<div><dt>sink</dt><dd>e^(<${Num} x=${softmax.sink} /> − <${Num} x=${softmax.row_max} />) = <${Num} x=${softmax.sink_exp} /></dd></div>`}
+        <div><dt>row sum</dt><dd>${softmax.exp.length <= 8 ? html`${softmax.exp.map((e, c) => html`${c ? " + " : ""}<${Num} x=${e} />`)}${softmax.sink !== null && html` + <${Num} x=${softmax.sink_exp} /> of the sink`} = ` : ""}<b data-name="row_sum"><${Num} x=${softmax.row_sum} /></b></dd></div>
         <div><dt>weight</dt><dd><${Num} x=${softmax.exp[j]} /> ÷ <${Num} x=${softmax.row_sum} /> = <b data-name="weight"><${Num} x=${softmax.weights[j]} /></b></dd></div>`
       : html`<div><dt>mask</dt><dd>forbidden: the score is −∞, its exp 0, and the weight <b data-name="weight"><${Num} x=${0} /></b></dd></div>`}
-      <div><dt>share of the output</dt><dd><${Num} x=${softmax.weights[j]} /> × <${Vector} of=${head.value[j]} kind="v" /> = <${Vector} of=${row.contributions[j]} kind="v" /></dd></div>
+      <div><dt>share of the output</dt><dd><${Num} x=${softmax.weights[j]} /> × ${row.factors && html`<${Num} x=${row.factors[j]} /> of dropout × `}<${Vector} of=${head.value[j]} kind="v" /> = <${Vector} of=${row.contributions[j]} kind="v" /></dd></div>
       <div><dt>output</dt><dd>the sum of all shares: <${Vector} of=${row.output} kind="o" /></dd></div>
     </dl>
   </${Block}>`;
@@ -78,5 +79,5 @@ function RowTable({ rows, names }) {
   return html`<${Block} title="Rows in numbers" rows=${() => [["query", "largest weight", "entropy, nats", "lse"], ...rows.map(({ softmax }, i) => [names[i], Math.max(...softmax.weights), softmax.entropy, softmax.lse])]}>
     <div class="wide" tabindex="0" role="group" aria-label="Rows in numbers"><table class="data"><thead><tr><th scope="col">query</th><th scope="col" class="right">largest</th><th scope="col" class="right">entropy</th><th scope="col" class="right">lse</th></tr></thead>
     <tbody>${rows.map(({ softmax }, i) => html`<tr key=${i}><th scope="row"><${Token} text=${names[i]} /></th><td class="right"><${Num} x=${Math.max(...softmax.weights)} /></td><td class="right" data-name="entropy"><${Num} x=${softmax.entropy} /></td><td class="right" data-name="lse"><${Num} x=${softmax.lse} /></td></tr>`)}</tbody></table></div>
-    <p class="faint">Entropy is −Σ w log w of the weights of a row, in nats, units of the natural logarithm: 0 where one key has all. lse is log Σ e^score, “log-sum-exp”, the number of a row by which e^(score − lse) is its weight.</p></${Block}>`;
+    <p class="faint">Entropy is −Σ w log w of the weights of a row, in nats, units of the natural logarithm: 0 where one key has all. lse is log Σ e^score, “log-sum-exp”, the number of a row by which e^(score − lse) is its weight.${rows[0].softmax.sink !== null && " The sum has e^sink too: a learned sink takes its share beside the keys, and the weights of a row add up to less than 1."}</p></${Block}>`;
 }

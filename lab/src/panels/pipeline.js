@@ -22,6 +22,13 @@ const STEPS = [
   ["output", "Mix", "output = Σ weight × value"],
 ];
 
+/** The formula of a step, with a learned sink and dropout if the row has them. */
+function formulaOf(step, formula, { softmax, factors }) {
+  if (softmax.sink !== null && step === "max") return "m = largest of the scores and the sink";
+  if (softmax.sink !== null && step === "sum") return "l = Σ e^(score − m) + e^(sink − m)";
+  return factors && step === "output" ? "output = Σ weight × factor × value" : formula;
+}
+
 function sentence(name, { row, trace, name: token, keyNames, example }) {
   const { softmax } = row;
   const scale = trace.problem.scale;
@@ -49,21 +56,21 @@ function sentence(name, { row, trace, name: token, keyNames, example }) {
     case "max":
       return softmax.row_max === -Infinity
         ? html`Every key is forbidden, so there is no largest score.`
-        : html`The largest score is <${Num} x=${softmax.row_max} />. Subtracting it changes no weight and keeps exp from overflowing.`;
+        : html`${softmax.sink === null ? "The largest score" : html`The largest of the scores and the learned sink, <${Num} x=${softmax.sink} />,`} is <${Num} x=${softmax.row_max} />. Subtracting it changes no weight and keeps exp from overflowing.`;
     case "shifted":
-      return html`Now the largest is 0 and all others are below.`;
+      return html`Now the largest is 0 and all others are below${softmax.sink !== null && html`; the sink is at <${Num} x=${softmax.sink - softmax.row_max} />`}.`;
     case "exp":
       return html`exp makes every number positive, and differences of scores into ratios.`;
     case "sum":
-      return html`They add up to <${Num} x=${softmax.row_sum} />.`;
+      return html`They add up to <${Num} x=${softmax.row_sum} />${softmax.sink !== null && html`, with e^(sink − m) = <${Num} x=${softmax.sink_exp} /> among them`}.`;
     case "weights":
-      return softmax.row_sum === 0
+      return softmax.row_sum === 0 || row.scores.every((score) => score === -Infinity)
         ? html`A row that may see nothing has weights 0 and output 0, not NaN.`
         : best < 0
         ? html`Where a score is NaN or ∞, the sum is NaN, and so are the weights.`
-        : html`Divided by the sum they are shares that add up to 1. The most, <${Num} x=${softmax.weights[best]} />, goes to <${Quoted} text=${keyNames[best]} />; the entropy, −Σ w log w, is <${Num} x=${softmax.entropy} /> nats (natural logarithms) of at most <${Num} x=${Math.log(n)} />.`;
+        : html`Divided by the sum they are shares that add up to 1${softmax.sink !== null && html`, with <${Num} x=${softmax.sink_exp / softmax.row_sum} /> for the sink`}. The most, <${Num} x=${softmax.weights[best]} />, goes to <${Quoted} text=${keyNames[best]} />; the entropy, −Σ w log w, is <${Num} x=${softmax.entropy} /> nats (natural logarithms) of at most <${Num} x=${Math.log(n)} />.`;
     default:
-      return html`Each value is multiplied by its weight, and all are added: <${Vector} of=${row.output} kind="o" />. ${example.tokens.length <= LONGEST ? "This row is what the next layer reads." : ""}`;
+      return html`Each value is multiplied by its weight${row.factors && " and by its factor of dropout"}, and all are added: <${Vector} of=${row.output} kind="o" />. ${example.tokens.length <= LONGEST ? "This row is what the next layer reads." : ""}`;
   }
 }
 
@@ -100,7 +107,7 @@ export function Pipeline() {
     ["shifted", "− max", (j) => [softmax.shifted[j], null]],
     ["exp", "exp", (j) => [softmax.exp[j], softmax.exp[j]]],
     ["weights", "weight", (j) => [softmax.weights[j], softmax.weights[j]]],
-    ["output", "weight × value", (j) => html`<${Vector} of=${row.contributions[j]} kind="v" />`],
+    ["output", row.factors ? "weight × factor × value" : "weight × value", (j) => html`${row.factors && html`factor <${Num} x=${row.factors[j]} />: `}<${Vector} of=${row.contributions[j]} kind="v" />`],
   ].filter(([column]) => reached(column));
 
   const cell = ([column, , value], j) => {
@@ -130,7 +137,7 @@ export function Pipeline() {
     <ol class="track" aria-label="Steps of the pipeline">${steps.map(([each, title], i) => html`<li key=${each}>
       <button type="button" class=${i < at ? "done" : ""} aria-current=${i === at ? "step" : undefined} onClick=${() => set({ step: i })}>${title}</button></li>`)}</ol>
     <${Stepper} at=${at} length=${steps.length} onStep=${(to) => set({ step: to })} />
-    <div class="explained" aria-live="polite"><p class="formula">${formula}</p><p>${sentence(step, all)}</p></div>
+    <div class="explained" aria-live="polite"><p class="formula">${formulaOf(step, formula, row)}</p><p>${sentence(step, all)}</p></div>
     ${step === "projections" && html`<${Projections} example=${example} index=${row.q_index} name=${name} />`}
     ${columns.length > 0 && html`<${Block} title=${`What ${quoted(name)} reads`} rows=${raw}>
       <div class="wide" tabindex="0" role="group" aria-label="Steps of all keys"><table class="data growing"><thead><tr><th scope="col">key</th>${columns.map(([column, title]) => html`<th scope="col" key=${column} class=${`${now(column)} ${["products", "output"].includes(column) ? "" : "right"}`}>${title}</th>`)}</tr></thead>

@@ -36,10 +36,11 @@ export function Tiles() {
   const { row, rows, index, trace, name, keyNames } = useRow();
   const n = row.scores.length;
   const block = Math.min(Math.max(1, view.block), n);
-  const { states, output } = tilesOf(row.scores, trace.heads[0].value, block);
+  const { states, output } = tilesOf(row.scores, trace.heads[0].value, block, { sink: row.softmax.sink, factors: row.factors });
   const at = inside(view.tile, states.length);
   const state = states[at];
-  const before = states[at - 1];
+  const { sink } = row.softmax;
+  const before = states[at - 1] ?? (sink === null ? undefined : { row_max: sink, row_sum: 1 });
   const digits = (list) => list.map((x) => x.toPrecision(12)).join(" ");
   const same = digits(output) === digits(row.output);
   const weights = (j, last) => (last.row_max === -Infinity ? 0 : Math.exp(row.scores[j] - last.row_max));
@@ -57,12 +58,14 @@ export function Tiles() {
     })}</div>
     <div class="explained" aria-live="polite">
       <p>Block ${at + 1} has scores <${Vector} of=${state.scores} />; its largest is <b><${Num} x=${state.block_max} /></b>.</p>
+      ${at === 0 && sink !== null && html`<p>A learned sink is there before the first key: the running max is its <${Num} x=${sink} />, and the sum e^0 = 1.</p>`}
       <p>${!before || before.row_max === -Infinity
         ? html`There is nothing yet to rescale: the running max becomes <${Num} x=${state.row_max} />.`
         : before.row_max === state.row_max
           ? html`The running max stays <${Num} x=${state.row_max} />, so what was added so far stays too: the factor is e^0 = <${Num} x=${state.rescale} />.`
           : html`The running max grows from <${Num} x=${before.row_max} /> to <${Num} x=${state.row_max} />, so what was added so far shrinks by e^(<${Num} x=${before.row_max} /> − <${Num} x=${state.row_max} />) = <${Num} x=${state.rescale} />.`}</p>
       <p>sum: ${before ? html`<${Num} x=${state.rescale} /> × <${Num} x=${before.row_sum} /> + ` : ""}${state.exp.map((e, i) => html`${i ? " + " : ""}<${Num} x=${e} />`)} = <b><${Num} x=${state.row_sum} /></b></p>
+      ${row.factors && html`<p>Dropout: the values of this block are multiplied by <${Vector} of=${row.factors.slice(state.start, state.stop)} /> besides.</p>`}
     </div>
     <${DataTable} title=${`States for ${quoted(name)}`} columns=${["keys", "block max", "running max", "rescale", "running sum", "accumulator"]}
       rows=${states.map((each, i) => ({ key: i, class: i === at ? "here" : i > at ? "later" : "", cells: [

@@ -1,4 +1,4 @@
-"""What the page says of a trace of Python: its rows have their names."""
+"""What the page says of a trace: its arithmetic comes out, and its rows have their names."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from .conftest import Lab
 pytestmark = pytest.mark.browser
 
 N = 5
+SINKS = {"a small one": -0.5, "the largest": 3.0}
 
 
 @pytest.fixture
@@ -33,6 +34,57 @@ def traced(opened: Any, tmp_path: Path) -> Callable[..., Lab]:
 
 def arrays() -> np.ndarray:
     return np.random.default_rng(3).normal(size=(3, N, 4))
+
+
+def parts(lab: Lab, name: str) -> list[float]:
+    """The numbers of one line of the arithmetic, in their order."""
+    found = lab.page.eval_on_selector_all(
+        ".arithmetic dl.sums > div",
+        """(all, name) => [...all.find((each) => each.querySelector("dt").innerText === name)
+            .querySelectorAll("data.num")].map((each) => each.value)""",
+        name,
+    )
+    return [float(text) for text in found]
+
+
+@pytest.mark.parametrize("sink", SINKS.values(), ids=SINKS)
+def test_a_sink_is_in_every_sum(traced: Any, sink: float) -> None:
+    """Against e^score and e^sink, added one by one."""
+    q, k, v = arrays()
+    lab = traced(q, k, v, qkv.Sinks(np.array([sink])), qkv.Causal())
+    for i in (0, 3):
+        exps = [np.exp(float(q[i] @ k[j]) / 2) for j in range(i + 1)]
+        weights = np.array(exps) / (sum(exps) + np.exp(sink))
+        wanted = weights @ v[: i + 1]
+        lab.open("heatmap", token=i, key=0)
+        *terms, total = parts(lab, "row sum")
+        np.testing.assert_allclose(sum(terms), total, rtol=1e-12)
+        exp, total, weight = parts(lab, "weight")
+        np.testing.assert_allclose([exp / total, weight], weights[0], rtol=1e-12)
+        lab.open("tiles", token=i, block=2)
+        np.testing.assert_allclose(lab.numbers('[data-name="tiled"]'), wanted, rtol=1e-11)
+        np.testing.assert_allclose(lab.numbers('[data-name="whole"]'), wanted, rtol=1e-11)
+        lab.open("pipeline", token=i, step=8)
+        share = lab.numbers(".explained")[0]
+        np.testing.assert_allclose(share + weights.sum(), 1, rtol=1e-12)
+    assert lab.errors == []
+
+
+def test_dropout_is_in_the_share_of_the_output(traced: Any) -> None:
+    q, k, v = arrays()
+    lab = traced(q, k, v, qkv.Dropout(0.4, seed=3))
+    shares = []
+    for j in range(N):
+        lab.open("heatmap", token=1, key=j)
+        weight, factor, *numbers = parts(lab, "share of the output")
+        assert factor in (0, 1 / 0.6)
+        np.testing.assert_allclose(numbers[:4], v[j], rtol=1e-12)
+        np.testing.assert_allclose(numbers[4:], weight * factor * v[j], rtol=1e-12)
+        shares.append(numbers[4:])
+    wanted = np.sum(shares, axis=0)
+    np.testing.assert_allclose(parts(lab, "output"), wanted, rtol=1e-12)
+    lab.open("tiles", token=1, block=2)
+    np.testing.assert_allclose(lab.numbers('[data-name="tiled"]'), wanted, rtol=1e-11)
 
 
 def test_queries_have_their_own_names(traced: Any) -> None:
