@@ -92,6 +92,12 @@ test("numbers that JSON has not", () => {
   assert.deepEqual([written(undefined), exact(undefined)], ["–", ""]);
 });
 
+test("numbers of an address that no panel can show are replaced by those that it can", () => {
+  const { digits, block, n, d, temperature, token, zoom } = parsed("#tiles&digits=200&block=2.5&n=0&d=-1&temperature=0&token=1.5&zoom=1.5");
+  assert.deepEqual({ digits, block, n, d, temperature, token, zoom }, { digits: 12, block: 2, n: 1, d: 1, temperature: 0.1, token: 1, zoom: 1.5 });
+  assert.equal(parsed("#heatmap&digits=-1").digits, 4);
+});
+
 test("a trace of Python has numbers, and what it leaves out is not one", () => {
   const softmax = { row_max: null, sink: null, weights: ["nan", 0], lse: "nan" };
   const row = { rotated_query: null, scores: [null, "inf"], allowed: [false, true], softmax };

@@ -15,6 +15,10 @@ export const DEFAULTS = {
 /** The view of heads that were just opened. */
 export const NOTHING_CHOSEN = { layer: UNCHOSEN, head: UNCHOSEN, query: UNCHOSEN, kkey: UNCHOSEN, zoom: -99, x: 0, y: 0 };
 
+/** The least and the largest of numbers that have no others, and those that need not be whole. */
+const LIMITS = { n: [1, 1e7], d: [1, 65536], block: [1, Infinity], temperature: [0.1, 3] };
+const FRACTIONS = ["temperature", "zoom", "x", "y"];
+
 const numeric = (name) => typeof DEFAULTS[name] === "number";
 
 /**
@@ -28,7 +32,12 @@ export function parsed(hash, first = DEFAULTS) {
   for (const [name, value] of new URLSearchParams(rest.join("&"))) {
     if (!(name in DEFAULTS) || name === "panel") continue;
     if (!numeric(name)) view[name] = value;
-    else if (Number.isFinite(Number(value))) view[name] = Number(value);
+    else if (name === "digits") view.digits = Number(value) > 4 ? 12 : 4; // The two that there are.
+    else if (Number.isFinite(Number(value))) {
+      const [least, most] = LIMITS[name] ?? [-Infinity, Infinity];
+      const given = FRACTIONS.includes(name) ? Number(value) : Math.trunc(Number(value));
+      view[name] = Math.min(most, Math.max(least, given));
+    }
   }
   return view;
 }
