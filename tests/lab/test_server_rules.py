@@ -264,6 +264,21 @@ def test_questions_about_what_is_not_shown_any_more_are_answered_409(client: Cli
     assert [about(each)[0] for each in (True, "1", 1.5)] == [400, 400, 400]
 
 
+def test_a_page_is_not_saved_with_what_another_page_has_opened(client: Client) -> None:
+    def saved(**said: Any) -> tuple[int, bytes]:
+        body = json.dumps({"view": {"panel": "inspect"}, **said}).encode()
+        status, _, data = client.request("POST", "/page", body)
+        return status, data
+
+    assert saved(shown=1)[0] == 200
+    shown = client.call("open", what="tiny")[1]["result"]["data"]["shown"]
+    status, data = saved(shown=1)
+    assert status == 409
+    assert json.loads(data)["error"]["action"] == "Load this page once more to see it."
+    assert saved(shown=shown)[0] == saved()[0] == 200
+    assert saved(shown="1")[0] == 400
+
+
 def _npz(**arrays: Any) -> bytes:
     file = io.BytesIO()
     np.savez_compressed(file, **arrays)

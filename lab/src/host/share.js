@@ -20,7 +20,7 @@ export function sharedAddress(view, example) {
 /** The page as one HTML file that opens at a view. @param {import("./host.js").Client} client */
 export async function sharedPage(client, view) {
   if (client.host === "export") return thisPage(view);
-  const [{ ok, result, error }] = await answerOf("/page", "application/json", JSON.stringify({ view }));
+  const [{ ok, result, error }] = await answerOf("/page", "application/json", JSON.stringify({ view, shown: client.data.shown }));
   if (!ok) throw new HostError(error);
   return result;
 }

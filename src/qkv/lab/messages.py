@@ -88,14 +88,19 @@ def read_request(given: Any) -> Request:
         raise ArgumentError("the id of the request is not a whole number.")
     if not isinstance(method, str) or not isinstance(params, dict):
         raise ArgumentError("the request has no method, or its parameters are not an object.")
-    shown = given.get("shown")
-    if shown is not None and not is_integer(shown):
+    return Request(number, method, params, _read_shown(given))
+
+
+def _read_shown(given: Mapping[str, Any]) -> int | None:
+    """The number of what a page shows, if it says one."""
+    number = given.get("shown")
+    if number is not None and not is_integer(number):
         raise ArgumentError("the number of what the page shows is not a whole number.")
-    return Request(number, method, params, shown)
+    return number
 
 
-def read_view(given: Any) -> dict[str, str | int | float]:
-    """The view that a page sends to be saved: a flat object of texts and numbers.
+def read_view(given: Any) -> tuple[dict[str, str | int | float], int | None]:
+    """The view that a page sends to be saved, flat and of texts and numbers, and what it shows.
 
     Raises
     ------
@@ -105,7 +110,7 @@ def read_view(given: Any) -> dict[str, str | int | float]:
     view = given.get("view") if isinstance(given, dict) else None
     if not isinstance(view, dict) or not all(map(_is_text_or_number, view.values())):
         raise ArgumentError('the request is not a view, {"view": {name: text or number}}.')
-    return view
+    return view, _read_shown(given)
 
 
 def _is_text_or_number(value: Any) -> bool:

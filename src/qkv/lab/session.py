@@ -147,15 +147,15 @@ class Session:
             )
         if method not in _ABOUT_SHOWN:
             about = None
-        self._require_shown(about)
+        self.require_shown(about)
         try:
             answer = self._methods[method](Parameters(params or {}))
         finally:
             # Something else may have been opened meanwhile; an error may come from that.
-            self._require_shown(about)
+            self.require_shown(about)
         return answer if isinstance(answer, Answer) else Answer(answer)
 
-    def _require_shown(self, number: int | None) -> None:
+    def require_shown(self, number: int | None) -> None:
         """Refuse a question of a page while another page has opened something else."""
         if number is not None and number != self._shown.number:
             raise StaleError(

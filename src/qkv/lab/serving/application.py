@@ -145,10 +145,14 @@ class _Answers:
 
     async def saved(self, request: Request) -> Response:
         """What is shown, as a file that opens with the given view."""
-        view = await self._read(request, "view", read_view)
+        view, about = await self._read(request, "view", read_view)
 
         def write(job: Job) -> Response:
-            return HTMLResponse(offline_page(export_data(self.session, view)))
+            self.session.require_shown(about)
+            data = export_data(self.session, view)
+            # Something else may have been opened meanwhile.
+            self.session.require_shown(about)
+            return HTMLResponse(offline_page(data))
 
         return await _result(self.jobs.run("the page", write, request.is_disconnected))
 
