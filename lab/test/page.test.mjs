@@ -7,7 +7,8 @@ import { check, general } from "../src/exercises/answers.js";
 import { paint } from "../src/drawing/colours.js";
 import { BUILT_IN, complaint, decode, encode, matrixOf, numberOf } from "../src/examples/examples.js";
 import { arraysOf, exampleOf } from "../src/examples/files.js";
-import { exact, shown, size, tsv, written } from "../src/drawing/format.js";
+import { cut, exact, shown, size, tsv, written } from "../src/drawing/format.js";
+import { matrixSvg } from "../src/drawing/picture.js";
 import { Client, keyOf, unpacked } from "../src/host/host.js";
 import { exampleOfJson, numbersOfJson } from "../src/host/numbers.js";
 import { View, address, parsed } from "../src/host/view.js";
@@ -79,6 +80,15 @@ test("numbers for reading", () => {
   for (const text of ["\u0645\u06cc\u200c\u062e", "\u{1f469}\u200d\u{1f467}", "\u{1f469}\u{1f3fd}\u200d\u{1f4bb}", "\u2764\ufe0f\u200d\u{1f525}", "\u0915\u094d\u200d\u0937"]) assert.equal(shown(text), text);
   for (const [text, seen] of [["\u200d", "�"], ["a\u200c", "a�"], ["\u200db", "�b"], ["a\u200d\u200db", "a��b"], ["a\u200d\u202eb", "a��b"]]) assert.equal(shown(text), seen);
   assert.equal(tsv([["a\tb", null], [1, 0.5]]), "a b\t-inf\n1\t0.5");
+});
+
+test("a long token is cut between its characters, and a picture of it can be saved", () => {
+  assert.deepEqual([cut("x".repeat(18), 18), cut("x".repeat(19), 18)], ["x".repeat(18), `${"x".repeat(17)}…`]);
+  for (const token of ["😀".repeat(20), `x${"😀".repeat(20)}`, "half \ud83d", "\ude00"]) {
+    const svg = matrixSvg({ title: "weights", values: [[1]], rows: [token], columns: [token], share: (x) => x, theme: "light" });
+    assert.ok(svg.isWellFormed(), token);
+    assert.ok(cut(shown(token), 12).isWellFormed(), token);
+  }
 });
 
 test("numbers that JSON has not", () => {

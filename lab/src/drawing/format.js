@@ -40,11 +40,17 @@ export function size(bytes) {
   return `${Number(bytes.toPrecision(3))} ${units[place]}`;
 }
 
-/** Control characters of tokens, and the blanks at their ends, made visible. Joiners stay between
+/** Control characters of tokens, halves of characters, and the blanks at their ends, made visible. Joiners stay between
  * letters and parts of emoji, where they are a part of how these are written. @param {string} token */
 export const shown = (token) =>
-  String(token).replace(/[\u0000-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069]|(?<![\p{L}\p{M}\p{Extended_Pictographic}\p{Emoji_Modifier}])[\u200c\u200d]|[\u200c\u200d](?![\p{L}\p{M}\p{Extended_Pictographic}])/gu, (c) =>
+  String(token).replace(/[\u0000-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff]|(?<![\p{L}\p{M}\p{Extended_Pictographic}\p{Emoji_Modifier}])[\u200c\u200d]|[\u200c\u200d](?![\p{L}\p{M}\p{Extended_Pictographic}])/gu, (c) =>
     c === "\n" ? "⏎" : c === "\t" ? "⇥" : "�").replace(/^ +| +$/g, (blanks) => "␣".repeat(blanks.length)) || "∅";
+
+/** A text, or its beginning where it has more characters; none is cut in two. @param {string} text @param {number} most */
+export function cut(text, most) {
+  const characters = Array.from(text);
+  return characters.length > most ? `${characters.slice(0, most - 1).join("")}…` : text;
+}
 
 /** A token inside of a sentence. @param {string} token */
 export const quoted = (token) => `“${shown(token)}”`;

@@ -1,7 +1,7 @@
 // Pictures of the page as files: SVG that stands by itself, and PNG of it. Both look as the page does.
 
 import { painted } from "./colours.js";
-import { shown, written } from "./format.js";
+import { cut, shown, written } from "./format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const INKS = { light: ["#fbfaf6", "#1e1c19", "#625d55"], dark: ["#14151a", "#ecebe6", "#aaa79f"] };
@@ -15,7 +15,7 @@ const document_ = (width, height, title, theme, parts) =>
   `<svg xmlns="${SVG}" width="${width}" height="${height}" viewBox="0 0 ${width} ${height}" role="img"><title>${escaped(title)}</title><rect width="${width}" height="${height}" fill="${INKS[theme][0]}"/>${parts.join("")}</svg>`;
 
 const longest = (names) => Math.min(18, Math.max(1, ...names.map((name) => shown(name).length)));
-const cut = (name) => (shown(name).length > 18 ? `${shown(name).slice(0, 17)}…` : shown(name));
+const label = (name) => cut(shown(name), 18);
 
 /**
  * A matrix as coloured squares, with its numbers where there is room for them.
@@ -33,10 +33,10 @@ export function matrixSvg({ title, values, rows, columns, share, theme }) {
   const top = 34 + (named ? (turned ? longest(columns) * 6.2 : 16) : 0);
   const parts = [text(14, 20, title, { fill: ink, size: 13, weight: 600, anchor: "start" })];
   if (named) {
-    rows.forEach((name, i) => parts.push(text(left - 6, top + (i + 0.5) * down + 4, cut(name), { fill: faint, anchor: "end" })));
+    rows.forEach((name, i) => parts.push(text(left - 6, top + (i + 0.5) * down + 4, label(name), { fill: faint, anchor: "end" })));
     columns.forEach((name, j) => {
       const x = left + (j + 0.5) * cell;
-      parts.push(text(turned ? x + 4 : x, top - 7, cut(name), { fill: faint, anchor: turned ? "start" : "middle", turn: turned ? -90 : 0 }));
+      parts.push(text(turned ? x + 4 : x, top - 7, label(name), { fill: faint, anchor: turned ? "start" : "middle", turn: turned ? -90 : 0 }));
     });
   }
   values.forEach((row, i) => row.forEach((x, j) => {

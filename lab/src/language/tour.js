@@ -1,7 +1,7 @@
 // The tour: all numbers from a sentence to its next token, and where they stand in each step's picture.
 
 import { divisorOf, probabilities } from "./language.js";
-import { quoted, shown } from "../drawing/format.js";
+import { cut, quoted, shown } from "../drawing/format.js";
 
 /** Tokens that a picture has room for. */
 const MOST = 8;
@@ -60,7 +60,7 @@ const [STRIP, THIN] = [78, 16];
 const BOX = 84;
 const LETTER = 7.3;
 const y = (i) => TOP + ROW * i;
-const cut = (token, most) => (shown(token).length > most ? `${shown(token).slice(0, most - 1)}…` : shown(token));
+const brief = (token, most) => cut(shown(token), most);
 const fixed = (x) => x.toFixed(Math.abs(x) >= 99.995 ? 1 : 2).replace("-", "−");
 const widthOf = (text) => 12 + LETTER * text.length;
 
@@ -70,7 +70,7 @@ const bar = (key, x, at, width) => ({ kind: "bar", key, x, y: at, width });
 
 /** The tokens one below the other, at the left. */
 const column = ({ tokens, last }) => tokens.map((token, i) => {
-  const words = cut(token, 9);
+  const words = brief(token, 9);
   return { kind: "token", key: `token${i}`, x: BOX - widthOf(words), y: y(i), words, width: widthOf(words), here: i === last };
 });
 
@@ -78,7 +78,7 @@ const column = ({ tokens, last }) => tokens.map((token, i) => {
 function flow(tokens, last, top) {
   let [x, line] = [8, top];
   return tokens.map((token, i) => {
-    const words = cut(token, 14);
+    const words = brief(token, 14);
     const width = widthOf(words);
     if (x + width > WIDTH - 8) [x, line] = [8, line + 44];
     const item = { kind: "token", key: `token${i}`, x, y: line, words, width, here: i === last };
@@ -95,7 +95,7 @@ const triangle = (name, weights, x, at, side) => weights.flatMap((row, i) => [..
 const SCENES = {
   tokens: ({ tokens, ids, last }) => {
     const places = flow(tokens, last, 120);
-    return [text("sentence", WIDTH / 2, 66, cut(tokens.join(""), 44), { anchor: "middle", class: "serif" }),
+    return [text("sentence", WIDTH / 2, 66, brief(tokens.join(""), 44), { anchor: "middle", class: "serif" }),
       ...places.map((item) => ({ ...item, from: [WIDTH / 2 - item.x - item.width / 2, 60 - item.y] })),
       ...places.map(({ x, y: at, width }, i) => text(`id${i}`, x + width / 2, at + 33, String(ids[i]), { anchor: "middle", class: "faint", delay: 0.6 }))];
   },
@@ -119,7 +119,7 @@ const SCENES = {
     ...all.scaled[all.last].map((x, i) => text(`scaled${i}`, 330, y(i) + 12, fixed(x), { anchor: "end", from: [-60, 0], delay: 0.4 }))],
   mask: (all) => {
     const largest = Math.max(...all.scaled.flatMap((row, i) => row.slice(0, i + 1)).map(Math.abs), 1e-300);
-    return [...column(all), ...all.tokens.map((token, j) => text(`name${j}`, LEFT + 17 + 31 * j, 30, cut(token.trim(), 5), { anchor: "middle", class: "faint" })),
+    return [...column(all), ...all.tokens.map((token, j) => text(`name${j}`, LEFT + 17 + 31 * j, 30, brief(token.trim(), 5), { anchor: "middle", class: "faint" })),
       ...all.scaled.flatMap((row, i) => row.map((x, j) => ({ kind: "cell", key: `cell${i}.${j}`, x: LEFT + 3 + 31 * j, y: y(i) - 4, width: 28, height: 26, share: j <= i ? x / largest : null,
         ...(i === all.last ? { from: [220 - 31 * j, y(j) - y(i)] } : { delay: 0.5 + 0.08 * i }) })))];
   },
@@ -149,14 +149,14 @@ const SCENES = {
   layers: (all) => [text("head-guess", 346, 24, "would come next", { anchor: "end", class: "faint" }),
     ...all.states.flatMap((row, i) => [text(`after${i}`, 14, 58 + 50 * i, i ? `layer ${i - 1}` : "before", { class: "faint", delay: 0.5 * i }),
       strip(i === 1 ? "sum-after" : `state${i}`, 84, 46 + 50 * i, row, { width: 130, ...(i ? { from: [0, -50] } : {}), delay: 0.5 * i }),
-      text(`guess${i}`, 346, 58 + 50 * i, `${cut(all.guesses[i].token, 10)} ${fixed(all.guesses[i].p)}`, { anchor: "end", delay: 0.5 * i + 0.2 })])],
+      text(`guess${i}`, 346, 58 + 50 * i, `${brief(all.guesses[i].token, 10)} ${fixed(all.guesses[i].p)}`, { anchor: "end", delay: 0.5 * i + 0.2 })])],
   next: (all) => {
     const [best] = all.next;
     const places = flow([...all.tokens, best.token], all.tokens.length, 24);
     const added = places.pop();
     const top = Math.max(112, added.y + 46);
     return [...places, { ...added, key: "added", from: [20 - added.x, top - added.y], delay: 0.9 },
-      ...all.next.flatMap(({ token, p }, i) => [text(`next${i}`, 110, top + 12 + 30 * i, cut(token, 12), { anchor: "end" }), bar(`chance${i}`, 122, top + 30 * i, (160 * p) / best.p), text(`p${i}`, 346, top + 12 + 30 * i, fixed(p), { anchor: "end" })])];
+      ...all.next.flatMap(({ token, p }, i) => [text(`next${i}`, 110, top + 12 + 30 * i, brief(token, 12), { anchor: "end" }), bar(`chance${i}`, 122, top + 30 * i, (160 * p) / best.p), text(`p${i}`, 346, top + 12 + 30 * i, fixed(p), { anchor: "end" })])];
   },
 };
 

@@ -3,15 +3,13 @@
 import { html, useLab, useRef, useState } from "./lab.js";
 import { Block } from "./basics.js";
 import { paint } from "../drawing/colours.js";
-import { shown } from "../drawing/format.js";
+import { cut, shown } from "../drawing/format.js";
 import { linesOf } from "../drawing/lines.js";
 import { drawnSvg } from "../drawing/picture.js";
 
 const [ROW, TOP, LEFT, RIGHT, WIDTH] = [20, 30, 134, 232, 366];
 const LETTERS = 15;
 const TITLE = "Lines between tokens";
-
-const cut = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 
 /**
  * @param {object} props

@@ -5,7 +5,7 @@ import { html, useEffect, useLab, useLayoutEffect, useMemo, useRef, useState } f
 import { Choice, Num, Save } from "./basics.js";
 import { canvasSvg } from "../drawing/picture.js";
 import { Tiles, drawMap } from "../drawing/map.js";
-import { shown } from "../drawing/format.js";
+import { cut, shown } from "../drawing/format.js";
 import { numbersOfJson } from "../host/numbers.js";
 
 const bounded = (x, least, most) => Math.min(Math.max(x, least), most);
@@ -30,7 +30,6 @@ const placesOf = (first, size, scale, length, room) => {
 function Axes({ sight: { x, y, scale, width, height }, qLen, kvLen, queryNames, keyNames }) {
   const across = placesOf(x, width, scale, kvLen, keyNames ? 44 : 48);
   const down = placesOf(y, height, scale, qLen, 16);
-  const cut = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
   const label = (names, index, most) => (names?.[index] === undefined ? String(index) : cut(shown(names[index]), most));
   return html`<svg class="axis" width=${width} height="34" aria-hidden="true"><text x="0" y="11" class="axis-title">keys →</text>
       ${across.map((at) => html`<text key=${at} x=${(at + 0.5 - x) * scale} y="29" text-anchor="middle">${label(keyNames, at, Math.max(5, Math.floor((stepOf(scale, 44) * scale) / 8)))}</text>`)}</svg>
