@@ -63,6 +63,8 @@ test("what is pasted", () => {
   const [example] = BUILT_IN;
   assert.match(complaint({ ...example, query: [[1, 2], [3]] }), /differ in length/);
   assert.match(complaint({ ...example, value: [[1]] }), /K has 5 rows and V 1/);
+  for (const text of ["0,5\t−1,25\n2\t1,0", "0,5 -1,25; 2 1,0e0"]) assert.deepEqual(matrixOf(text), [[0.5, -1.25], [2, 1]]);
+  for (const text of ["1, 2, 3", "1,2,3", "1 ,2 ,3", "[1,2,3]"]) assert.deepEqual(matrixOf(text), [[1, 2, 3]]);
   assert.deepEqual(matrixOf("1/4 −3/4; 0 1e1/2"), [[0.25, -0.75], [0, 5]]);
   for (const text of ["", " ", "/", "1/", "/2", "1/2/3", "a"]) assert.ok(Number.isNaN(numberOf(text)), text);
   assert.equal(numberOf("1/0"), Infinity);

@@ -84,16 +84,23 @@ export function numberOf(text) {
   return parts.length > 2 ? NaN : above / below;
 }
 
+/** Whether commas of a line stand before decimals, as in spreadsheets of many languages: 0,5 1,25. */
+function hasDecimalCommas(line) {
+  const pieces = line.trim().split(/\s+/);
+  return pieces.length > 1 && line.includes(",") && pieces.every((piece) => /^[-−+]?\d+(,\d+)?(e[-+]?\d+)?$/i.test(piece));
+}
+
 /**
  * Rows of numbers from text: lines or `;` separate rows, blanks, commas or tabs numbers; also JSON
- * lists, and what NumPy prints. Fractions have no blanks in them.
+ * lists, and what NumPy prints. Fractions have no blanks in them. Where blanks or tabs separate all
+ * numbers, commas stand before decimals.
  * @param {string} text @returns {number[][]}
  */
 export function matrixOf(text) {
   const lines = text.includes("[")
     ? [...text.matchAll(/\[([^[\]]*)\]/g)].map((match) => match[1])
     : text.split(/[\n;]+/);
-  return lines.map((line) => line.split(/[\s,]+/).filter(Boolean).map(numberOf))
+  return lines.map((line) => (hasDecimalCommas(line) ? line.replaceAll(",", ".") : line)).map((line) => line.split(/[\s,]+/).filter(Boolean).map(numberOf))
     .filter((row) => row.length);
 }
 
