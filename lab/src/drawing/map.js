@@ -10,6 +10,8 @@ const AT_ONCE = 2;
 /** How a weight becomes a share of the colours. */
 export const RAMPS = { linear: (w) => w, root: (w) => Math.sqrt(Math.sqrt(w)) };
 
+const headOf = ({ layer, head }) => `${layer}.${head}`;
+
 export class Tiles {
   /**
    * @param {import("../host/host.js").Client} client
@@ -23,9 +25,14 @@ export class Tiles {
     this.wanted = [];
     this.running = 0;
     this.error = null;
+    /** The head of the tile that failed. */
+    this.failed = "";
   }
 
-  /** A tile {shape, values}, or undefined while it is not there; then it is asked for. */
+  /**
+   * A tile {shape, values}, or undefined while it is not there; then it is asked for. What failed or
+   * was stopped would fail again at once: then nothing of the same head is asked for until `again`.
+   */
   get(params, { ask = true } = {}) {
     // A single weight is its own largest and its own mean.
     const asked = params.level === 0 ? { ...params, reduce: "max" } : params;
@@ -36,7 +43,8 @@ export class Tiles {
       this.kept.set(key, tile);
       return tile.shape ? tile : undefined;
     }
-    if (ask && !this.wanted.some((each) => each.key === key)) this.wanted.push({ key, params: asked });
+    if (ask && this.failed !== headOf(params)) this.error = null;
+    if (ask && !this.error && !this.wanted.some((each) => each.key === key)) this.wanted.push({ key, params: asked });
     return undefined;
   }
 
@@ -50,11 +58,11 @@ export class Tiles {
       this.client.ask("tile", params, { keep: false, opening: this.opening }).then(
         (tile) => {
           this.kept.set(key, { shape: tile.shape, values: tile.values });
-          this.error = null;
         },
         (error) => {
           this.kept.delete(key);
           this.error = error;
+          this.failed = headOf(params);
           this.wanted = [];
         },
       ).finally(() => {
@@ -64,6 +72,12 @@ export class Tiles {
         this.pump();
       });
     }
+  }
+
+  /** Asks for what failed once more. */
+  again() {
+    this.error = null;
+    this.redraw();
   }
 
   /** What went out of sight needs not be computed. */

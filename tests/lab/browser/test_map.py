@@ -222,3 +222,28 @@ def test_inspect_offers_what_else_it_can_show(bare: Lab, tmp_path: Path) -> None
     page.set_input_files('.shown input[type="file"]', path)
     page.wait_for_selector('.lead:has-text("7 queries")')
     assert bare.errors == []
+
+
+def test_a_tile_that_fails_is_not_asked_for_again_by_itself(served: Any) -> None:
+    """One that was stopped would run again at once, and a server that is gone be asked forever."""
+    asked = []
+    answer = {"ok": False, "error": {"message": "it was stopped.", "action": ""}}
+
+    def fail(route: Any) -> None:
+        request = route.request.post_data_json
+        if request["method"] != "tile":
+            route.continue_()
+            return
+        asked.append(request)
+        route.fulfill(json={**answer, "id": request["id"]})
+
+    served.page.route("**/call", fail)
+    page = served.open("inspect", layer=1, head=1, query=60, kkey=50)
+    page.wait_for_selector("main .failure")
+    page.wait_for_timeout(500)
+    assert len(asked) == 1
+    assert page.inner_text("main .failure p").strip() == "it was stopped."
+    page.unroute("**/call")
+    page.click("main .failure button")
+    page.wait_for_selector('canvas[data-missing="0"]')
+    assert page.query_selector("main .failure") is None
