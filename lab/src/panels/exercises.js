@@ -1,6 +1,6 @@
 // The exercises of the classical texts, whose answers are checked in the page.
 
-import { html, useAsk, useKept, useLab, useState } from "../parts/lab.js";
+import { html, useAsk, useEffect, useKept, useLab, useState } from "../parts/lab.js";
 import { Failure, Waiting } from "../parts/basics.js";
 import { check } from "../exercises/answers.js";
 
@@ -58,6 +58,12 @@ export function Exercises() {
   const { set } = useLab();
   const { result, error } = useAsk("exercises");
   const [done, setDone] = useState(remembered);
+  useEffect(() => {
+    // Another tab of this browser may remember more, or start again.
+    const follow = ({ key }) => key === DONE && setDone(remembered());
+    addEventListener("storage", follow);
+    return () => removeEventListener("storage", follow);
+  }, []);
   if (error) return html`<${Failure} error=${error} />`;
   if (!result) return html`<${Waiting} what="the exercises" />`;
   const { exercises } = result;

@@ -145,3 +145,22 @@ def test_the_page_does_not_give_answers_away(lab: Any) -> None:
     words += " ".join(page.locator(".exercise > p, .exercise .field span").all_inner_texts())
     for exercise in EXERCISES:
         assert exercise.solved not in words
+
+
+def test_two_tabs_remember_what_was_solved_in_both(served: Any) -> None:
+    answers = {"003.5": "yes no", "003.4": "1 1 1 1 1; 100 0 0 0 0"}
+    other = served.page.context.new_page()
+    served.open("exercises")
+    other.goto(f"{served.address}#exercises")
+    pages = [served.page, other]
+    for page in pages:
+        page.wait_for_selector(".exercise")
+    for page, (name, text) in zip(pages, answers.items(), strict=True):
+        page.fill(f'[data-name="{name}"] textarea', text)
+        page.click(f'[data-name="{name}"] button.main')
+        page.wait_for_selector(f'[data-name="{name}"] .done')
+    for page in pages:
+        page.wait_for_selector('.progress:has-text("2 of")')
+    served.page.click('.progress button:has-text("Start again")')
+    other.wait_for_selector('.progress:has-text("0 of")')
+    other.close()
