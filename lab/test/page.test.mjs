@@ -222,6 +222,9 @@ test("a safetensors file, and ones that lie", async () => {
   await assert.rejects(arraysOf(safetensors({ q: { ...part(0), shape: [9e9, 9e9] } }, [1, 2])), /it says/);
   await assert.rejects(arraysOf(safetensors({ q: part(7) }, [1, 2])), /outside the file/);
   await assert.rejects(arraysOf(new File(["short"], "a.safetensors")), /too short/);
+  for (const header of [null, 5, [1], { q: null }, { q: { dtype: "F32", data_offsets: [0, 8] } }, { q: { dtype: "F32", shape: [1, 1] } }]) {
+    await assert.rejects(arraysOf(safetensors(header, [1, 2])), /its header is not that of a safetensors file/);
+  }
   await assert.rejects(arraysOf(new File(["no archive at all, but long enough"], "a.npz")), /not an npz file/);
 });
 

@@ -63,11 +63,24 @@ function columnOrder(shape) {
   };
 }
 
+/** What a safetensors file says of its arrays. @param {string} text */
+function headerOf(text) {
+  const isEntry = ([name, said]) => name === "__metadata__" || (typeof said?.dtype === "string" && Array.isArray(said.shape) && Array.isArray(said.data_offsets));
+  let header = null;
+  try {
+    header = JSON.parse(text);
+  } catch {
+    // Said below.
+  }
+  if (header === null || typeof header !== "object" || !Object.entries(header).every(isEntry)) throw new Error("its header is not that of a safetensors file.");
+  return header;
+}
+
 function safetensors(buffer) {
   if (buffer.byteLength < 8) throw new Error("it is too short for a safetensors file.");
   const length = Number(new DataView(buffer).getBigUint64(0, true));
   if (length > buffer.byteLength - 8) throw new Error("it is not a safetensors file, or not all of it.");
-  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, length)));
+  const header = headerOf(new TextDecoder().decode(new Uint8Array(buffer, 8, length)));
   const arrays = {};
   const unread = {};
   for (const [name, { dtype, shape, data_offsets: offsets }] of Object.entries(header)) {
