@@ -99,6 +99,19 @@ def test_a_long_word_leaves_room_for_numbers(opened: Any) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, panel
 
 
+def test_a_long_word_that_is_the_query_does_not_widen_the_page(opened: Any) -> None:
+    """Titles and sentences name the query, and break within it where it is longer than a line."""
+    lab = opened(width=360, height=780)
+    page = lab.open("start")
+    page.fill(".tokens-edit input >> nth=0", "w" * 40)
+    page.keyboard.press("Enter")
+    for panel in ("heatmap", "pipeline", "tiles", "code"):
+        page.click(f'nav a[href="#{panel}"]')
+        page.wait_for_selector(f'main[data-panel="{panel}"]')
+        assert "w" * 40 in page.inner_text("main")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360, panel
+
+
 def test_weights_keep_their_colours_in_print(opened: Any) -> None:
     """Browsers leave backgrounds out, and what is pressed is of no use on paper."""
     page = opened().open("heatmap")
