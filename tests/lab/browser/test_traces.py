@@ -49,7 +49,7 @@ def parts(lab: Lab, name: str) -> list[float]:
 
 @pytest.mark.parametrize("sink", SINKS.values(), ids=SINKS)
 def test_a_sink_is_in_every_sum(traced: Any, sink: float) -> None:
-    """Against e^score and e^sink, added one by one."""
+    """The sums are those of e^score and e^sink, added one by one."""
     q, k, v = arrays()
     lab = traced(q, k, v, qkv.Sinks(np.array([sink])), qkv.Causal())
     for i in (0, 3):
