@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.cases import CASES, HEADS, LENGTH, expected, operands
+import qkv
+from tests.distributed.cases import CASES, HEADS, LENGTH, draw, expected, operands
 
 ORDERS = ("contiguous", "zigzag", "striped", "balanced")
 
@@ -131,3 +133,36 @@ def test_the_gradient_of_a_sink_that_takes_no_share(group: Any) -> None:
     for gradient in group(2)(with_a_sink_of_nothing):
         assert gradient[1] == 0
         torch.testing.assert_close(gradient, right, rtol=1e-10, atol=1e-10)
+
+
+def held_by_checkpoints(rank: int, ranks: int) -> dict[str, Any]:
+    """Bytes that eight layers hold after a forward pass, those of one output, and gradients."""
+    from torch.utils.checkpoint import checkpoint
+
+    from qkv.distributed import attention
+
+    q, k, v = (draw(n, 4, 256, 32).float().requires_grad_() for n in range(3))
+
+    def layer(shift: torch.Tensor) -> torch.Tensor:
+        return attention(q + shift, k, v, qkv.Causal(), strategy="ring").sum()
+
+    total = layer(torch.zeros(()))
+    expected = torch.autograd.grad(total + layer(total), (q, k, v))
+    tracemalloc.start()
+    shifts = [torch.zeros(())]
+    for _ in range(8):
+        shifts.append(checkpoint(layer, shifts[0], use_reentrant=False))
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    total = checkpoint(layer, shifts[0], use_reentrant=False)
+    total = total + checkpoint(layer, total, use_reentrant=False)
+    found = torch.autograd.grad(total, (q, k, v))
+    same = all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    return {"held": held, "output": q.nbytes, "same": same}
+
+
+def test_activation_checkpointing_frees_outputs(group: Any) -> None:
+    """They were held beside what torch saves, which alone it computes anew."""
+    for found in group(2)(held_by_checkpoints):
+        assert found["held"] < 4 * found["output"]
+        assert found["same"]

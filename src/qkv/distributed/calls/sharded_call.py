@@ -162,16 +162,18 @@ class _Attend(torch.autograd.Function):
         # The backward pass reads what the caller may write to.
         own = out.astype(call.call.dtype, copy=backward), lse.copy() if backward else lse
         if backward:
-            ctx.save_for_backward(query, key, value, *arrays, *call.arrays.others)
-            ctx.kept = out, lse, rest
+            # Saved as tensors, which activation checkpointing frees.
+            kept = [torch.from_numpy(array) for array in (out, lse, rest)]
+            ctx.save_for_backward(*kept, query, key, value, *arrays, *call.arrays.others)
         return _LIBRARY.restore(own[0]), torch.from_numpy(own[1])
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> Any:
         # Read once: with activation checkpointing each reading is a new computation, or an error.
         saved = ctx.saved_tensors
-        saved = saved[: len(saved) - len(ctx.call.arrays.others)]
-        return None, *_Gradients.apply(ctx.call, ctx.kept, grad_out, grad_lse, *saved)
+        kept = tuple(tensor.numpy() for tensor in saved[:3])
+        saved = saved[3 : len(saved) - len(ctx.call.arrays.others)]
+        return None, *_Gradients.apply(ctx.call, kept, grad_out, grad_lse, *saved)
 
 
 class _Gradients(torch.autograd.Function):
