@@ -62,5 +62,12 @@ def refuse_unread(module: torch.nn.Module, keywords: dict[str, Any], kv_len: int
             f"{type(module).__name__} passes {name}= to attention, which qkv does not compute; "
             "without it the result would be wrong.",
             [(name, f"{type(value).__name__}{shape}")],
-            'Use attn_implementation="eager" for this model.',
+            _instead(name),
         )
+
+
+def _instead(name: str) -> str:
+    """What to do, which must not lead to another function that ignores the keyword."""
+    if name.endswith("head_mask"):  # Eager attention of transformers 5 does not read it.
+        return 'Leave it out and use qkv.hf.intervene(model, {(layer, head): "off"}).'
+    return 'Use attn_implementation="eager" if the model itself passes it; otherwise leave it out.'

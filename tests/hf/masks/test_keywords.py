@@ -93,6 +93,21 @@ def test_an_unknown_keyword() -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_head_mask(family: str) -> None:
+    """Eager attention ignores a head mask, so that the advice is what does switch heads off."""
+    model = model_of(family)
+    mask = torch.ones(model.config.num_hidden_layers, model.config.num_attention_heads)
+    mask[0, 1] = 0
+    with attending(model, "qkv"), torch.no_grad():
+        with pytest.raises(qkv.UnsupportedError, match="passes head_mask= ") as error:
+            model(IDS, head_mask=mask)
+        assert 'qkv.hf.intervene(model, {(layer, head): "off"})' in error.value.action
+        whole = model(IDS).logits
+        with qkv.hf.intervene(model, {(0, 1): "off"}):
+            assert not torch.allclose(model(IDS).logits, whole)
+
+
 def test_keywords_for_other_parts_of_a_model() -> None:
     """What tokenizers, collators and transformers itself pass on reaches every layer."""
     model = model_of("llama")
