@@ -233,3 +233,20 @@ def test_a_model_that_ignores_the_implementation() -> None:
         qkv.hf.intervene(model, {(0, 0): "off"}),
     ):
         model(input_ids=IDS)
+
+
+@pytest.mark.parametrize("what", ["inspect", "intervene"])
+def test_a_model_that_is_set_to_another_implementation_inside(what: str) -> None:
+    """The mistake is the caller's, and not one of the model."""
+    model = model_of("llama")
+    done = qkv.hf.inspect(model) if what == "inspect" else qkv.hf.intervene(model, {(0, 0): "off"})
+    before = model.config._attn_implementation
+
+    def run() -> None:
+        with done:
+            model.set_attn_implementation("eager")
+            model(input_ids=IDS)
+
+    with pytest.raises(qkv.UnsupportedError, match="set to 'eager' inside of the `with`"):
+        run()
+    assert model.config._attn_implementation == before

@@ -11,10 +11,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from qkv.arguments.declarations import is_integer, shown
-from qkv.errors import ArgumentError, UnsupportedError
+from qkv.errors import ArgumentError
 from qkv.hf.attention import change_outputs, observe
 from qkv.hf.inspection.forward_calls import BackwardAfter, LayerNumbers, around_forward, parts_of
-from qkv.hf.inspection.switching import inner_model, switched, uncompiled
+from qkv.hf.inspection.switching import inner_model, never_called, switched, uncompiled
 from qkv.hf.layer_call import LayerCall
 from qkv.interventions import HeadChange, HeadInputs, changed_heads
 
@@ -109,7 +109,7 @@ def intervene(model: torch.nn.Module, changes: Mapping[tuple[int, int], Change])
                 yield
         finally:
             after.has_ended = True
-    _require_layers(inner, wanted, layers)
+        _require_layers(inner, wanted, layers)
 
 
 def _checked(changes: Any) -> dict[tuple[int, int], Change]:
@@ -203,10 +203,7 @@ def _require_layers(
     """Complain of layers that were not called, if the model was."""
     name, count = type(model).__name__, len(layers)
     if layers.runs and not count:
-        raise UnsupportedError(
-            f"{name} computes its attention itself and never calls qkv: nothing was changed.",
-            action="Use a model that follows transformers' AttentionInterface.",
-        )
+        raise never_called(model, "nothing was changed")
     missing = sorted({layer for layer, _ in changes if layer >= count})
     if count and missing:
         raise ArgumentError(

@@ -20,7 +20,13 @@ from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.attention import observe
 from qkv.hf.inspection.forward_calls import BackwardAfter, around_forward, in_backward
 from qkv.hf.inspection.sequences import CallArguments, Sequence
-from qkv.hf.inspection.switching import called_with, inner_model, switched, uncompiled
+from qkv.hf.inspection.switching import (
+    called_with,
+    inner_model,
+    never_called,
+    switched,
+    uncompiled,
+)
 from qkv.hf.inspection.text_inputs import inputs_of_text
 from qkv.hf.layer_call import LayerCall
 from qkv.hf.positions import can_be_scaled, positions_of, require_positions, warn_beyond
@@ -204,11 +210,10 @@ def _recorded(
         record = ShardRecord(name, sharding, top=top, keep=keep)
     after = BackwardAfter("qkv.hf.inspect", model)
     run = _Run(model, record, progress, after)
-    surrounded = around_forward([model], run.around)
     with (
         switched(model) if sharding is None else nullcontext(),
         uncompiled(),
-        surrounded,
+        around_forward([model], run.around),
         run.arguments.followed(),
         run.silent.followed(),
         observe(run.see) if sharding is None else sharding.observed(run.see),
@@ -217,7 +222,7 @@ def _recorded(
             yield record
         finally:
             after.has_ended = True
-    run.require_layers()
+        run.require_layers()
     record.require_kept()
     warn_of_silent(model, run.silent.names, len(record))
 
@@ -338,16 +343,11 @@ class _Run:
                 action="Call it there, model(**inputs), or pass the inner model that was called.",
             )
         if not self.record.layers:
-            raise UnsupportedError(
-                f"{name} computes its attention itself and never calls qkv: nothing was seen.",
-                [("implementation", "set to qkv, which this model does not ask for")],
-                "Use a model that follows transformers' AttentionInterface.",
-            )
+            raise never_called(self.model, "nothing was seen")
 
     def _rows_of(self, sequence: Sequence, call: LayerCall) -> tuple[Array | None, Array | None]:
         """Token ids and padding of a layer's keys, None where the inputs do not say them."""
-        batch, _, q_len, _ = call.query.shape
-        kv_len = call.key.shape[2]
+        (batch, _, q_len, _), kv_len = call.query.shape, call.key.shape[2]
         ids, real = sequence.ids, sequence.real
         if ids is not None and (ids.shape != (batch, q_len) or call.q_offset or q_len > kv_len):
             # Ids of another part of the model, or only the last ones while a cache holds the rest.

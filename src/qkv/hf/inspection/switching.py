@@ -12,9 +12,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from qkv.arguments.declarations import shown
 from qkv.errors import ArgumentError, UnsupportedError
 
-__all__ = ["SPREAD", "called_with", "inner_model", "switched", "uncompiled"]
+__all__ = [
+    "SPREAD", "called_with", "inner_model", "never_called", "switched", "uncompiled",
+]  # fmt: skip
 
 SPREAD = "qkv_sharded"
 """The implementation of a model inside of `qkv.hf.sharded`."""
@@ -120,6 +123,25 @@ def _switched(model: Any, implementation: str) -> Iterator[None]:
         for config, own in before.values():
             # Setting the property would overwrite the choice of sub-models that have their own.
             config._attn_implementation_internal = own
+
+
+def never_called(model: Any, nothing: str) -> UnsupportedError:
+    """The error of a switched model that ran without calling qkv; `nothing` says what is missing.
+
+    Call it inside of `switched`, which puts the model's own implementation back.
+    """
+    name, implementation = type(model).__name__, model.config._attn_implementation
+    if implementation not in ("qkv", SPREAD) and model._can_set_attn_implementation():
+        return UnsupportedError(
+            f"the attention of {name} was set to {shown(implementation)} inside of the `with`, "
+            f"where it must be qkv: {nothing}.",
+            action="Leave set_attn_implementation away; the model has its own again afterwards.",
+        )
+    return UnsupportedError(
+        f"{name} computes its attention itself and never calls qkv: {nothing}.",
+        [("implementation", "set to qkv, which this model does not ask for")],
+        "Use a model that follows transformers' AttentionInterface.",
+    )
 
 
 _holders: WeakKeyDictionary[torch.nn.Module, list[int]] = WeakKeyDictionary()
