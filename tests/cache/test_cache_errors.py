@@ -231,6 +231,37 @@ def test_an_empty_cache(kind: str) -> None:
     assert out.tolist() == np.zeros((2, 2, 2, 6)).tolist()
 
 
+@pytest.mark.parametrize("how", ["truncated", "truncated in a fork", "begun without tokens"])
+def test_sequences_without_tokens_keep_their_form(cache: Any, how: str) -> None:
+    """All caches hand out their rows, of which there are none, and refuse others as before."""
+    if how == "begun without tokens":
+        cache.reset()
+        cache.append(KEY, VALUE, new_lens=0)
+    else:
+        cache.truncate(0)
+    held = cache.fork() if how == "truncated in a fork" else cache
+    for _ in range(2):  # A fork that is collected releases pages.
+        held.fork().append(KEY, VALUE)
+        out = held.read().attention(KEY[:, :, :2], q_offset=0)
+        assert out.tolist() == np.zeros((2, 2, 2, 6)).tolist()
+        with pytest.raises(qkv.ShapeError, match=r"rows of 5; the cache has .* 8"):
+            held.append(KEY[..., :5], VALUE)
+        with pytest.raises(qkv.DTypeError, match="float32; the cache has float64"):
+            held.append(KEY.astype(np.float32), VALUE.astype(np.float32))
+    out = held.append(KEY, VALUE).attention(KEY, qkv.Causal())
+    np.testing.assert_allclose(out, qkv.attention(KEY, KEY, VALUE, qkv.Causal()), atol=0.05)
+
+
+def test_pages_are_given_back_by_sequences_without_tokens() -> None:
+    made = PagedCache(4)
+    made.append(KEY, VALUE)
+    made.truncate(0)
+    assert (made.nbytes, made.pages_held, made.pages_free) == (0, 0, 0)
+    made.reset()
+    made.append(KEY[..., :5].astype(np.float32), VALUE.astype(np.float32))
+    assert made.lengths.tolist() == [7, 7]
+
+
 @pytest.mark.parametrize(
     "make",
     [

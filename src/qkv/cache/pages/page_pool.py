@@ -83,7 +83,7 @@ class Storage(NamedTuple):
     of_key : int
         How many of them belong to the keys.
     row_format : RowFormat or None
-        What the rows have in common, its batch dimension apart; None while no page is held.
+        What the rows have in common, its batch dimension apart; None while there are no sequences.
     key_offset : array or None
         What the encoding has taken from the keys.
     """
@@ -92,6 +92,15 @@ class Storage(NamedTuple):
     of_key: int = 0
     row_format: RowFormat | None = None
     key_offset: Any = None
+
+    def without_pages(self) -> Storage:
+        """Storage of the same form that takes no memory."""
+        if self.row_format is None:
+            return self
+        memory = memory_with(self.row_format.library)
+        return self._replace(
+            arrays=tuple([memory.empty((0, *array.shape[1:]), array) for array in self.arrays])
+        )
 
     def paged(self, encoding: Encoding, table: Lengths) -> tuple[Paged, Paged]:
         """Key and value of sequences with these pages."""
@@ -205,9 +214,11 @@ class PagePool:
         require_unchanged(before, holder.held)
 
     def give_back(self) -> None:
-        """Give the memory back if no page is held."""
+        """Give the memory back if no page is held; sequences without tokens keep its form."""
         if self.allocator.num_free == self.allocator.num_pages:
-            self.storage, self._views = Storage(), Views()
+            in_use = any(holder.held.lengths.ndim for holder in list(self._holders.values()))
+            self.storage = self.storage.without_pages() if in_use else Storage()
+            self._views = Views()
             if not self.fixed:
                 self.allocator = PageAllocator(0)
 
