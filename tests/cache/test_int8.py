@@ -70,6 +70,9 @@ def test_rows_without_a_scale() -> None:
     assert (stood_for[0] == 0).all()
     assert np.isnan(stood_for[1:3]).all(), "NaN and infinity are not hidden"
     assert np.abs(stood_for[3]).max() <= 2e-45
+    largest = 127 * float(np.finfo(np.float32).max)
+    beyond = quantize(np.array([[1.0, largest], [1.0, 1.01 * largest]]))
+    assert np.isfinite(beyond.scales).tolist() == [True, False]
     with pytest.raises(qkv.ShapeError, match="rows is a single number"):
         quantize(np.array(3, np.float32))
 

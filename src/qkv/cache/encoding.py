@@ -113,7 +113,8 @@ def quantize(rows: Any) -> Quantized:
     -------
     Quantized
         Of int8 values and float32 scales, in torch tensors for torch and else in NumPy arrays.
-        A row of zeros has scale 0; a row that holds NaN or infinity is NaN when it is read.
+        A row of zeros has scale 0. A row is NaN when it is read if it holds NaN, infinity, or a
+        float64 number above 127 times the largest float32 number, since its scale is infinite.
 
     Raises
     ------
