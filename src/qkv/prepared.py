@@ -316,6 +316,15 @@ def _prepared(bound: BoundCall, passes: Passes, free: bool) -> tuple[PreparedCal
             "only plain arrays of three dimensions or more are prepared.",
             action="Call qkv.attention, or add a dimension of heads, as in query[None].",
         )
+    if any(0 in view.shape for view in views):
+        raise UnsupportedError(
+            "a size is 0, so that there is nothing to prepare.",
+            [
+                (name, str(tuple(view.shape)))
+                for name, view in zip(("query", "key", "value"), views, strict=True)
+            ],
+            "Call qkv.attention, which takes such arrays.",
+        )
     if not bound.structure.is_known:
         raise UnsupportedError(
             "a variant does not declare what it reads, so that calls are checked each time.",

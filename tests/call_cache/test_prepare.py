@@ -178,6 +178,10 @@ def test_what_cannot_be_prepared_is_said() -> None:
             qkv.prepare(*given, *variants, **keywords)
     with pytest.raises(UnsupportedError, match="three dimensions"):
         qkv.prepare(*[array[0, 0] for array in given])
+    query, key, value = given
+    for empty in ((query, key[..., :0, :], value[..., :0, :]), (query, key, value[..., :0])):
+        with pytest.raises(UnsupportedError, match="a size is 0"):
+            qkv.prepare(*empty)
     with pytest.raises(QkvError, match="head_dim"):
         qkv.prepare(given[0], given[1][..., 1:], given[2])
 
