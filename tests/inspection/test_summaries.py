@@ -167,6 +167,21 @@ def test_what_a_mask_hides_is_no_reason_beside_a_wrong_query(
     assert [of.partition(" ")[0] for of in seen.non_finite.reasons] == ["query", "value"]
 
 
+def test_what_a_mask_hides_is_no_reason_beside_scores_that_overflow() -> None:
+    """Rows 0 and 1 overflow at key 0, row 4 sees key 4, and none sees key 2."""
+    q, k = np.zeros_like(Q), K.copy()
+    q[1, :2] = k[1, 0] = 1e30
+    k[1, 2, 3] = k[1, 4, 2] = np.nan
+    allowed = np.tri(9, dtype=bool)
+    allowed[:, 2] = allowed[5:, 4] = False
+    record = qkv.inspect(q, k, V, qkv.Mask(allowed))
+    assert np.argwhere(record.non_finite.rows).tolist() == [[1, 0], [1, 1], [1, 4]]
+    by_key, by_scores = record.non_finite.reasons
+    assert by_key.startswith("key holds NaN first at head 1, row 4, dim 2: query row 4 of head 1")
+    assert by_scores.startswith("Scores overflow float32")
+    assert "2 query rows (of head 1: 0, 1) have" in by_scores
+
+
 def test_scores_that_overflow_say_that_explain_does_not() -> None:
     record = qkv.inspect(Q * np.float32(1e20), K * np.float32(1e20), V)
     (reason,) = record.non_finite.reasons

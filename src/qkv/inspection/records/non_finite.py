@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import StoredRows
 
@@ -17,6 +18,8 @@ __all__ = ["First", "NonFinite", "non_finite", "sentences_of_nan"]
 Array = NDArray[Any]
 _NAMED = 5
 """Heads whose names are given."""
+_BLOCK = 512
+"""Rows, and keys, whose scores are computed at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,13 +75,8 @@ def non_finite(
         of_key = _wrong(operands.key, spec.batch_size)
         by_query = bad & of_query.any(axis=-1)
         # A row whose query is wrong says nothing of the keys, which a mask may hide from it.
-        by_key = (
-            bad
-            & ~by_query
-            & np.repeat(of_key.any(axis=(-1, -2)), spec.num_heads // spec.num_kv_heads, axis=1)[
-                :, :, None
-            ]
-        )
+        by_key, seen = _that_see(problem, bad & ~by_query, np.any(of_key, axis=-1))
+        of_key &= seen[..., None]
         if by_query.any():
             what = f"{_count(by_query, first)} no weights. Mend these rows, or leave them out."
             reasons.append(f"{_first('query', operands.query, of_query, of_queries)}: {what}")
@@ -101,6 +99,29 @@ def non_finite(
     return bad, tuple(reasons)
 
 
+def _that_see(problem: Problem, rows: Array, wrong: Array) -> tuple[Array, Array]:
+    """Which rows see a wrong key, and the first that they see, among others, of each kv head.
+
+    `rows` is `(batch, num_heads, q_len)`, `wrong` and the second result `(batch, num_kv_heads,
+    kv_len)`. A row is done with the first block of keys in which it sees one.
+    """
+    scores = Scores(problem, problem.spec.compute_dtype)
+    that_see, seen = np.zeros_like(rows), np.zeros_like(wrong)
+    for batch, head in np.argwhere(rows.any(axis=-1)):
+        kv_head = head // problem.spec.group_size
+        keys, left = np.flatnonzero(wrong[batch, kv_head]), np.flatnonzero(rows[batch, head])
+        for block in np.split(keys, range(_BLOCK, len(keys), _BLOCK)):
+            found = np.zeros(len(left), bool)
+            for start in range(0, len(left), _BLOCK):
+                part = slice(start, start + _BLOCK)
+                allowed = ~np.isneginf(scores.tile(batch, head, left[part], block))
+                found[part] = allowed.any(axis=1)
+                seen[batch, kv_head, block] |= allowed.any(axis=0)
+            that_see[batch, head, left[found]] = True
+            left = left[~found]
+    return that_see, seen
+
+
 def _of_scores(problem: Problem, rows: str) -> str:
     """Why scores are not finite although query and key are."""
     for name, table in problem.operands.tables.items():
@@ -114,9 +135,9 @@ def _of_scores(problem: Problem, rows: str) -> str:
                 )
     compute = problem.spec.compute_dtype
     return (
-        f"Scores overflow {compute}, although query and key are finite: {rows} no "
-        "weights. Divide query or scale, or inspect them as float64. qkv.explain computes in "
-        "float64, so its numbers are finite where these are not."
+        f"Scores overflow {compute}, although the queries and the keys that they see are finite: "
+        f"{rows} no weights. Divide query or scale, or inspect them as float64. qkv.explain "
+        "computes in float64, so its numbers are finite where these are not."
     )
 
 
