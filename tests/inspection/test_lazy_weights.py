@@ -185,6 +185,20 @@ def test_argmax_of_equal_weights_and_of_nan_is_numpy_s() -> None:
     np.testing.assert_array_equal(weights.max(-1), weights[...].max(-1))
 
 
+@pytest.mark.parametrize("lengths", [(5, 0), (0, 5), (0, 0)])
+@pytest.mark.parametrize("axis", [None, 0, -2, -1])
+def test_argmax_of_no_weights_is_an_error_where_it_is_numpy_s(lengths, axis) -> None:
+    q, k = (np.zeros((2, length, 4)) for length in lengths)
+    weights = qkv.inspect(q, k, k).weights
+    try:
+        expected = weights[...].argmax(axis)
+    except ValueError:
+        with pytest.raises(qkv.ArgumentError, match="argmax of no weights"):
+            weights.argmax(axis)
+    else:
+        np.testing.assert_array_equal(weights.argmax(axis), expected)
+
+
 def test_reductions_of_weights_too_large_for_memory(monkeypatch) -> None:
     """Reductions need no more than their result, which is known, since the weights are uniform."""
     x = np.zeros((3000, 4), np.float32)

@@ -161,7 +161,13 @@ class LazyWeights(NDArrayOperatorsMixin):
         return self._reduced(smallest(self, axes), axes, None, out, keepdims)
 
     def argmax(self, axis: int | None = None, out: None = None, *, keepdims: bool = False) -> Any:
-        """`numpy.argmax`: the first largest along one axis, or in the flattened whole."""
+        """`numpy.argmax`: the first largest along one axis, or in the flattened whole.
+
+        Raises
+        ------
+        ArgumentError
+            There is nothing along the axis; it is a ValueError, as NumPy's.
+        """
         axes = reduced_axes(axis, self.ndim)
         return self._reduced(place_of_largest(self, axis), axes, np.int64, out, keepdims)
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arguments.declarations import checked_integer
+from qkv.errors import ArgumentError
 from qkv.inspection.weights.replay import Replay
 
 __all__ = ["Axis", "Tiled", "largest", "place_of_largest", "reduced_axes", "smallest", "total"]
@@ -79,12 +80,25 @@ def smallest(weights: Tiled, axes: set[int]) -> Array:
 
 
 def place_of_largest(weights: Tiled, axis: int | None) -> Array:
-    """The index of the first largest weight along an axis; NaN counts as the largest."""
+    """The index of the first largest weight along an axis; NaN counts as the largest.
+
+    Raises
+    ------
+    ArgumentError
+        There are no weights along the axis.
+    """
+    axes = reduced_axes(axis, weights.ndim)
+    if any(not weights.shape[n] for n in axes):
+        raise ArgumentError(
+            "argmax of no weights has no place.",
+            [("weights", str(weights.shape)), ("axis", str(axis))],
+            "Leave it out where there are no queries or no keys.",
+        )
     if axis is None:
         best, last = _best_along(weights, weights.ndim - 1)
         row = int(np.argmax(best))
         return np.asarray(row * weights.shape[-1] + int(last.reshape(-1)[row]))
-    return _best_along(weights, *reduced_axes(axis, weights.ndim))[1]
+    return _best_along(weights, *axes)[1]
 
 
 def _best_along(weights: Tiled, axis: int) -> tuple[Array, Array]:
