@@ -88,6 +88,45 @@ def test_heads_over_ranks_are_those_of_one_process(group: Any, name: str, case: 
         np.testing.assert_array_equal(whole(3, -2), numbers)
 
 
+def recorded_under_autocast(rank: int, ranks: int) -> Any:
+    """The table of heads of a float32 model, and the observed call of its first layer, used."""
+    import qkv.hf
+    from qkv.distributed import Order
+    from qkv.hf.sharding.layers import sharding_of
+
+    order, calls = Order.contiguous(LENGTH, ranks), []
+    model = made("Llama").float().eval()
+    own = order.shard(ids_that_repeat(inputs("plain"))["input_ids"], rank, axis=-1)
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", torch.bfloat16),
+        qkv.hf.sharded(model, order=order, timeout=60),
+    ):
+        with qkv.hf.inspect(model) as record:
+            model(own)
+        sharding = sharding_of(model)
+        assert sharding is not None
+        with sharding.observed(calls.append):
+            model(own)
+    call = calls[0]
+    return record.rows(), {each.dtype for each in (call.query, call.key, call.value)}, call.output()
+
+
+def test_a_model_under_autocast(group: Any) -> None:
+    """Rotated queries and keys are float32 there, and values bfloat16."""
+    import qkv.hf
+
+    model, given = made("Llama").float().eval(), ids_that_repeat(inputs("plain"))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), qkv.hf.inspect(model) as right:
+        model(**given)
+    for table, dtypes, output in group(2)(recorded_under_autocast):
+        assert dtypes == {torch.bfloat16}
+        assert torch.isfinite(output).all()
+        for row, its in zip(table, right.rows(), strict=True):
+            assert row["entropy"] == pytest.approx(its["entropy"], abs=0.02)
+            assert row["previous"] == pytest.approx(its["previous"], abs=0.02)
+
+
 def refused(rank: int, ranks: int, what: str, folder: str) -> str:
     import qkv.hf
     from qkv.distributed import Order

@@ -166,7 +166,8 @@ class _ShardedLayer(LayerHeads):
         return np.asarray(self._order.shard(rows, self._links.rank, axis=-1))
 
     def masked(self, keys: Any) -> Partial:
-        with torch.no_grad():
+        # Autocast would narrow them, and NumPy has no bfloat16.
+        with torch.no_grad(), torch.autocast(self._query.device.type, enabled=False):
             out, lse = attention(
                 self._query, self._key, self._value, *self.variants, keys,
                 return_lse=True, **self._options,

@@ -14,6 +14,7 @@ from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function
 
 import qkv
+from qkv.bridges.torch.operands import autocast
 from qkv.distributed import attention
 from qkv.errors import UnsupportedError
 from qkv.hf.attention import Observer, changes_outputs
@@ -122,6 +123,8 @@ def attend_shard(
     else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         variants += [*([qkv.Causal()] if causal else []), *sharding.padding()]
+    # Rotated queries and keys are float32 under autocast, and values are not.
+    query, key, value = autocast(query, key, value)
     for observer in sharding.observers:
         call = LayerCall(module, query, key, value, tuple(variants), scaling, 0, 0)
         observer(call)
