@@ -18,6 +18,7 @@ from qkv.call.inspected import attend_for_inspection
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.layer_call import LayerCall
 from qkv.inspection.records.record import Record
+from qkv.inspection.weights.lazy_weights import require_small
 
 __all__ = ["LayerWeights", "weights_of"]
 
@@ -110,6 +111,7 @@ class LayerWeights(torch.Tensor):
         """The whole matrix as a plain tensor; with its gradient while gradients are recorded."""
         if self._recording():
             return self._with_gradient()
+        self._require_small()
         return self._read(...)
 
     # torch passes `tensor_contents` by name, which its type stubs do not declare.
@@ -172,6 +174,11 @@ class LayerWeights(torch.Tensor):
     def _recording(self) -> bool:
         return self._differentiable is not None and torch.is_grad_enabled()
 
+    def _require_small(self) -> None:
+        """Refuse the whole if it is too large, before the record is computed."""
+        dtype = np.dtype(str(self.dtype).removeprefix("torch."))
+        require_small(self.numel(), tuple(self.shape), dtype)
+
     def _read(self, index: Any) -> torch.Tensor:
         return torch.as_tensor(self.record.weights[index], device=self._call.query.device)
 
@@ -179,7 +186,7 @@ class LayerWeights(torch.Tensor):
         """Attention of values that are rows of the identity is the matrix of weights."""
         call = self._differentiable
         assert call is not None
-        self.record.weights.check_size(self.numel())
+        self._require_small()
         batch, heads, kv_len, _ = call.key.shape
         identity = torch.eye(kv_len, dtype=self.dtype, device=self.device)
         variants = [v for v in call.variants if not isinstance(v, qkv.Dropout)]

@@ -17,6 +17,7 @@ pytest.importorskip("transformers", reason=REASON)
 from families import attending, inputs_of, model_of  # noqa: E402
 
 import qkv.hf  # noqa: E402
+from qkv.hf import layer_weights  # noqa: E402
 
 qkv.hf.enable()
 
@@ -133,3 +134,20 @@ def test_an_error_of_reading_weights_is_not_one_of_the_dimension() -> None:
     call = qkv.hf.LayerCall(torch.nn.Identity(), x, x, x.bfloat16(), (), None, 0, 0)
     with pytest.raises(qkv.DTypeError, match="query, key and value have different dtypes"):
         qkv.hf.LayerWeights(call).sum(dim=(0, 1))
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_matrix_that_is_too_large_is_refused_before_anything_is_computed(
+    gradients: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_weights, "attend_for_inspection", None)
+    x = torch.zeros(1, 1, 100_000, 4, requires_grad=gradients)
+    weights = qkv.hf.LayerWeights(
+        qkv.hf.LayerCall(torch.nn.Identity(), x, x, x, (qkv.Causal(),), None, 0, 0)
+    )
+    uses: list[Callable[[], Any]] = [
+        lambda: weights.sum(dim=(0, 1)), weights.dense, weights.numpy, lambda: weights * 2,
+    ]  # fmt: skip
+    for use in uses:
+        with pytest.raises(qkv.UnsupportedError, match=r"holds 37\.3 GiB \(limit 2\.0 GiB\)"):
+            use()

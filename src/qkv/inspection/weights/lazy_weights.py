@@ -280,14 +280,26 @@ class LazyWeights(NDArrayOperatorsMixin):
         UnsupportedError
             If they take more memory than the reference backend may.
         """
-        size = count * self.dtype.itemsize
-        if size > DENSE_LIMIT:
-            raise UnsupportedError(
-                f"this slice of the weights holds {memory(size)} (limit {memory(DENSE_LIMIT)}).",
-                [("weights", f"{self.dtype} {self.shape}, {memory(self.nbytes)} in all")],
-                "Read fewer rows, reduce it by .sum, .mean, .max, .min or .argmax, or use "
-                ".top(k), .entropy and .mass(...) of the record, which stay small.",
-            )
+        require_small(count, self.shape, self.dtype)
+
+
+def require_small(count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Refuse to hold `count` of the weights of this shape at once.
+
+    Raises
+    ------
+    UnsupportedError
+        If they take more memory than the reference backend may.
+    """
+    size = count * dtype.itemsize
+    if size > DENSE_LIMIT:
+        whole = memory(int(np.prod(shape, dtype=object)) * dtype.itemsize)
+        raise UnsupportedError(
+            f"this slice of the weights holds {memory(size)} (limit {memory(DENSE_LIMIT)}).",
+            [("weights", f"{dtype} {shape}, {whole} in all")],
+            "Read fewer rows, reduce it by .sum, .mean, .max, .min or .argmax, or use "
+            ".top(k), .entropy and .mass(...) of the record, which stay small.",
+        )
 
 
 def _index_per_axis(index: Any, shape: tuple[int, ...]) -> list[Any]:
