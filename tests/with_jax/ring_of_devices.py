@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import qkv
 import qkv.jax
 
-LENGTH, HEADS, DIM = 64, 4, 8
+LENGTH, FEW, HEADS, DIM = 64, 16, 4, 8
 Q_POS, KV_POS = jnp.arange(LENGTH)[:, None], jnp.arange(LENGTH)
 FAR = KV_POS - Q_POS
 CAUSAL = FAR <= 0
@@ -56,6 +56,16 @@ CASES: dict[str, Case] = {
         ), (np.random.default_rng(5).normal(size=(8, HEADS)),),
     ),
     "rope": (lambda: (qkv.Causal(), qkv.RoPE()), forbidding(CAUSAL), ()),
+    "few queries from the start": (
+        lambda: (qkv.Causal("start") & qkv.SlidingWindow(9, 3),),
+        forbidding((FAR <= 0)[:FEW] & (FAR >= -9)[:FEW]), (),
+    ),
+    "few queries at the end": (
+        lambda: (qkv.Causal("end"), qkv.ALiBi(SLOPES)),
+        lambda s: jnp.where(
+            CAUSAL[-FEW:], s - SLOPES[:, None, None] * jnp.abs(FAR[-FEW:]), -jnp.inf
+        ), (),
+    ),
     "no key": (lambda: (~qkv.SlidingWindow(39, None),), forbidding(FAR < -39), ()),
 }  # fmt: skip
 
@@ -80,9 +90,11 @@ def check(case: str, dtype: Any) -> float:
     rng = np.random.default_rng(0)
     shapes = (HEADS, HEADS // 2, HEADS // 2)
     arrays = [jnp.asarray(rng.normal(size=(2, h, LENGTH, DIM)), dtype) for h in shapes]
+    q_len = FEW if "few" in case else LENGTH
+    arrays[0] = arrays[0][:, :, :q_len]
     learned = [jnp.asarray(x, dtype) for x in CASES[case][2]]
-    d_out = jnp.asarray(rng.normal(size=(2, HEADS, LENGTH, DIM)), dtype)
-    d_lse = jnp.asarray(rng.normal(size=(2, HEADS, LENGTH)), dtype)
+    d_out = jnp.asarray(rng.normal(size=(2, HEADS, q_len, DIM)), dtype)
+    d_lse = jnp.asarray(rng.normal(size=(2, HEADS, q_len)), dtype)
     mesh = jax.make_mesh((4,), ("rows",), axis_types=(AxisType.Auto,))
     rows = P(None, None, "rows")
 

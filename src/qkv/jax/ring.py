@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from qkv._api import attention
-from qkv.arguments.declarations import shown
+from qkv.arguments.declarations import checked_integer, shown
+from qkv.bridges.jax.rules import stand_in
+from qkv.call.binding.bound import bind
 from qkv.call.binding.flatten import Leaves, flatten, unflatten
-from qkv.errors import ArgumentError, ShapeError, UnsupportedError
+from qkv.call.binding.options import OptionValues
+from qkv.call.checked import check_call
+from qkv.errors import AmbiguityError, ArgumentError, QkvError, ShapeError, UnsupportedError
 from qkv.partial import Partial, merge
 from qkv.variants import (
     ALiBi,
@@ -46,6 +51,7 @@ def ring_attention(
     *variants: Any,
     axis_name: str,
     scale: float | None = None,
+    q_offset: int | Literal["start", "end"] | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Attention over rows that devices share, inside of `jax.shard_map`; O(n / devices) memory.
@@ -67,6 +73,9 @@ def ring_attention(
         Of the mesh.
     scale : float, optional
         `head_dim ** -0.5` unless given.
+    q_offset : int, "start", "end" or None
+        Position of query row 0 of all devices. "start" is 0, "end" puts the last query at the last
+        key. `Causal(align=...)` says it as well.
     return_lse : bool
         Return `(output, lse)`.
 
@@ -80,6 +89,9 @@ def ring_attention(
     ------
     UnsupportedError
         For other variants, which hold arrays of the rows.
+    AmbiguityError
+        If query and key differ in rows, a variant compares positions, and nothing says where the
+        queries stand; or if two statements differ.
     ArgumentError, ShapeError
         If something is not an array, or key and value differ in rows.
 
@@ -115,14 +127,20 @@ def ring_attention(
             f"key has {jnp.shape(key)[-2]} rows and value {jnp.shape(value)[-2]}.",
             action="Pass the same rows of both.",
         )
+    devices = _devices_along(axis_name)
+    if q_offset is not None and not isinstance(q_offset, str):
+        q_offset = checked_integer("q_offset", q_offset)
+    _check_alignment(devices, (query, key, value), variants, q_offset)
+    words: list[Any] = [q_offset]
     sinks = tuple(v for v in variants if isinstance(v, Sinks))
-    others = tuple(v for v in variants if not isinstance(v, Sinks))
+    others = tuple(_unaligned(v, words) for v in variants if not isinstance(v, Sinks))
+    more_keys = devices * (jnp.shape(key)[-2] - jnp.shape(query)[-2])
+    first = q_offset if isinstance(q_offset, int) else more_keys if "end" in words else 0
     leaves = Leaves.none()
     tree = flatten((sinks, others), leaves)
     # Each device has a gradient of its own of what all devices share; the transpose adds them up.
-    _devices_along(axis_name)
     shared = [_varying(jnp.asarray(leaf), axis_name) for leaf in leaves.arrays]
-    ring = _Ring(axis_name, tree, scale)
+    ring = _Ring(axis_name, tree, scale, first)
     out, lse = _attend(ring, query, key, value, shared)
     return (out, lse) if return_lse else out
 
@@ -143,6 +161,44 @@ def _require_positions(variant: Any) -> None:
                 [("variants of positions", ", ".join(kind.__name__ for kind in OF_POSITIONS))],
                 "Say it with one of those, or gather the keys with jax.lax.all_gather.",
             )
+
+
+def _unaligned(variant: Any, words: list[str]) -> Any:
+    """The variant without what it says of alignment, which is added to `words`."""
+    match variant:
+        case AllOf() | AnyOf():
+            return replace(variant, masks=tuple(_unaligned(m, words) for m in variant.masks))
+        case Not():
+            return replace(variant, mask=_unaligned(variant.mask, words))
+        case Causal() if variant.align is not None:
+            words.append(variant.align)
+            return replace(variant, align=None)
+    return variant
+
+
+def _check_alignment(
+    devices: int, operands: Sequence[Any], variants: Sequence[Any], q_offset: Any
+) -> None:
+    """Raise unless it is clear where query rows stand.
+
+    It must be now: XLA ends the process where one device fails for which others wait.
+    """
+    leaves = Leaves.none()
+    tree = flatten(tuple(variants), leaves)
+    query, key, value = (stand_in(jax.typeof(array)) for array in operands)
+    arrays = (stand_in(jax.typeof(array)) for array in leaves.arrays)
+    options = OptionValues(q_offset=q_offset)
+    check_call(bind(query, key, value, (), options))
+    query, key, value = (
+        np.broadcast_to(np.zeros((), a.dtype), (*a.shape[:-2], devices * a.shape[-2], a.shape[-1]))
+        for a in (query, key, value)
+    )
+    try:
+        check_call(bind(query, key, value, unflatten(tree, arrays.__next__), options))
+    except AmbiguityError:
+        raise
+    except QkvError:  # The values of what stands in for arrays may be at fault.
+        pass
 
 
 def _devices_along(axis_name: str) -> int:
@@ -166,8 +222,8 @@ def _varying(leaf: Any, axis_name: str) -> Any:
 class _Ring:
     """What is static in one call."""
 
-    def __init__(self, axis_name: str, tree: Any, scale: float | None) -> None:
-        self.axis_name, self.tree, self.scale = axis_name, tree, scale
+    def __init__(self, axis_name: str, tree: Any, scale: float | None, first: int) -> None:
+        self.axis_name, self.tree, self.scale, self.first = axis_name, tree, scale, first
         self.devices = _devices_along(axis_name)
 
     def sent(self, arrays: Sequence[Any]) -> list[Any]:
@@ -184,7 +240,7 @@ class _Ring:
         variants = others + (sinks if isinstance(number, int) else ())
         return attention(
             query, key, value, *variants,
-            scale=self.scale, q_offset=own * query.shape[-2],
+            scale=self.scale, q_offset=self.first + own * query.shape[-2],
             kv_offset=owner * key.shape[-2], return_lse=True,
         )  # fmt: skip
 

@@ -19,7 +19,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qkv.bridges.jax.ffi import ANSWER_PATH, cancelled, handler
 from qkv.bridges.jax.operations import Operation, compute
 from qkv.call.binding.bound import BoundCall, Structure
-from qkv.call.binding.options import OptionValues
 from qkv.call.checked import check_call
 from qkv.call.dispatch import checked
 from qkv.errors import DTypeError, QkvError, ShapeError
@@ -115,8 +114,7 @@ def shapes_of_results(operation: Operation, inputs: Sequence[Any]) -> Shapes:
     lead = np.broadcast_shapes(*(array.shape[:mapped] for array in inputs))
     query, key, value, *arrays = stand_ins = [stand_in(array, mapped) for array in inputs]
     bound = BoundCall(Structure.from_text(operation.structure), stand_ins)
-    options = OptionValues(layout=operation.layout, backend=bound.unflatten().options.backend)
-    call = checked(query, key, value, (), options)
+    call = checked(query, key, value, (), bound.unflatten().options)
     try:
         check_call(bound)
     except QkvError as error:
