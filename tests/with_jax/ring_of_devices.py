@@ -66,6 +66,11 @@ CASES: dict[str, Case] = {
             CAUSAL[-FEW:], s - SLOPES[:, None, None] * jnp.abs(FAR[-FEW:]), -jnp.inf
         ), (),
     ),
+    "learned scales": (  # In parts of 64, which have gradients of the size of others.
+        lambda scales: (qkv.Causal(),),
+        lambda s, scales: forbidding(CAUSAL)(s * scales[:, None, None] / 64 * DIM**0.5),
+        (np.array([6.0, 20.0, 24.0, 50.0]),),
+    ),
     "no key": (lambda: (~qkv.SlidingWindow(39, None),), forbidding(FAR < -39), ()),
 }  # fmt: skip
 
@@ -100,7 +105,10 @@ def check(case: str, dtype: Any) -> float:
 
     def ring(q: Any, k: Any, v: Any, *learned: Any) -> Any:
         variants = CASES[case][0](*learned)
-        out, lse = qkv.jax.ring_attention(q, k, v, *variants, axis_name="rows", return_lse=True)
+        scale = learned[0] / 64 if case == "learned scales" else None
+        out, lse = qkv.jax.ring_attention(
+            q, k, v, *variants, axis_name="rows", scale=scale, return_lse=True
+        )
         return out, jnp.where(lse > -jnp.inf, lse, 0)
 
     specs = (rows,) * 3 + (P(),) * len(learned)

@@ -84,3 +84,20 @@ def test_where_queries_stand(variant: Any, q_offset: Any, first: int) -> None:
 def test_a_scale_that_is_no_number() -> None:
     with pytest.raises(qkv.ArgumentError, match="scale='a'"):
         jax.eval_shape(lambda: ring(X, X, qkv.Causal(), scale="a"))
+
+
+def test_a_scale_that_is_differentiated() -> None:
+    def total(scale: Any) -> Any:
+        return (ring(X, X, scale=scale) ** 2).sum()
+
+    def definition(scale: Any) -> Any:
+        return ((jax.nn.softmax(scale * X @ X.mT) @ X) ** 2).sum()
+
+    found, expected = (jax.jit(jax.grad(f))(0.4) for f in (total, definition))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_rows_of_16_bits_where_jax_promotes_nothing() -> None:
+    rows = X.astype(jnp.bfloat16)
+    with jax.numpy_dtype_promotion("strict"):
+        assert ring(rows, rows, qkv.Causal()).dtype == jnp.bfloat16

@@ -13,6 +13,7 @@ import numpy as np
 
 from qkv._api import attention
 from qkv.arguments.declarations import checked_integer, shown
+from qkv.bridges.jax.calls import scaled
 from qkv.bridges.jax.rules import stand_in
 from qkv.call.binding.bound import bind
 from qkv.call.binding.flatten import Leaves, flatten, unflatten
@@ -50,7 +51,7 @@ def ring_attention(
     value: Any,
     *variants: Any,
     axis_name: str,
-    scale: float | None = None,
+    scale: Any = None,
     q_offset: int | Literal["start", "end"] | None = None,
     return_lse: bool = False,
 ) -> Any:
@@ -71,8 +72,8 @@ def ring_attention(
         `RelativeBias`, `RoPE`, `Softcap`, `ScoreMod`; and `Sinks`.
     axis_name : str
         Of the mesh.
-    scale : float, optional
-        `head_dim ** -0.5` unless given.
+    scale : float or scalar array, optional
+        `head_dim ** -0.5` unless given. A traced one multiplies the query.
     q_offset : int, "start", "end" or None
         Position of query row 0 of all devices. "start" is 0, "end" puts the last query at the last
         key. `Causal(align=...)` says it as well.
@@ -140,7 +141,8 @@ def ring_attention(
     tree = flatten((sinks, others), leaves)
     # Each device has a gradient of its own of what all devices share; the transpose adds them up.
     shared = [_varying(jnp.asarray(leaf), axis_name) for leaf in leaves.arrays]
-    ring = _Ring(axis_name, tree, scale, first)
+    query, options = scaled(query, OptionValues(scale=scale))
+    ring = _Ring(axis_name, tree, options.scale, first)
     out, lse = _attend(ring, query, key, value, shared)
     return (out, lse) if return_lse else out
 
@@ -246,7 +248,7 @@ class _Ring:
 
 
 def _attend(ring: _Ring, query: Any, key: Any, value: Any, leaves: list[Any]) -> tuple[Any, Any]:
-    wide = jnp.promote_types(query.dtype, jnp.float32)
+    wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
 
     @jax.custom_vjp
     def whole(q: Any, k: Any, v: Any, leaves: Any) -> tuple[Any, Any]:

@@ -27,7 +27,7 @@ from qkv.call.checked import views_of
 from qkv.errors import DTypeError, UnsupportedError
 from qkv.problem.stored_rows import Paged, Quantized
 
-__all__ = ["attention"]
+__all__ = ["attention", "scaled"]
 
 
 def attention(
@@ -39,10 +39,7 @@ def attention(
     return_lse: bool,
 ) -> Any:
     """See `qkv.attention`."""
-    scale = options.scale
-    of_jax = isinstance(query, jax.Array) and isinstance(scale, jax.Array)
-    if of_jax and (scale.ndim or isinstance(scale, jax.core.Tracer)):
-        query, options = with_scale(query, options)
+    query, options = scaled(query, options)
     bound = bind(query, key, value, variants, options)
     structure, leaves = bound
     if any(isinstance(array, jax.core.Tracer) for array in leaves):
@@ -66,6 +63,17 @@ def attention(
     out, lse, *_ = attend(BoundCall(structure, views), rows=return_lse)
     placed = _like(query, out, options.layout)
     return (placed, _like(query, lse, options.layout, is_lse=True)) if return_lse else placed
+
+
+def scaled(query: Any, options: OptionValues) -> tuple[Any, OptionValues]:
+    """The query times a scale that JAX traces, or one for each head, and options without it."""
+    scale = options.scale
+    of_jax = isinstance(query, jax.Array) and isinstance(scale, jax.Array)
+    if of_jax and (scale.ndim or isinstance(scale, jax.core.Tracer)):
+        # JAX can be told to refuse operands of different types and dimensions.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return with_scale(query, options)
+    return query, options
 
 
 def _like(query: Any, array: Any, layout: str, *, is_lse: bool = False) -> Any:
