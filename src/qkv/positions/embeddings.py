@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from qkv.arguments.declarations import NotNegative, Size, Whole, checked, is_integer, shown
 from qkv.arguments.readable_checks import array_shape, as_array
 from qkv.errors import ArgumentError, DTypeError, ShapeError
-from qkv.positions.rotation import array_namespace, cast, check_positions
+from qkv.positions.rotation import array_namespace, cast, check_positions, promoting
 from qkv.positions.scaling import inverse_frequencies, positive
 
 __all__ = ["LearnedPositions", "SinusoidalPositions"]
@@ -100,7 +100,8 @@ class SinusoidalPositions:
         added = self.encoding(_positions_of(x, positions))
         if xp.__name__ == "torch":
             return x + xp.as_tensor(added, device="cpu").to(x)
-        return x + cast(xp.asarray(added), x.dtype)
+        with promoting(x):
+            return x + cast(xp.asarray(added), x.dtype)
 
 
 @checked
@@ -211,7 +212,8 @@ class LearnedPositions:
         if xp.__name__ == "torch":
             known = isinstance(rows, xp.Tensor)
             return x + (rows if known else xp.as_tensor(rows, device="cpu")).to(x)
-        return x + cast(xp.asarray(rows), x.dtype)
+        with promoting(x):
+            return x + cast(xp.asarray(rows), x.dtype)
 
 
 def _check_width(x: Any, embed_dim: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from qkv.arguments.readable_checks import as_array
 from qkv.arrays import no_array_error
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 
-__all__ = ["array_namespace", "cast", "check_positions", "rotate"]
+__all__ = ["array_namespace", "cast", "check_positions", "promoting", "rotate"]
 
 _HOST = (np.ndarray, np.generic, int, list, tuple, range)
 
@@ -27,7 +27,14 @@ def rotate(x: Any, positions: Any, inv_freq: Any, layout: str, attention_factor:
             f"x has shape {tuple(x.shape)}; {2 * n} entries of its last axis are to be rotated.",
             action="Pass rows (..., head_dim) with head_dim of at least rotary_dim.",
         )
-    cos, sin = _cos_and_sin(xp, x, positions, inv_freq, attention_factor)
+    with promoting(x):
+        return _rotated(xp, x, _cos_and_sin(xp, x, positions, inv_freq, attention_factor), layout)
+
+
+def _rotated(xp: Any, x: Any, cos_and_sin: tuple[Any, Any], layout: str) -> Any:
+    """Pairs of the last axis of `x`, as many as there are angles, rotated by these."""
+    cos, sin = cos_and_sin
+    n = cos.shape[-1]
     rotated, rest = x[..., : 2 * n], x[..., 2 * n :]
     if layout == "half_split":
         a, b = rotated[..., :n], rotated[..., n:]
@@ -39,6 +46,18 @@ def rotate(x: Any, positions: Any, inv_freq: Any, layout: str, attention_factor:
     if layout == "half_split":
         return xp.concat([*parts, rest], axis=-1)
     return xp.concat([xp.stack(parts, axis=-1).reshape(rotated.shape), rest], axis=-1)
+
+
+def promoting(x: Any) -> AbstractContextManager[Any]:
+    """Where operands of different types and dimensions go together, also if JAX refuses others."""
+    # The first check is for torch's compiler.
+    if isinstance(x, np.ndarray) or not hasattr(x, "__array_namespace__"):
+        return nullcontext()
+    jax = sys.modules["jax"]
+    contexts = ExitStack()
+    contexts.enter_context(jax.numpy_dtype_promotion("standard"))
+    contexts.enter_context(jax.numpy_rank_promotion("allow"))
+    return contexts
 
 
 def array_namespace(x: Any, name: str = "x") -> Any:
