@@ -230,6 +230,10 @@ def test_what_does_not_fit_is_a_value_error(change: dict[str, Any], message: str
         qkv.jax.dot_product_attention(*arrays(), bias=jnp.zeros((1, 1, 1, S), jnp.complex64))
     with pytest.raises(TypeError, match="float32, not bool"):
         qkv.jax.dot_product_attention(*arrays(), mask=random(1, 1, T, S))
+    with pytest.raises(qkv.DTypeError, match="int32, not bool") as caught:
+        qkv.jax.dot_product_attention(*arrays(), mask=jnp.ones((1, 1, T, S), jnp.int32))
+    assert "bias=mask" in caught.value.action
+    assert "Bias(" not in caught.value.action
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "bias", "mask"])

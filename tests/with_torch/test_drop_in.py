@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -126,6 +127,17 @@ def test_dropout_that_is_no_probability(dropout: float) -> None:
         torch.nn.Dropout(dropout)
     with pytest.raises(qkv.ArgumentError, match=f"dropout={dropout} is not a probability"):
         MultiHeadAttention(16, 4, dropout=dropout)
+
+
+@pytest.mark.parametrize("dropout", ["0.1", "0", "", b"1"])
+def test_dropout_that_is_a_text(dropout: Any) -> None:
+    x = normal(2, 4, 6, 8)
+    with pytest.raises(TypeError):
+        theirs(x, x, x, dropout_p=dropout)
+    with pytest.raises(qkv.ArgumentError, match="dropout_p is not a single number"):
+        ours(x, x, x, dropout_p=dropout)
+    with pytest.raises(qkv.ArgumentError, match="is not a probability"):
+        qkv.Dropout(dropout, seed=0)
 
 
 def test_dropout_of_everything_leaves_the_bias_as_in_torch() -> None:
@@ -414,6 +426,15 @@ def test_the_error_for_a_mask_of_integers_names_masks_that_are_taken(dtype: torc
             ours(x, x, x, attn_mask=eval(written[1], names) * 2),
             theirs(x, x, x, attn_mask=2.0 * mask.double()),
         )
+
+
+def test_the_error_for_a_padding_mask_names_masks_that_are_taken() -> None:
+    x, mask = normal(2, 4, 6, 8), torch.arange(6) < torch.tensor([[6], [4]])
+    with pytest.raises(qkv.ShapeError, match="does not broadcast") as caught:
+        ours(x, x, x, attn_mask=mask)
+    assert caught.value.action == "Pass mask[:, None, None, :]."
+    padded = mask[:, None, None, :]
+    assert_close(ours(x, x, x, attn_mask=padded), theirs(x, x, x, attn_mask=padded))
 
 
 def test_a_variant_as_a_mask_names_the_function_that_takes_it() -> None:

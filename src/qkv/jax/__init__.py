@@ -143,7 +143,14 @@ def dot_product_attention(
     if bias is not None:
         variants.append(Bias(_added(_four_dimensions(bias, "bias"))))
     if mask is not None:
-        variants.append(Mask(_four_dimensions(mask, "mask")))
+        allowed = _four_dimensions(mask, "mask")
+        if allowed.dtype != bool:
+            raise DTypeError(
+                f"mask has dtype {allowed.dtype}, not bool.",
+                action="Pass mask.astype(bool) if 1 means may attend, or bias=mask to add it to "
+                "the scores.",
+            )
+        variants.append(Mask(allowed))
     if is_causal:
         variants.append(Causal())
     if local_window_size is not None:

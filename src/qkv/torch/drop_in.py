@@ -100,7 +100,9 @@ def scaled_dot_product_attention(
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if flag is not True and flag is not False and not isinstance(flag, torch.SymBool):
             checked_flag(name, flag)
-    if isinstance(dropout_p, torch.Tensor | np.ndarray) and dropout_p.ndim:
+    if isinstance(dropout_p, str | bytes) or (
+        isinstance(dropout_p, torch.Tensor | np.ndarray) and dropout_p.ndim
+    ):
         raise ArgumentError(
             "dropout_p is not a single number.", action="Pass a number from 0 to 1."
         )
@@ -135,7 +137,9 @@ def scaled_dot_product_attention(
         output: Tensor = qkv.attention(query, key, value, *variants, scale=scale)
     except ShapeError as error:
         if "layout=" not in error.action:
-            raise
+            # An attn_mask is a tensor.
+            dense, _, lengths = error.action.partition(" or qkv.KeyLengths")
+            raise error.with_action(f"{dense}." if lengths else dense) from None
         raise error.with_action(
             "Pass (..., heads, length, dim), as by transpose(-3, -2)."
         ) from None

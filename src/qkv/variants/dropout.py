@@ -63,7 +63,8 @@ class Dropout(Variant):
                 action=f"Write Dropout({shown(self.p)}, seed=0), with a new seed for each step.",
             )
         try:
-            fits = 0 <= float(self.p) < 1 and not is_truth_value(self.p)
+            is_number = not (isinstance(self.p, str | bytes) or is_truth_value(self.p))
+            fits = is_number and 0 <= float(self.p) < 1
         except (TypeError, ValueError, OverflowError, RuntimeError):
             fits = False
         if not fits:
