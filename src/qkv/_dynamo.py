@@ -28,8 +28,9 @@ _RULES = "torch._dynamo.trace_rules"
 """The module that says which files Dynamo reads."""
 
 READABLE = (
-    "__init__.py", "_api.py", "_dynamo.py", "arguments/declarations.py",
-    "arguments/readable_checks.py", "arrays/__init__.py", "backends/__init__.py", "backends/torch",
+    "__init__.py", "_api.py", "_dynamo.py", "arguments/array_errors.py",
+    "arguments/declarations.py", "arguments/readable_checks.py", "arrays/__init__.py",
+    "backends/__init__.py", "backends/torch",
     "bridges/__init__.py", "bridges/learnable.py", "bridges/torch/__init__.py",
     "bridges/torch/calls.py", "bridges/torch/comparisons.py", "bridges/torch/compiled.py",
     "bridges/torch/operands.py",

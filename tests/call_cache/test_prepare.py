@@ -150,7 +150,7 @@ class Undeclared:
 @LIBRARIES
 @pytest.mark.parametrize("free", [(), ("kv_len",)])
 def test_stored_rows_are_refused(arrays, free) -> None:
-    """Without the masks of their cache, rows that nobody has written would be read."""
+    """Rows that nobody has written would be read without the masks of their cache."""
     query, key, value = map(arrays, operands(1))
     prepared = qkv.prepare(query, key, value, free=free)
     for make in (qkv.cache.PagedCache, qkv.cache.ContiguousCache):

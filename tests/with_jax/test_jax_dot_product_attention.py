@@ -139,7 +139,7 @@ def test_residual_has_no_gradient() -> None:
 
 
 def test_ranks_are_not_promoted() -> None:
-    """As in JAX, whose function works where it refuses arrays of unlike numbers of dimensions."""
+    """The function of JAX works too where JAX refuses arrays of unlike numbers of dimensions."""
     q, k, v = (jnp.ones((2, 7, 4, 8)) for _ in range(3))
     lengths = jnp.array([7, 5], jnp.int32)
     with jax.numpy_rank_promotion("raise"):

@@ -13,14 +13,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.array_errors import no_array_error
 from qkv.arrays.numpy_arrays import NumpyArrays
-from qkv.arrays.roles import variable
-from qkv.errors import ArgumentError, DTypeError
+from qkv.errors import ArgumentError
 from qkv.process.forks import importing
 
 __all__ = [
     "ArrayLibrary", "has_shape", "is_array", "kind_of", "library_named", "library_of",
-    "library_of_type", "namespace", "no_array_error",
+    "library_of_type", "namespace",
 ]  # fmt: skip
 
 
@@ -131,33 +131,6 @@ def library_of(array: Any, role: str, query: ArrayLibrary | None = None) -> Arra
         )
     error = no_array_error(array, role)
     raise error if query is None else error.with_action(query.in_words(error.action))
-
-
-def no_array_error(given: Any, role: str) -> DTypeError:
-    """The error for what is an array of no library."""
-    if given is None:
-        return DTypeError(f"{role} is None, not an array.", action=f"Pass an array as {role}.")
-    kind = type(given)
-    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.").removeprefix("None.")
-    if isinstance(given, list | tuple):
-        try:
-            np.asarray(given)
-        except ValueError as error:
-            if "inhomogeneous" in str(error):
-                return DTypeError(
-                    f"{role} is a {name} whose rows differ in length, not an array.",
-                    action="Pad the rows to one length; qkv.KeyLengths says how many are real.",
-                )
-        except (RuntimeError, TypeError):
-            pass  # A list of arrays that NumPy may not read.
-    if isinstance(given, list | tuple | int | float | memoryview):
-        return DTypeError(
-            f"{role} is a {name}, not an array.",
-            action=f"Pass numpy.asarray({variable(role)}, dtype='float32').",
-        )
-    return DTypeError(
-        f"{role} is a {name}, not an array.", action="Pass an array of NumPy, torch or JAX."
-    )
 
 
 def namespace(array: Any, role: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arrays.roles import variable
+from qkv.arguments.array_errors import variable
 from qkv.errors import DTypeError
 
 

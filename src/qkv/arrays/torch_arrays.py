@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
-from qkv.arrays.roles import variable
+from qkv.arguments.array_errors import variable
 from qkv.errors import DTypeError, ShapeError, UnsupportedError
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.array_errors import no_array_error
 from qkv.arguments.readable_checks import as_array
-from qkv.arrays import no_array_error
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 
 __all__ = ["array_namespace", "cast", "check_positions", "promoting", "rotate"]

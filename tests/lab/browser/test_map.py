@@ -225,7 +225,7 @@ def test_inspect_offers_what_else_it_can_show(bare: Lab, tmp_path: Path) -> None
 
 
 def test_a_tile_that_fails_is_not_asked_for_again_by_itself(served: Any) -> None:
-    """A tile that was stopped would run again at once, and a server that is gone be asked forever."""
+    """A tile that was stopped would run again at once, and a lost server be asked forever."""
     asked = []
     answer = {"ok": False, "error": {"message": "it was stopped.", "action": ""}}
 

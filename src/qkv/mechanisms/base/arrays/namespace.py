@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from qkv.arrays import kind_of, library_of, no_array_error
+from qkv.arguments.array_errors import no_array_error
+from qkv.arrays import kind_of, library_of
 from qkv.arrays.views import view
 from qkv.errors import DTypeError, UnsupportedError
 from qkv.extras import install_command

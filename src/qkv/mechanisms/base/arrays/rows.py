@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeAlias
 
-from qkv.arrays import kind_of, library_of, no_array_error
+from qkv.arguments.array_errors import no_array_error
+from qkv.arrays import kind_of, library_of
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 
 __all__ = ["MOST_RANDOM", "Arrays", "Rows", "refuse_many_numbers"]
