@@ -279,6 +279,21 @@ def test_a_page_is_not_saved_with_what_another_page_has_opened(client: Client) -
     assert saved(shown="1")[0] == 400
 
 
+def test_a_text_is_not_read_by_a_model_that_another_page_has_opened(client: Client) -> None:
+    def opened(shown: int, **what: str) -> tuple[int, Any]:
+        asked = {"id": 1, "method": "open", "params": what, "shown": shown}
+        status, _, data = client.request("POST", "/call", json.dumps(asked).encode())
+        return status, json.loads(data)
+
+    first = opened(1, what="tiny")[1]["result"]["data"]["shown"]
+    second = opened(first, what="language")[1]["result"]["data"]["shown"]
+    status, answer = opened(first, text="the cat sat")
+    assert (status, answer["error"]["action"]) == (409, "Load this page once more to see it.")
+    assert opened(second, text="the cat sat")[0] == 200
+    # What comes with qkv is opened whatever is shown.
+    assert opened(first, what="tiny")[0] == 200
+
+
 def _npz(**arrays: Any) -> bytes:
     file = io.BytesIO()
     np.savez_compressed(file, **arrays)

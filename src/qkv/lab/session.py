@@ -145,6 +145,8 @@ class Session:
                 [("methods", ", ".join(self._methods))],
                 "Use one of these.",
             )
+        if method == "open":
+            return Answer(self._open(Parameters(params or {}), about))
         if method not in _ABOUT_SHOWN:
             about = None
         self.require_shown(about)
@@ -220,12 +222,14 @@ class Session:
             "others": [{"what": what, "title": printable(title, 200)} for what, title in others],
         }
 
-    def _open(self, given: Parameters) -> dict[str, Any]:
+    def _open(self, given: Parameters, about: int | None = None) -> dict[str, Any]:
         """Show something that comes with qkv, what the session began with, or another text."""
         host = given.choice("host", ("server", "widget"), "server")
         text = given.text("text", _LONGEST_READ)
         with self._lock:
             if text is not None:
+                # The model that is shown reads it; all else is opened whatever is shown.
+                self.require_shown(about)
                 source: Source | None = self._read(text)
             else:
                 made: dict[str, Callable[[], Source | None]] = {
