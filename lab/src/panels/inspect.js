@@ -98,9 +98,9 @@ function useBestKeys({ layer, head, query, qLen }) {
   return useAsk(query === undefined ? null : "head", qLen > PAGE ? { layer, head, first, count: PAGE } : { layer, head });
 }
 
-function TopKeys({ best: { result, error, again }, query, tokens, qLen, kvLen }) {
+function TopKeys({ best: { result, error }, query, tokens, qLen, kvLen }) {
   const { set } = useLab();
-  if (error) return html`<${Failure} error=${error} again=${again} />`;
+  if (error) return html`<${Failure} error=${error} />`;
   if (!result) return html`<${Waiting} what="the best keys" />`;
   const at = query - result.first;
   const isThere = at < result.count;
@@ -181,7 +181,7 @@ function NoWhatIf({ model }) {
 
 export function Inspect() {
   const { view, set, client } = useLab();
-  const { result: model, error, again } = useAsk("model");
+  const { result: model, error } = useAsk("model");
   const text = useRef(null);
   const { layers = [], notable = {} } = model ?? {};
   const chosen = (name) => (view[name] === UNCHOSEN ? notable[name] ?? 0 : view[name]);
@@ -189,7 +189,7 @@ export function Inspect() {
   const head = current && inside(chosen("head"), current.heads.length);
   const query = current && inside(chosen("query"), current.q_len);
   const best = useBestKeys({ layer: current?.index, head, query, qLen: current?.q_len });
-  if (error) return html`<p class="lead">Every head of a real model, and the map of its weights at any length.</p><${Failure} error=${error} again=${again} />`;
+  if (error) return html`<p class="lead">Every head of a real model, and the map of its weights at any length.</p><${Failure} error=${error} />`;
   if (!model) return html`<${Waiting} what="the record" />`;
   // Layers of another sequence than the text, as in a decoder, have tokens of their own, or none.
   const { index: layer, q_len: qLen, kv_len: kvLen, tokens = model.tokens } = current;

@@ -62,7 +62,7 @@ function Detail({ chosen, tokens }) {
 export function Mechanisms() {
   const { view, set, theme, client } = useLab();
   const list = useRef(null);
-  const { result, error, again } = useAsk("mechanisms");
+  const { result, error } = useAsk("mechanisms");
   const chosenName = view.mech || "scaled-dot-product";
   const all = result?.mechanisms;
   const chosen = all?.find(({ mechanism }) => mechanism === chosenName) ?? all?.[0];
@@ -85,7 +85,7 @@ export function Mechanisms() {
       <h3>${family[0].toUpperCase() + family.slice(1)}</h3><p class="faint">${about}</p>
       <ul class="multiples" aria-label=${`Mechanisms: ${family}`}>${all.filter((each) => each.family === family).map(card)}</ul></section>`);
   }, [all, chosen, theme, view.digits]);
-  if (error) return html`<${Failure} error=${error} again=${again} />`;
+  if (error) return html`<${Failure} error=${error} />`;
   if (!all) return html`<${Waiting} what="all mechanisms" />`;
   return html`<p class="lead">The whole family on the same five tokens. Each square is how much a query (down) takes of a key (across); the number says how far the output is from that of full attention.</p>
     <div ref=${list}>${cards}</div>

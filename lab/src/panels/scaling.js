@@ -53,8 +53,8 @@ function DrawBars({ title, weights, scores, kind }) {
 
 export function Scaling() {
   const { view, set } = useLab();
-  const { result, error, again } = useAsk("scaling");
-  if (error) return html`<${Failure} error=${error} again=${again} />`;
+  const { result, error } = useAsk("scaling");
+  if (error) return html`<${Failure} error=${error} />`;
   if (!result) return html`<${Waiting} what="the curve" />`;
   const { curve, draw: { query, keys } } = result;
   const [plain, scaled] = [false, true].map((is) => curve.points.filter((point) => point.scaled === is));

@@ -192,9 +192,9 @@ export function Stepper({ at, length, onStep, what = "step" }) {
   </div>`;
 }
 
-/** What went wrong, and what to do; `again` asks for the same once more. */
-export const Failure = ({ error, again }) => html`<div class="failure" role="alert">
+/** What went wrong, and what to do; its `again` asks for the same once more. */
+export const Failure = ({ error }) => html`<div class="failure" role="alert">
   <p>${error.message}</p>${error.action && html`<p class="faint">${error.action}</p>`}
-  ${again && html`<p><button type="button" onClick=${again}>Compute it again</button></p>`}</div>`;
+  ${error.again && html`<p><button type="button" onClick=${error.again}>Compute it again</button></p>`}</div>`;
 
 export const Waiting = ({ what }) => html`<p class="faint waiting" role="status">Python computes ${what} …</p>`;

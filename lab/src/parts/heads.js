@@ -1,6 +1,6 @@
 // All heads of all layers as small pictures of their weights: one tab stop, arrow keys.
 
-import { html, inside, useEffect, useLab, useLayoutEffect, useRef, useState } from "./lab.js";
+import { failed, html, inside, useEffect, useLab, useLayoutEffect, useRef, useState } from "./lab.js";
 import { table } from "../drawing/colours.js";
 
 /** Heads of a layer up to which there is room for words under each picture. */
@@ -76,6 +76,7 @@ export function HeadPictures({ layers, chosen: [row, column], onChoose, onOpen, 
 export function usePictures(layers) {
   const { client } = useLab();
   const [state, setState] = useState({});
+  const [tries, setTries] = useState(0);
   useEffect(() => {
     let open = true;
     const found = { layers, pictures: [], queries: [] };
@@ -90,8 +91,12 @@ export function usePictures(layers) {
         setState({ ...found });
       }
     };
-    askAll().catch((error) => open && setState({ ...found, error }));
+    const again = () => {
+      setState({ ...found });
+      setTries(tries + 1);
+    };
+    askAll().catch((error) => open && setState({ ...found, error: failed(client, error, again) }));
     return () => { open = false; };
-  }, [layers]);
+  }, [layers, tries]);
   return state.layers === layers ? state : { pictures: [], queries: [] };
 }

@@ -14,9 +14,11 @@ export const Lab = createContext(null);
 /** @returns {{view: typeof import("../host/view.js").DEFAULTS, set: Function, client: import("../host/host.js").Client, theme: "light"|"dark", announce: (text: string) => void, keys: Map<string, Function>, kept: Map<string, any>}} */
 export const useLab = () => useContext(Lab);
 
+/** What went wrong, and a function that asks again where Python could answer. */
+export const failed = ({ host }, { message, action }, again) => ({ message, action, again: host === "export" ? undefined : again });
+
 /**
- * The result of a method of the host, undefined until it is there; with an error, where Python could
- * answer, a function that asks again.
+ * The result of a method of the host, undefined until it is there, or what went wrong.
  * @param {string|null} method null asks nothing
  */
 export function useAsk(method, params = {}) {
@@ -40,7 +42,7 @@ export function useAsk(method, params = {}) {
     setState({});
     setTries(tries + 1);
   };
-  return state.error && client.host !== "export" ? { ...state, again } : state;
+  return state.error ? { error: failed(client, state.error, again) } : state;
 }
 
 /** Keys of the panel that is shown, beside those of the page. @param {Record<string, Function>} handlers */

@@ -1,7 +1,7 @@
 // The zoomable map of one head's weights: buttons, drag, pinch or keys; the exact weight under the
 // pointer, or of the point that was chosen by a click.
 
-import { html, useEffect, useLab, useLayoutEffect, useMemo, useRef, useState } from "./lab.js";
+import { failed, html, useEffect, useLab, useLayoutEffect, useMemo, useRef, useState } from "./lab.js";
 import { Choice, Failure, Num, Save } from "./basics.js";
 import { canvasSvg } from "../drawing/picture.js";
 import { Tiles, drawMap } from "../drawing/map.js";
@@ -211,7 +211,7 @@ export function WeightMap({ name: headName, layer, head, query, chosenKey: key, 
       <canvas ref=${canvas} tabindex="0" data-keys style=${{ width: `${width}px`, height: `${height}px`, touchAction: scale > fit * 1.001 ? "none" : "pan-x pan-y" }}
       role="application" aria-roledescription="map of weights" aria-label=${`Weights of ${headName}: ${qLen} queries down, ${kvLen} keys across. Arrow keys move, plus and minus zoom, 0 shows all, Enter goes to the text.`}
       onPointerDown=${onPointerDown} onPointerMove=${onPointerMove} onPointerLeave=${() => setOver(null)} onPointerUp=${letGo} onPointerCancel=${letGo} onKeyDown=${onKeyDown}></canvas></div>
-    ${tiles.error && html`<${Failure} error=${tiles.error} again=${client.host === "export" ? undefined : () => tiles.again()} />`}
+    ${tiles.error && html`<${Failure} error=${failed(client, tiles.error, () => tiles.again())} />`}
     <p class="faint">Click to choose a point, drag to move, Ctrl and the wheel or + and − to zoom.</p>
     <p class="readout" data-over=${over ? "pointer" : "chosen"}><span>query <b class="token" data-name="query">${queryName(readQuery)}</b></span> <span>key <b class="token" data-name="key">${name(readKey)}</b></span>
       <span>weight <b data-name="weight">${isExact ? html`<${Num} x=${exact.weight} digits=${8} />` : "…"}</b></span></p>

@@ -270,12 +270,26 @@ def test_two_widgets_of_one_notebook_are_apart(chromium: Any) -> None:
     context.close()
 
 
-def test_what_was_stopped_is_computed_again_by_a_button(served: Any) -> None:
+@pytest.mark.parametrize(
+    ("panel", "method", "comes"),
+    [
+        ("scaling", "scaling", 'table:has-text("largest weight")'),
+        ("tour", "language", ".tourpicture"),
+        ("language", "language", ".smallheads canvas"),
+        ("code", "code", '[role="option"]'),
+        ("errata", "errata", ".errata li"),
+        ("exercises", "exercises", ".exercise"),
+        ("inspect", "thumbnails", ".glance canvas >> nth=7"),
+    ],
+)
+def test_what_failed_is_computed_again_by_a_button(
+    served: Any, panel: str, method: str, comes: str
+) -> None:
     stopped = []
 
     def answer(route: Any) -> None:
         asked = route.request.post_data_json
-        if asked["method"] != "scaling" or stopped:
+        if asked["method"] != method or stopped:
             route.continue_()
             return
         stopped.append(asked["id"])
@@ -283,10 +297,11 @@ def test_what_was_stopped_is_computed_again_by_a_button(served: Any) -> None:
         route.fulfill(status=409, json={"id": asked["id"], "ok": False, "error": error})
 
     served.page.route("**/call", answer)
-    page = served.open("scaling")
+    page = served.open(panel)
     page.wait_for_selector('[role="alert"]')
     page.click("text=Compute it again")
-    page.wait_for_selector('table:has-text("largest weight")', timeout=60_000)
+    page.wait_for_selector(comes, timeout=60_000)
+    assert page.locator('[role="alert"]').count() == 0
     assert len(stopped) == 1
     assert all("409" in error for error in served.errors)
     served.errors.clear()
