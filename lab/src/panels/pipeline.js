@@ -100,7 +100,7 @@ export function Pipeline() {
 
   const columns = [
     ["products", "q × k", (j) => html`<span class="products">${row.products[j].map((p, d) => html`<span class="product" title=${`number ${d}`}>
-      <span class="q">${(row.rotated_query ?? row.query)[d]}</span>×<span class="k">${(head.rotated_key ?? head.key)[j][d]}</span></span>`)}</span>`],
+      <span class="q"><${Num} x=${(row.rotated_query ?? row.query)[d]} /></span>×<span class="k"><${Num} x=${(head.rotated_key ?? head.key)[j][d]} /></span></span>`)}</span>`],
     ["raw", "score", (j) => [row.raw[j], row.raw[j] / largest]],
     ["scaled", "scaled", (j) => [row.scaled[j], row.scaled[j] / largest]],
     ["scores", "masked", (j) => [row.scores[j], null]],

@@ -107,3 +107,18 @@ def test_it_says_that_other_heads_are_not_shown(traced: Any) -> None:
     lab = traced(q, k, v)
     lab.open("heatmap")
     assert "Of its 2 heads the first is shown." in lab.page.inner_text(".examplebar")
+
+
+@pytest.mark.parametrize(("digits", "longest"), [(4, 7), (12, 15)])
+def test_products_of_the_pipeline_are_written_with_as_many_digits_as_all(
+    traced: Any, digits: int, longest: int
+) -> None:
+    q, k, v = arrays()
+    lab = traced(q, k, v)
+    lab.open("pipeline", step=3, token=1, digits=digits)
+    numbers = lab.page.locator('td[data-column="products"] data')
+    assert max(map(len, numbers.all_inner_texts())) <= longest
+    found = lab.numbers('td[data-column="products"]')
+    pairs = np.array(found).reshape(N, 4, 2)
+    np.testing.assert_array_equal(pairs[..., 0], np.tile(q[1], (N, 1)))
+    np.testing.assert_array_equal(pairs[..., 1], k)
