@@ -252,6 +252,34 @@ def test_tables_of_the_tour_fit_a_desk(opened: Any) -> None:
         assert wide.evaluate("each => each.scrollWidth <= each.clientWidth"), step
 
 
+def test_what_is_chosen_is_seen_where_colours_are_forced(opened: Any) -> None:
+    """Backgrounds and shadows are gone then, as in Windows with a contrast theme."""
+    lab = opened(forced_colors="active")
+    line = """([place, index]) => {
+        const all = [...document.querySelectorAll(place)];
+        const { outlineStyle, outlineWidth } = getComputedStyle(all[index]);
+        return `${outlineStyle} ${outlineWidth}`;
+    }"""
+    for panel, view, place, chosen, other in (
+        ("pipeline", {"step": 3}, ".track button", 3, 2),
+        ("pipeline", {"step": 3}, ".growing thead th", 4, 3),
+        ("code", {"line": 3}, ".code > div", 3, 2),
+        ("tiles", {"tile": 1}, ".keycell", 2, 1),
+        ("tiles", {"tile": 1}, ".data tbody tr", 1, 0),
+        ("mechanisms", {}, ".multiples button", 1, 0),
+    ):
+        page = lab.open(panel, **view)
+        assert page.evaluate(line, [place, chosen]) == "solid 2px", (panel, place)
+        assert page.evaluate(line, [place, other]).startswith("none"), (panel, place)
+    # Lengths and colours that are numbers stay.
+    bars = lab.open("scaling").locator(".plain .bar span >> nth=1")
+    bare = lab.page.locator(".plain .bar >> nth=1")
+    ground = "each => getComputedStyle(each).backgroundColor"
+    assert bars.evaluate(ground) != bare.evaluate(ground)
+    colour = "each => getComputedStyle(each).forcedColorAdjust"
+    assert lab.open("inspect").locator(".words").evaluate(colour) == "none"
+
+
 def test_motion_is_left_out_where_it_is_not_wanted(opened: Any) -> None:
     for wanted, moves in (("no-preference", True), ("reduce", False)):
         page = opened(reduced_motion=wanted).open("start")
