@@ -98,22 +98,23 @@ export function Pipeline() {
   const head = trace.heads[0];
   const largest = Math.max(...row.raw.filter(Number.isFinite).map(Math.abs), 1e-300);
 
+  // Numbers are given as {x, part}, where part decides the colour; others as html.
   const columns = [
     ["products", "q × k", (j) => html`<span class="products">${row.products[j].map((p, d) => html`<span class="product" title=${`number ${d}`}>
       <span class="q"><${Num} x=${(row.rotated_query ?? row.query)[d]} /></span>×<span class="k"><${Num} x=${(head.rotated_key ?? head.key)[j][d]} /></span></span>`)}</span>`],
-    ["raw", "score", (j) => [row.raw[j], row.raw[j] / largest]],
-    ["scaled", "scaled", (j) => [row.scaled[j], row.scaled[j] / largest]],
-    ["scores", "masked", (j) => [row.scores[j], null]],
-    ["shifted", "− max", (j) => [softmax.shifted[j], null]],
-    ["exp", "exp", (j) => [softmax.exp[j], softmax.exp[j]]],
-    ["weights", "weight", (j) => [softmax.weights[j], softmax.weights[j]]],
+    ["raw", "score", (j) => ({ x: row.raw[j], part: row.raw[j] / largest })],
+    ["scaled", "scaled", (j) => ({ x: row.scaled[j], part: row.scaled[j] / largest })],
+    ["scores", "masked", (j) => ({ x: row.scores[j] })],
+    ["shifted", "− max", (j) => ({ x: softmax.shifted[j] })],
+    ["exp", "exp", (j) => ({ x: softmax.exp[j], part: softmax.exp[j] })],
+    ["weights", "weight", (j) => ({ x: softmax.weights[j], part: softmax.weights[j] })],
     ["output", row.factors ? "weight × factor × value" : "weight × value", (j) => html`${row.factors && html`factor <${Num} x=${row.factors[j]} />: `}<${Vector} of=${row.contributions[j]} kind="v" />`],
   ].filter(([column]) => reached(column));
 
   const cell = ([column, , value], j) => {
     const given = value(j);
-    if (!Array.isArray(given)) return html`<td class=${now(column)} data-column=${column}>${given}</td>`;
-    const [x, part] = given;
+    if (!("x" in given)) return html`<td class=${now(column)} data-column=${column}>${given}</td>`;
+    const { x, part = null } = given;
     const style = painted(part, theme);
     return html`<td class=${`right ${now(column)} ${x === -Infinity ? "forbidden" : ""}`} data-column=${column}>
       <span class="swatch" style=${style}><${Num} x=${x} /></span></td>`;

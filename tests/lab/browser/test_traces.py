@@ -122,3 +122,16 @@ def test_products_of_the_pipeline_are_written_with_as_many_digits_as_all(
     pairs = np.array(found).reshape(N, 4, 2)
     np.testing.assert_array_equal(pairs[..., 0], np.tile(q[1], (N, 1)))
     np.testing.assert_array_equal(pairs[..., 1], k)
+
+
+@pytest.mark.parametrize("rate", [0, 0.4])
+def test_the_last_column_of_the_pipeline_is_what_the_output_adds(traced: Any, rate: float) -> None:
+    q, k, v = arrays()
+    lab = traced(q, k, v, *([qkv.Dropout(rate, seed=3)] if rate else []))
+    lab.open("pipeline", step=9, token=1)
+    rows = np.array(lab.numbers('tbody td[data-column="output"]')).reshape(N, -1)
+    exps = np.exp(k @ q[1] / 2)
+    weights = exps / exps.sum()
+    factors = rows[:, 0] if rate else np.ones(N)
+    np.testing.assert_allclose(rows[:, -4:], (weights * factors)[:, None] * v, rtol=1e-12)
+    assert set(factors) <= {0, 1 / (1 - rate)}
