@@ -125,6 +125,23 @@ def test_weights_keep_their_colours_in_print(opened: Any) -> None:
     assert page.locator("main").evaluate("each => each.getBoundingClientRect().left") < 40
 
 
+def test_tables_are_whole_in_print(opened: Any) -> None:
+    """Paper does not scroll: what a box that scrolls hides is lost. A4 has 718 pixels."""
+    lab = opened()
+    over = """() => [...document.querySelectorAll("main .wide > table, main pre")]
+        .filter((each) => each.scrollWidth > each.clientWidth
+            || each.getBoundingClientRect().right > innerWidth)
+        .map((each) => each.innerText.slice(0, 40))"""
+    for panel in PANELS:
+        page = lab.open(panel, step=9)
+        page.eval_on_selector_all("main details", "all => all.forEach((each) => each.open = true)")
+        page.set_viewport_size({"width": 718, "height": 1000})
+        page.emulate_media(media="print")
+        assert page.evaluate(over) == [], panel
+        page.emulate_media(media="screen")
+        page.set_viewport_size({"width": 1280, "height": 900})
+
+
 def test_a_dark_page_is_printed_light(opened: Any) -> None:
     """A sheet would be black otherwise. What is printed is the page at the end of the event."""
     page = opened(color_scheme="dark").open("inspect")
