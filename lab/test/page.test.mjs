@@ -82,6 +82,8 @@ test("numbers for reading", () => {
   for (const text of ["\u0645\u06cc\u200c\u062e", "\u{1f469}\u200d\u{1f467}", "\u{1f469}\u{1f3fd}\u200d\u{1f4bb}", "\u2764\ufe0f\u200d\u{1f525}", "\u0915\u094d\u200d\u0937"]) assert.equal(shown(text), text);
   for (const [text, seen] of [["\u200d", "�"], ["a\u200c", "a�"], ["\u200db", "�b"], ["a\u200d\u200db", "a��b"], ["a\u200d\u202eb", "a��b"]]) assert.equal(shown(text), seen);
   assert.equal(tsv([["a\tb", null], [1, 0.5]]), "a b\t-inf\n1\t0.5");
+  // A token that begins with a quote would take the cells after it into its own.
+  assert.equal(tsv([['"', 1], ['"So', 2], ['5" x', 3]]), '""""\t1\n"""So"\t2\n5" x\t3');
 });
 
 test("a long token is cut between its characters, and a picture of it can be saved", () => {

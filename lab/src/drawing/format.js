@@ -55,6 +55,9 @@ export function cut(text, most) {
 /** A token inside of a sentence. @param {string} token */
 export const quoted = (token) => `“${shown(token)}”`;
 
+/** A cell of tab-separated text. What begins with a quote would go on to the next quote, over cells and rows. */
+const cellOf = (text) => (text.startsWith('"') ? `"${text.replaceAll('"', '""')}"` : text);
+
 /** Rows as tab-separated text, for spreadsheets. @param {unknown[][]} rows */
 export const tsv = (rows) =>
-  rows.map((row) => row.map((cell) => exact(cell).replace(/[\t\r\n]+/g, " ")).join("\t")).join("\n");
+  rows.map((row) => row.map((cell) => cellOf(exact(cell).replace(/[\t\r\n]+/g, " "))).join("\t")).join("\n");

@@ -59,7 +59,7 @@ export function Code() {
     <${ExampleBar} withMask=${false} withScale=${own} />
     <div class="row">${libraries.length > 1 && html`<${Choice} label="Written" value=${library} onChange=${(lib) => set({ lib, line: 0 })} options=${libraries} />`}
       ${names.length > 1 && html`<${Select} label="Mechanism" value=${name} onChange=${(code) => set({ code, line: 0 })} options=${names.map((each) => [each, each])} />`}
-      <${Copy} rows=${() => lines.map(({ text }) => [text])} what="code" /></div>
+      <${Copy} text=${() => lines.map(({ text }) => text).join("\n")} what="code" /></div>
     ${error ? html`<${Failure} error=${error} />` : !lines.length ? html`<${Waiting} what="the code" />` : html`
     <div class="code" role="listbox" aria-label=${`Code of ${name}, ${library}`} data-keys onKeyDown=${move}>${lines.map(({ text, note, value }, i) => html`<div key=${i} role="option" aria-selected=${i === at} tabindex=${i === at ? 0 : -1} class=${i === at ? "now" : ""} onFocus=${() => i !== at && set({ line: i })} onClick=${(event) => event.currentTarget.focus()}>
       <code>${text ? parts[i].map(([kind, part]) => kind ? html`<span class=${`py-${kind}`}>${part}</span>` : part) : " "}</code>${(note || value) && html`<span class="side">${value && html`<span class="values" data-line=${i}>${value}</span>`}${note && html`<span class="note">${note}</span>`}</span>`}</div>`)}</div>

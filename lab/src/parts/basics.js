@@ -49,13 +49,13 @@ export async function copied(text, holder) {
   }
 }
 
-/** Copies rows as tab-separated text. @param {{rows: () => unknown[][], what: string}} props */
-export function Copy({ rows, what }) {
+/** Copies a text, or rows as tab-separated text. @param {{rows?: () => unknown[][], text?: () => string, what: string}} props */
+export function Copy({ rows, text = () => tsv(rows()), what }) {
   const { announce } = useLab();
   const [done, setDone] = useState(false);
   const holder = useRef(null);
   const copy = async () => {
-    await copied(tsv(rows()), holder.current);
+    await copied(text(), holder.current);
     holder.current.querySelector("button").focus();
     announce(`${what} copied`);
     setDone(true);
