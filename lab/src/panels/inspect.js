@@ -188,7 +188,8 @@ export function Inspect() {
   const current = layers.find(({ index }) => index === chosen("layer")) ?? layers[0];
   const head = current && inside(chosen("head"), current.heads.length);
   const query = current && inside(chosen("query"), current.q_len);
-  const best = useBestKeys({ layer: current?.index, head, query, qLen: current?.q_len });
+  const isEmpty = layers.every(({ q_len: queries, kv_len: keys }) => !queries || !keys);
+  const best = useBestKeys({ layer: current?.index, head, query: isEmpty ? undefined : query, qLen: current?.q_len });
   if (error) return html`<p class="lead">Every head of a real model, and the map of its weights at any length.</p><${Failure} error=${error} />`;
   if (!model) return html`<${Waiting} what="the record" />`;
   // Layers of another sequence than the text, as in a decoder, have tokens of their own, or none.
@@ -203,9 +204,12 @@ export function Inspect() {
     text.current.scrollIntoView({ block: "nearest" });
     if (byKey) (text.current.querySelector(".words") ?? text.current.querySelector("input"))?.focus();
   };
-  return html`<p class="lead"><b class="token">${model.model}</b>: ${layers.length} ${layers.length === 1 ? "layer" : "layers"}, ${qLen.toLocaleString("en-US")} queries, ${kvLen.toLocaleString("en-US")} keys${model.kind === "model" ? "" : html`, computed by the backend <code>${model.backend}</code>`}.
-      ${" "}${model.about}</p><p>${model.note}</p><${HowToRead} />
-    ${client.host !== "export" && html`<${Shown} model=${model} />`}
+  const about = html`<p class="lead"><b class="token">${model.model}</b>: ${layers.length} ${layers.length === 1 ? "layer" : "layers"}, ${qLen.toLocaleString("en-US")} queries, ${kvLen.toLocaleString("en-US")} keys${model.kind === "model" ? "" : html`, computed by the backend <code>${model.backend}</code>`}.
+      ${" "}${model.about}</p>`;
+  const others = client.host !== "export" && html`<${Shown} model=${model} />`;
+  if (isEmpty) return html`${about}${others}<p data-name="empty">Without ${qLen ? "keys" : "queries"} there are no weights to show.</p>`;
+  return html`${about}<p>${model.note}</p><${HowToRead} />
+    ${others}
     <${Choice} label="Heads coloured by" value=${score} onChange=${(to) => set({ score: to })} options=${scores.map((name) => [name, worded(name)])} />
     <p class="faint" data-name="about-score">${aboutOf(score, model.meanings)}. ${meanOf(score, current)}.</p>
     <${HeadGrid} layers=${layers} score=${score} layer=${layer} head=${head} onOpen=${read} />

@@ -206,3 +206,17 @@ def test_a_page_says_how_many_queries_it_has(
     assert page.query_selector(".failure") is None
     page = lab.open("inspect", query=5)
     assert "the first 5 of 12 queries are in this page" in page.inner_text(".failure")
+
+
+@pytest.mark.parametrize(("q_len", "kv_len", "missing"), [(3, 0, "keys"), (0, 3, "queries")])
+def test_a_record_without_keys_or_queries_says_so(
+    opened: Any, tmp_path: Path, q_len: int, kv_len: int, missing: str
+) -> None:
+    q, k = np.zeros((2, q_len, 4)), np.zeros((2, kv_len, 4))
+    path = tmp_path / "empty.html"
+    path.write_text(qkv.inspect(q, k, k).to_html(), encoding="utf-8")
+    lab = opened(path)
+    said = plainly(lab).inner_text("main")
+    assert f"{q_len} queries, {kv_len} keys" in said
+    assert said.endswith(f"Without {missing} there are no weights to show.")
+    assert lab.errors == []
