@@ -162,7 +162,7 @@ def held_by_checkpoints(rank: int, ranks: int) -> dict[str, Any]:
 
 
 def test_activation_checkpointing_frees_outputs(group: Any) -> None:
-    """They were held beside what torch saves, which alone it computes anew."""
+    """Outputs of the first forward pass were kept beside what torch saves and computes anew."""
     for found in group(2)(held_by_checkpoints):
         assert found["held"] < 4 * found["output"]
         assert found["same"]
