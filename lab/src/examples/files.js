@@ -70,7 +70,7 @@ function headerOf(text) {
   try {
     header = JSON.parse(text);
   } catch {
-    // Said below.
+    // The error below says it for headers of other kinds too.
   }
   if (header === null || typeof header !== "object" || !Object.entries(header).every(isEntry)) throw new Error("its header is not that of a safetensors file.");
   return header;

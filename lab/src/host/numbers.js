@@ -27,7 +27,7 @@ export function exampleOfJson(given) {
     const matrices = MATRICES.filter((name) => given[name]).map((name) => [name, numbersOfJson(given[name])]);
     const trace = given.trace && {
       ...given.trace, heads: objectsOfJson(given.trace.heads),
-      kv_tokens: given.trace.kv_tokens ?? given.key?.map((_, j) => String(j)), // The keys may be other tokens than the queries.
+      kv_tokens: given.trace.kv_tokens ?? given.key?.map((_, j) => String(j)), // Keys may be other tokens than queries are.
     };
     read.set(given, { ...given, ...Object.fromEntries(matrices), ...(trace && { trace }) });
   }

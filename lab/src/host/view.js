@@ -32,7 +32,7 @@ export function parsed(hash, first = DEFAULTS) {
   for (const [name, value] of new URLSearchParams(rest.join("&"))) {
     if (!(name in DEFAULTS) || name === "panel") continue;
     if (!numeric(name)) view[name] = value;
-    else if (name === "digits") view.digits = Number(value) > 4 ? 12 : 4; // The two that there are.
+    else if (name === "digits") view.digits = Number(value) > 4 ? 12 : 4; // Numbers are shown with 4 digits or 12.
     else if (Number.isFinite(Number(value))) {
       const [least, most] = LIMITS[name] ?? [-Infinity, Infinity];
       const given = FRACTIONS.includes(name) ? Number(value) : Math.trunc(Number(value));

@@ -59,7 +59,7 @@ export function Exercises() {
   const { result, error } = useAsk("exercises");
   const [done, setDone] = useState(remembered);
   useEffect(() => {
-    // Another tab of this browser may remember more, or start again.
+    // Another tab of this browser may solve an exercise, or forget all of them.
     const follow = ({ key }) => key === DONE && setDone(remembered());
     addEventListener("storage", follow);
     return () => removeEventListener("storage", follow);

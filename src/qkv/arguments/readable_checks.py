@@ -29,7 +29,7 @@ def checked_flag(name: str, given: Any) -> bool:
 
 
 def is_truth_value(given: Any) -> bool:
-    """Whether this is True or False, alone or in an array, which no number is meant by."""
+    """Whether this is True or False, or an array of such, where a number is expected."""
     return isinstance(given, bool | np.bool_) or "bool" in str(getattr(given, "dtype", ""))
 
 

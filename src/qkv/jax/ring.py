@@ -199,7 +199,7 @@ def _check_alignment(
         check_call(bind(query, key, value, unflatten(tree, arrays.__next__), options))
     except AmbiguityError:
         raise
-    except QkvError:  # The values of what stands in for arrays may be at fault.
+    except QkvError:  # Arrays are replaced by zeros here, so other errors may not be the caller's.
         pass
 
 

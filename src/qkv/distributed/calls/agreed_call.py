@@ -72,7 +72,7 @@ class Place:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Tell the others of an error here, where they wait for what this rank says."""
+        """Tell the other ranks of an error, since they wait for what this rank says."""
         try:
             yield
         except Exception as error:

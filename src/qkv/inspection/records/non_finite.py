@@ -74,7 +74,7 @@ def non_finite(
         of_query = _wrong(operands.query, spec.batch_size)
         of_key = _wrong(operands.key, spec.batch_size)
         by_query = bad & of_query.any(axis=-1)
-        # A row whose query is wrong says nothing of the keys, which a mask may hide from it.
+        # Where the query is not finite, a key need not be the reason: a mask may hide it.
         by_key, seen = _that_see(problem, bad & ~by_query, np.any(of_key, axis=-1))
         of_key &= seen[..., None]
         if by_query.any():
@@ -100,10 +100,10 @@ def non_finite(
 
 
 def _that_see(problem: Problem, rows: Array, wrong: Array) -> tuple[Array, Array]:
-    """Which rows see a wrong key, and the first that they see, among others, of each kv head.
+    """Which rows see a key that is not finite, and keys of each kv head that some row sees.
 
     `rows` is `(batch, num_heads, q_len)`, `wrong` and the second result `(batch, num_kv_heads,
-    kv_len)`. A row is done with the first block of keys in which it sees one.
+    kv_len)`. Each row is followed up to the first block of keys in which it sees one.
     """
     scores = Scores(problem, problem.spec.compute_dtype)
     that_see, seen = np.zeros_like(rows), np.zeros_like(wrong)

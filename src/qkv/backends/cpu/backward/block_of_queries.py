@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from qkv.backends.cpu.backward.frame import BackwardFrame
 from qkv.backends.cpu.emit.emitter import Value
 from qkv.backends.cpu.forward.layout import TASK as BLOCK
 
 
+class BlockCall(NamedTuple):
+    """The addresses that the compiled function of a block is called with."""
+
+    arguments: Value
+    task: Value
+    block: Value
+    scratch: Value
+
+
 class BlockOfQueries:
     """Emits code for one block of queries; the words of a task begin with batch row and kv head."""
 
     def __init__(
-        self,
-        frame: BackwardFrame,
-        vectors: int,
-        functions: dict[str, Value],
-        arguments: Value,
-        task: Value,
-        block: Value,
-        scratch: Value,
+        self, frame: BackwardFrame, vectors: int, functions: dict[str, Value], call: BlockCall
     ) -> None:
+        arguments, task, block, scratch = call
         self.frame, self.e, self.functions = frame, frame.e, functions
         self.arguments, self.task, self.vectors = arguments, task, vectors
         e = self.e

@@ -11,6 +11,7 @@ from qkv.backends.cpu.backward.block import (
     seen_range_function,
     weights_function,
 )
+from qkv.backends.cpu.backward.block_of_queries import BlockCall
 from qkv.backends.cpu.backward.frame import BackwardFrame
 from qkv.backends.cpu.backward.query_block import QueryBlockPass
 from qkv.backends.cpu.emit.emitter import POINTER, Value
@@ -59,5 +60,5 @@ def query_block_function(
 ) -> Value:
     """A function `(arguments, task, block, scratch)` for blocks of `vectors` vectors of queries."""
     with frame.e.function(f"query_block_{vectors}", [POINTER] * 4) as (function, args):
-        block_pass(frame, vectors, functions, *args).emit()
+        block_pass(frame, vectors, functions, BlockCall(*args)).emit()
     return function

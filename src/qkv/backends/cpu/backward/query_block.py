@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from qkv.backends.cpu.backward.block_of_queries import BlockOfQueries
+from qkv.backends.cpu.backward.block_of_queries import BlockCall, BlockOfQueries
 from qkv.backends.cpu.backward.frame import DELTA_REST, EXPECTED_SUM, VECTOR_AREAS, BackwardFrame
 from qkv.backends.cpu.backward.layout import BLOCK_KV, TASK
 from qkv.backends.cpu.emit import vector_math
@@ -39,24 +39,18 @@ class QueryBlockPass(BlockOfQueries):
     """Emits what is computed for one block of queries and the keys of one task."""
 
     def __init__(
-        self,
-        frame: BackwardFrame,
-        vectors: int,
-        functions: dict[str, Value],
-        arguments: Value,
-        task: Value,
-        block: Value,
-        scratch: Value,
+        self, frame: BackwardFrame, vectors: int, functions: dict[str, Value], call: BlockCall
     ) -> None:
-        super().__init__(frame, vectors, functions, arguments, task, block, scratch)
+        super().__init__(frame, vectors, functions, call)
         e = self.e
-        _, _, self.start, self.stop, self.split = frame.record(task, TASK)
+        _, _, self.start, self.stop, self.split = frame.record(call.task, TASK)
         self.columns = {
             name: e.builder.sdiv(e.add(self.dims[name], e.lanes - 1), e.index(e.lanes))
             for name in ("query", "grad_out")
         }
         self.keys, self.values = (
-            frame.operand(arguments, name, self.batch, self.kv_head) for name in ("key", "value")
+            frame.operand(call.arguments, name, self.batch, self.kv_head)
+            for name in ("key", "value")
         )
         self.finite: Value = ir.Constant(BIT, 1)
         if frame.corrects_sums:

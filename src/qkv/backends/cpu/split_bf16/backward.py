@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
+from qkv.backends.cpu.backward.block_of_queries import BlockCall
 from qkv.backends.cpu.backward.frame import BackwardFrame
 from qkv.backends.cpu.backward.kernel import emit_tasks, key_range_function
 from qkv.backends.cpu.backward.layout import BLOCK_KV, BackwardKey
@@ -53,7 +54,7 @@ def emit_split_backward(key: BackwardKey) -> str:
     functions = {"add_partials": add_partials_function(frame), **block.functions()}
     with e.function("query_block", [POINTER] * 4) as (query_block, args):
         tile_instructions.configure(e)
-        _QueryBlocks(block, functions, *args).emit()
+        _QueryBlocks(block, functions, BlockCall(*args)).emit()
         tile_instructions.release(e)
 
     def call_query_block(_: Value, arguments: list[Value]) -> None:
@@ -78,8 +79,8 @@ class _Product(NamedTuple):
 class _QueryBlocks(QueryBlockPass):
     """Emits what is computed for some blocks of queries and the keys of one task."""
 
-    def __init__(self, code: SplitBlock, functions: dict[str, Value], *places: Value) -> None:
-        super().__init__(code.frame, code.vectors, functions, *places)
+    def __init__(self, code: SplitBlock, functions: dict[str, Value], call: BlockCall) -> None:
+        super().__init__(code.frame, code.vectors, functions, call)
         self.code = code
         e, b, split = self.e, self.e.builder, code.split
         block_q = code.shape.block_q

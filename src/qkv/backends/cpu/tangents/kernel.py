@@ -15,6 +15,7 @@ weight, and where rows are not finite a slower path leaves it out of the sums.
 
 from __future__ import annotations
 
+from qkv.backends.cpu.backward.block_of_queries import BlockCall
 from qkv.backends.cpu.emit.emitter import POINTER, Value
 from qkv.backends.cpu.forward.layout import TASK as BLOCK
 from qkv.backends.cpu.tangents.block import drop_function, gradients_function, scores_function
@@ -56,7 +57,7 @@ def emit_tangents(key: TangentKey) -> str:
 def _query_block_function(frame: TangentFrame, vectors: int, functions: dict[str, Value]) -> Value:
     """A function `(arguments, task, block, scratch)` for blocks of `vectors` vectors of queries."""
     with frame.e.function(f"query_block_{vectors}", [POINTER] * 4) as (function, args):
-        QueryBlockPass(frame, vectors, functions, *args).emit()
+        QueryBlockPass(frame, vectors, functions, BlockCall(*args)).emit()
     return function
 
 

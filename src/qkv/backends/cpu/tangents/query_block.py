@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from qkv.backends.cpu.backward.block_of_queries import BlockOfQueries
+from qkv.backends.cpu.backward.block_of_queries import BlockCall, BlockOfQueries
 from qkv.backends.cpu.emit.emitter import BIT, Value
 from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.forward.layout import RUN
@@ -30,18 +30,11 @@ class QueryBlockPass(BlockOfQueries):
     frame: TangentFrame
 
     def __init__(
-        self,
-        frame: TangentFrame,
-        vectors: int,
-        functions: dict[str, Value],
-        arguments: Value,
-        task: Value,
-        block: Value,
-        scratch: Value,
+        self, frame: TangentFrame, vectors: int, functions: dict[str, Value], call: BlockCall
     ) -> None:
-        super().__init__(frame, vectors, functions, arguments, task, block, scratch)
-        *_, self.split, _ = frame.record(task, TASK)
-        self.scale = frame.real_field(arguments, "scale")
+        super().__init__(frame, vectors, functions, call)
+        *_, self.split, _ = frame.record(call.task, TASK)
+        self.scale = frame.real_field(call.arguments, "scale")
         self.kept_blocks = self.field("kept_blocks")
         self.finite: Value = ir.Constant(BIT, 1)
         """Whether all rows of the block are."""
