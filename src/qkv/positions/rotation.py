@@ -49,8 +49,8 @@ def _rotated(xp: Any, x: Any, cos_and_sin: tuple[Any, Any], layout: str) -> Any:
 
 
 def promoting(x: Any) -> AbstractContextManager[Any]:
-    """Where operands of different types and dimensions go together, also if JAX refuses others."""
-    # The first check is for torch's compiler.
+    """A context in which JAX promotes types and dimensions, even if it was told to refuse that."""
+    # The first check is for torch's compiler, in which NumPy's arrays may have other attributes.
     if isinstance(x, np.ndarray) or not hasattr(x, "__array_namespace__"):
         return nullcontext()
     jax = sys.modules["jax"]

@@ -25,6 +25,7 @@ from qkv.call.binding.options import OptionValues
 from qkv.call.binding.structure_text import hold
 from qkv.call.checked import views_of
 from qkv.errors import DTypeError, UnsupportedError
+from qkv.positions.rotation import promoting
 from qkv.problem.stored_rows import Paged, Quantized
 
 __all__ = ["attention", "scaled"]
@@ -70,8 +71,7 @@ def scaled(query: Any, options: OptionValues) -> tuple[Any, OptionValues]:
     scale = options.scale
     of_jax = isinstance(query, jax.Array) and isinstance(scale, jax.Array)
     if of_jax and (scale.ndim or isinstance(scale, jax.core.Tracer)):
-        # JAX can be told to refuse operands of different types and dimensions.
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with promoting(query):
             return with_scale(query, options)
     return query, options
 

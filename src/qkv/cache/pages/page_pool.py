@@ -94,7 +94,7 @@ class Storage(NamedTuple):
     key_offset: Any = None
 
     def without_pages(self) -> Storage:
-        """Storage of the same form that takes no memory."""
+        """Storage for rows of the same form, without a page."""
         if self.row_format is None:
             return self
         memory = memory_with(self.row_format.library)
