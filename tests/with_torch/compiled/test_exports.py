@@ -123,6 +123,40 @@ def test_compiled_packages_run_in_another_process(way: str, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def with_sinks_by_hand(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """Masked attention by torch's softmax, where sinks are one more column."""
+    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~ALLOWED, -torch.inf)
+    column = sinks[:, None, None].expand(2, 4, 7, 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
+
+
+@pytest.mark.parametrize(("strict", "gradients"), [(True, True), (False, True), (False, False)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_exported_programs_are_differentiable(
+    dtype: torch.dtype, strict: bool, gradients: bool, tmp_path: Path
+) -> None:
+    """Programs made with or without gradients, saved and loaded, train as the model does."""
+    model = Model(lambda q, k, v, m, sinks: qkv.attention(q, k, v, qkv.Sinks(sinks), m)).to(dtype)
+    operands = [t.nan_to_num().to(dtype) for t in (QUERY, KEY, VALUE)]
+    with torch.set_grad_enabled(gradients):
+        made = torch.export.export(model, (*operands, ALLOWED), strict=strict)
+    torch.export.save(made, tmp_path / "model.pt2")
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    leaves = [t.requires_grad_() for t in operands]
+    got = torch.autograd.grad(
+        program(*leaves, ALLOWED).square().sum(), [*leaves, *program.parameters()]
+    )
+    right = [t.detach().double().requires_grad_() for t in (*leaves, model.sinks)]
+    wanted = torch.autograd.grad(with_sinks_by_hand(*right).square().sum(), right)
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert ours.dtype is dtype
+        close = {"rtol": 0.02, "atol": 0.02} if dtype is torch.bfloat16 else {}
+        torch.testing.assert_close(ours.double(), theirs, **close)
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_exported_programs_that_read_arrays_of_numpy(strict: bool) -> None:
     """Strict ones were made without an error, and held tensors without values."""

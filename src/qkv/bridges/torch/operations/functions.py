@@ -16,8 +16,9 @@ derivatives are symmetric: one function serves both ways. Tensors come in groups
     along        changes of query, key, value and of the arrays numbered in `directions`
     inputs       query, key, value and all arrays that the call holds
 
-`wanted` numbers the arrays that are to have gradients. `structure` is that of the bound call: the
-text of it while torch compiles, which takes constants as text, else the structure itself.
+`wanted` numbers the arrays that are to have gradients. `structure` is that of the bound call.
+
+Compiled and exported graphs hold operators, not these functions, and have first derivatives only.
 """
 
 from __future__ import annotations
@@ -56,26 +57,23 @@ def attend(
     structure: Structure | str,
 ) -> tuple[Tensor, Tensor]:
     """Output and lse, differentiable in all tensors."""
-    compiling = torch.compiler.is_dynamo_compiling()
-    if not compiling and isinstance(structure, str):
+    tensors = (query, key, value, *arrays)
+    if torch.compiler.is_dynamo_compiling():
+        # Dynamo does not support functions with a forward-mode rule.
+        backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        text = structure if isinstance(structure, str) else structure.text
+        out, lse, *_ = operators.attention(query, key, value, arrays, text, backward)
+        return out, lse
+    if isinstance(structure, str):
         # Torch runs what it has begun to compile as Python once there are too many graphs of it.
         structure = Structure.from_text(structure)
-    whole = structure if isinstance(structure, str) else _Whole(structure)
-    tensors = (query, key, value, *arrays)
-    if not compiling and _nobody_sees(*tensors):
-        out, lse = _AttentionUnseen.apply(whole, *tensors)
+    if _nobody_sees(*tensors):
+        out, lse = _AttentionUnseen.apply(_Whole(structure), *tensors)
         return out, lse
-    if _is_functionalized() or (
-        # Dynamo passes the context as first argument of a function without a gradient.
-        compiling and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-    ):
-        out, lse, *_ = operators.attention(query, key, value, arrays, _text(whole), False)
+    if _is_functionalized():
+        out, lse, *_ = operators.attention(query, key, value, arrays, structure.text, False)
         return out, lse
-    # Dynamo does not support functions with a forward-mode rule.
-    if compiling:
-        out, lse, *_ = _Attention.apply(whole, *operators.distinct_objects(tensors))
-    else:
-        out, lse, *_ = _AttentionBothWays.apply(whole, *tensors)
+    out, lse, *_ = _Attention.apply(_Whole(structure), *tensors)
     return out, lse
 
 
@@ -97,8 +95,6 @@ def _nobody_sees(*tensors: Tensor) -> bool:
 
 def _is_functionalized() -> bool:
     """Whether `torch.func.functionalize` is at work, which takes operators alone."""
-    if torch.compiler.is_dynamo_compiling():
-        return False
     top = torch._C._functorch.peek_interpreter_stack()
     return top is not None and top.key() == torch._C._functorch.TransformType.Functionalize
 
@@ -109,7 +105,7 @@ class _Attention(Function):
     @staticmethod
     def forward(structure: Any, *inputs: Tensor) -> Any:
         query, key, value, *arrays = inputs
-        return operators.attention(query, key, value, arrays, _text(structure), True)
+        return operators.attention(query, key, value, arrays, structure.text, True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -129,10 +125,8 @@ class _Attention(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, structure: Any, *inputs: Tensor) -> Any:
-        return _batched(_AttentionBothWays, info, in_dims, inputs, (structure,), first=0, along=0)
+        return _batched(_Attention, info, in_dims, inputs, (structure,), first=0, along=0)
 
-
-class _AttentionBothWays(_Attention):
     @staticmethod
     def jvp(ctx: Any, _structure: None, *changes: Tensor | None) -> Any:
         results, inputs = results_first(ctx.saved_tensors)
@@ -185,7 +179,7 @@ class _Backward(Function):
     def forward(structure: Any, wanted: tuple[int, ...], *tensors: Tensor) -> Any:
         results, (query, key, value, *arrays) = tensors[: RESULTS + 2], tensors[RESULTS + 2 :]
         gradients = operators.attention_backward(
-            query, key, value, arrays, *results, _text(structure), wanted
+            query, key, value, arrays, *results, structure.text, wanted
         )
         return tuple(gradients)
 
@@ -241,7 +235,7 @@ class _Tangent(Function):
     def forward(structure: Any, directions: tuple[int, ...], *tensors: Tensor) -> Any:
         along, (query, key, value, *arrays) = parted(tensors[RESULTS:], directions)
         return operators.attention_tangent(
-            query, key, value, arrays, along, _text(structure), directions
+            query, key, value, arrays, along, structure.text, directions
         )
 
     @staticmethod
@@ -275,7 +269,7 @@ class _Second(Function):
     def forward(structure: Any, directions: Any, wanted: Any, *tensors: Tensor) -> Any:
         grad_out, grad_lse, *rest = tensors
         along, (query, key, value, *arrays) = parted(rest, directions)
-        text = _text(structure)
+        text = structure.text
         second = operators.attention_second(
             query,
             key,
@@ -321,10 +315,8 @@ def _batched(
     along: int,
 ) -> Any:
     """The rule of `torch.vmap`: `fixed` comes before all tensors, `first` before the inputs."""
-    whole = fixed[0]
-    whole = Structure.from_text(whole) if isinstance(whole, str) else whole.structure
     one, in_dims = partial(function.apply, *fixed), in_dims[len(fixed) :]
-    uses_index = whole.uses_batch_index
+    uses_index = fixed[0].structure.uses_batch_index
     return batched(info, in_dims, tensors, one, uses_index, inputs=first, along=along)
 
 
@@ -335,14 +327,6 @@ def _backward(
     cotangents: Sequence[Tensor],
     inputs: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    if torch.compiler.is_dynamo_compiling():
-        # Dynamo cannot trace nested autograd functions: compiled code has first derivatives only.
-        query, key, value, *arrays = inputs
-        return tuple(
-            operators.attention_backward(
-                query, key, value, arrays, *results, *cotangents, _text(ctx.structure), wanted
-            )
-        )
     gradients: tuple[Tensor, ...] = apply(
         _Backward, ctx.structure, wanted, *results, *cotangents, *inputs
     )
@@ -363,8 +347,3 @@ class _Whole:
     @cached_property
     def text(self) -> str:
         return self.structure.text
-
-
-def _text(structure: _Whole | str) -> str:
-    """The text that operators take."""
-    return structure if isinstance(structure, str) else structure.text

@@ -10,9 +10,9 @@ key and value; `wanted` numbers those of them that are to have gradients, `direc
 change. `backward` says that a backward pass will follow. `lse_rest` is what rounding took from lse,
 NaN where that is not known. `unrounded` is the output before it was rounded to 16 bits, without any
 element in its rows where it was not, or where no backward pass follows; `attention_backward` takes
-either as `out`. Operators know nothing of derivatives: `functions` says which belongs to
-which. The first two are functions too, for when nobody would see that an operator was called; these
-take the structure itself.
+either as `out`. The first operator knows its gradients, which compiled and exported graphs need;
+`functions` has all other derivatives. The first two are functions too, for when nobody would see
+that an operator was called; these take the structure itself.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from qkv.bridges.torch.openmp import on_torch_threads
 from qkv.bridges.torch.operands import LIBRARY, view_of
+from qkv.bridges.torch.operations.groups import numbers, of_inputs, results_first
 from qkv.call.attend import attend
 from qkv.call.binding.bound import BoundCall, Structure
 from qkv.call.derivatives.jvp import Tangents, second_vjp, tangents_of
@@ -148,6 +149,32 @@ def _(query: Tensor, key: Tensor, value: Tensor, arrays: Any, *given: Any) -> li
     return [_empty_dense(t) for t in (query, key, value, *(arrays[n] for n in wanted))]
 
 
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    query, key, value, arrays, ctx.structure, backward = inputs
+    out, lse, rest, unrounded = output
+    ctx.mark_non_differentiable(rest, unrounded)
+    ctx.has_list = arrays is not None
+    kept = unrounded if backward and is_rounded(query) else out
+    ctx.save_for_backward(kept, lse, rest, query, key, value, *(arrays or ()))
+
+
+def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor, *_: None) -> Any:
+    results, inputs = results_first(ctx.saved_tensors)
+    query, key, value, *arrays = inputs
+    needed = ctx.needs_input_grad[3] if arrays else ()
+    wanted = numbers(
+        [need and a.is_floating_point() for need, a in zip(needed, arrays, strict=True)]
+    )
+    gradients = attention_backward(
+        query, key, value, arrays, *results, grad_out, grad_lse, ctx.structure, wanted
+    )
+    grad_query, grad_key, grad_value, *rest = of_inputs(gradients, wanted, inputs)
+    return grad_query, grad_key, grad_value, rest if ctx.has_list else None, None, None
+
+
+attention.register_autograd(_gradients, setup_context=_keep)
+
+
 @torch.library.custom_op("qkv::attention_tangent", mutates_args=(), device_types="cpu")
 def attention_tangent(
     query: Tensor,
@@ -211,15 +238,6 @@ def _tensor(array: Any) -> Tensor:
 def contiguous(tensor: Tensor) -> Tensor:
     """A dense tensor with torch's strides, which NumPy's are not where there are no entries."""
     return tensor if tensor.numel() else tensor.new_empty(tensor.shape)
-
-
-def distinct_objects(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors as different objects, which are all that Dynamo takes."""
-    results: list[Tensor] = []
-    for n, tensor in enumerate(tensors):
-        is_repeated = any(tensor is earlier for earlier in tensors[:n])
-        results.append(tensor.view_as(tensor) if is_repeated else tensor)
-    return results
 
 
 def _bound_call(
