@@ -44,6 +44,14 @@ def test_an_odd_rotary_dim_names_itself() -> None:
         qkv.RoPE(rotary_dim=5)
 
 
+@pytest.mark.parametrize("heads", [8, np.int64(8)])
+def test_numbers_of_heads_are_no_slopes_and_sizes_no_base(heads: Any) -> None:
+    with pytest.raises(qkv.ArgumentError, match=r"(?s)slopes=8 is an integer.*ALiBi\(\).*or 8\.0"):
+        qkv.ALiBi(heads)
+    with pytest.raises(TypeError, match="positional"):
+        qkv.RoPE(heads)  # type: ignore[misc]
+
+
 class TestLayers:
     def test_keywords_of_torchs_layer(self) -> None:
         pytest.importorskip("torch", reason="the layer is torch's")

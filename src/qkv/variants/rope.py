@@ -23,7 +23,7 @@ Array = NDArray[Any]
 Pairs: TypeAlias = Literal["half_split", "interleaved"]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class RoPE(Variant):
     """Rotate pairs of entries of each query and key row by an angle that grows with position.
 

@@ -202,7 +202,10 @@ WAYS = {
     "softcap": lambda s, r: (qkv.Softcap(3.0), qkv.ALiBi(1.0)),
     "capped": lambda s, r: (qkv.ALiBi(1.0), qkv.Softcap(30.0)),
     "rising": lambda s, r: (qkv.ScoreMod(lambda score, b, h, i, j: 0.5 * j + score - i),),
-    "lengths": lambda s, r: (qkv.KeyLengths(r.integers(1, s.kv_len, s.batch_shape)), qkv.ALiBi(2)),
+    "lengths": lambda s, r: (
+        qkv.KeyLengths(r.integers(1, s.kv_len, s.batch_shape)),
+        qkv.ALiBi(2.0),
+    ),
     "sinks": lambda s, r: (qkv.ALiBi(2.0), qkv.Sinks(r.normal(size=s.num_heads))),
     "dropout": lambda s, r: (qkv.ALiBi(2.0), qkv.Dropout(0.2, seed=3)),
 }

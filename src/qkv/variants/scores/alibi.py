@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from qkv.arguments.declarations import is_integer
+from qkv.errors import ArgumentError
 from qkv.problem.building.builder import Builder, Shape, real_numbers
 from qkv.problem.dense import Dense
 from qkv.variants.base import Role, Variant
@@ -22,6 +24,11 @@ class ALiBi(Variant):
     ----------
     slopes : float or array (num_heads,), optional
         Slope of each query head; by default the paper's geometric sequence.
+
+    Raises
+    ------
+    ArgumentError
+        If `slopes` is an integer, which other libraries take as the number of heads.
 
     Notes
     -----
@@ -42,6 +49,14 @@ class ALiBi(Variant):
     positions_only: ClassVar[bool] = True
 
     slopes: ArrayLike | None = None
+
+    def __post_init__(self) -> None:
+        if is_integer(self.slopes):
+            # Other libraries take the number of heads here.
+            raise ArgumentError(
+                f"ALiBi slopes={self.slopes} is an integer, which may mean a number of heads.",
+                action=f"Pass ALiBi() for the slopes of the paper, or {self.slopes}.0 as slope.",
+            )
 
     def lower(self, builder: Builder) -> None:
         slopes = self._slopes(builder.shape.num_heads)
