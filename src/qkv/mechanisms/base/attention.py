@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import qkv
+from qkv.errors import ShapeError
 from qkv.mechanisms.base.arrays.namespace import like, values
 from qkv.mechanisms.base.arrays.rows import Rows
 from qkv.mechanisms.base.explanations.attention_steps import attention_steps
@@ -28,6 +29,28 @@ class AttentionMechanism(Mechanism):
     """
 
     scale: float | None = None
+
+    @property
+    def compares_positions(self) -> bool:
+        """Whether a score or a mask depends on where queries and keys stand; no unless said."""
+        return False
+
+    def sequences(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        """What queries, keys and values are made of.
+
+        Raises
+        ------
+        ShapeError
+            Positions are compared, and there are more or fewer keys than queries.
+        """
+        query, key, value = super().sequences(x, key, value)
+        if self.compares_positions and key.shape[-2] != query.shape[-2]:
+            raise ShapeError(
+                f"{self.name} compares positions, so it reads as many keys as queries.",
+                [("x", str(tuple(query.shape))), ("key", str(tuple(key.shape)))],
+                "Pass a key of as many rows as x, or call qkv.attention, which takes q_offset.",
+            )
+        return query, key, value
 
     def heads(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
         """Query, key and value rows as `qkv.attention` takes them; as they are by default."""

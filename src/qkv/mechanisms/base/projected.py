@@ -193,6 +193,11 @@ class ProjectedAttention(AttentionMechanism):
         shapes = [("q_proj", e, h * d), ("k_proj", c, g * d), ("v_proj", c, g * d)]
         return shapes + [("out_proj", h * d, e)] * self.out_proj
 
+    @property
+    def compares_positions(self) -> bool:
+        """Whether an option or the subclass does."""
+        return self.causal or self.alibi or self.rope is not None
+
     def heads(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
         """Query, key and value heads `(..., heads, length, head_dim)`."""
         return (

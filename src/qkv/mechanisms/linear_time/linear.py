@@ -136,12 +136,6 @@ class Linear(StatefulMechanism, ProjectedAttention):
                 [("key", str(tuple(key.shape))), ("value", str(tuple(value.shape)))],
                 "Pass sequences of one length.",
             )
-        if self.causal and kv_len != n:
-            raise ShapeError(
-                "causal linear attention reads as many keys as queries.",
-                [("x", str(tuple(x.shape))), ("key", str(tuple(key.shape)))],
-                "Pass x alone, or a mechanism with causal=False.",
-            )
         return query, key, value
 
     def queries(self, x: Any) -> Any:

@@ -68,6 +68,7 @@ class RelativeBias(ProjectedAttention):
     paper = "Raffel et al., Exploring the Limits of Transfer Learning (T5, 2020), section 2.1"
     formula = "softmax(Q K^T + table[bucket(j - i)]) V"
     default_options: ClassVar[Options] = {"scale": 1.0, "bias": False}
+    compares_positions = True
 
     def __init__(
         self,

@@ -83,6 +83,7 @@ class BigBird(ProjectedAttention):
     name = "big-bird"
     paper = "Zaheer et al., Big Bird: Transformers for Longer Sequences (2020), section 2"
     formula = "softmax(Q K^T / sqrt(d) + M) V, M = 0 in window, first, last and random blocks"
+    compares_positions = True
 
     def __init__(
         self,

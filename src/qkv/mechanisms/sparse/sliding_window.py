@@ -53,6 +53,7 @@ class SlidingWindow(LlamaAttention):
     name = "sliding-window"
     paper = "Beltagy et al., Longformer: The Long-Document Transformer (2020), section 3.1"
     formula = "softmax(Q K^T / sqrt(d) + M) V, M[i, j] = 0 for i - left <= j <= i + right"
+    compares_positions = True
 
     def __init__(
         self,

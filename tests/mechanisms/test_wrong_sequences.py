@@ -1,0 +1,61 @@
+"""Sequences that do not fit one another: errors speak of what a caller of mechanisms passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.errors import ShapeError
+from qkv.mechanisms import (
+    ALiBi,
+    BigBird,
+    Causal,
+    Cross,
+    Flash,
+    Linear,
+    MultiHead,
+    MultiHeadLatent,
+    Performer,
+    RelativeBias,
+    Rotary,
+    SlidingWindow,
+    Strided,
+)
+
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4,
+}  # fmt: skip
+X = np.random.default_rng(0).normal(size=(5, 8))
+
+
+@pytest.mark.parametrize("kv_len", [0, 3, 7])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Causal(8, 2),
+        Cross(8, 2, rope=qkv.RoPE()),
+        MultiHead(8, 2, alibi=True),
+        MultiHeadLatent(8, 2, causal=False, **LATENT),
+        RelativeBias(8, 2),
+        Rotary(8, 2),
+        ALiBi(8, 2),
+        SlidingWindow(8, 2, left=1),
+        Strided(8, 2, stride=2),
+        BigBird(8, 2, block=2),
+        BigBird(8, 2, block=2, random_blocks=np.zeros((2, 3, 1), int)),
+        Flash(8, 2, causal=True),
+        Linear(8, 2, causal=True),
+        Performer(8, 2, causal=True),
+    ],
+    ids=lambda layer: layer.name,
+)
+def test_positions_need_as_many_keys_as_queries(layer: Any, kv_len: int) -> None:
+    key = np.resize(X, (kv_len, 8))
+    for ask in (layer, layer.token_mixing, lambda x, key: layer.explain(x, key=key)):
+        with pytest.raises(ShapeError, match=f"{layer.name} compares") as caught:
+            ask(X, key)
+        assert "Pass q_offset" not in str(caught.value)
+        assert "block mask" not in str(caught.value)
