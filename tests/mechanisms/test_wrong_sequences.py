@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.errors import ShapeError
+from qkv.errors import ArgumentError, ShapeError
 from qkv.mechanisms import (
     ALiBi,
     BigBird,
@@ -59,3 +59,13 @@ def test_positions_need_as_many_keys_as_queries(layer: Any, kv_len: int) -> None
             ask(X, key)
         assert "Pass q_offset" not in str(caught.value)
         assert "block mask" not in str(caught.value)
+
+
+def test_latent_rows_make_keys_and_values_alike() -> None:
+    layer = MultiHeadLatent(8, 2, **LATENT)
+    np.testing.assert_array_equal(layer(X, X, X), layer(X))
+    for ask in (layer, layer.token_mixing):
+        with pytest.raises(ArgumentError, match="another value is given"):
+            ask(X, X, X + 1)
+    with pytest.raises(ArgumentError, match="another value is given"):
+        layer.explain(X, value=X + 1)

@@ -75,6 +75,8 @@ class Mechanism(ABC):
     formula: ClassVar[str]
     one_sequence_only: ClassVar[bool] = False
     """Whether keys and values can only be those of x."""
+    takes_value: ClassVar[bool] = True
+    """Whether values may be made of another sequence than keys."""
     checked_methods: ClassVar[tuple[str, ...]] = (
         "absorbed", "block_mask", "hops", "initial_state", "latents", "step", "tiles",
         "token_mixing", "cost",
@@ -123,12 +125,18 @@ class Mechanism(ABC):
         Raises
         ------
         ArgumentError
-            A key or value is given to a mechanism that reads one sequence.
+            A key or value is given to a mechanism that reads one sequence, or another value
+            to one that makes keys and values of the same rows.
         """
         if self.one_sequence_only and not (key is None and value is None):
             raise ArgumentError(
                 f"{self.name} reads one sequence, and a key or value is given.",
                 action="Pass x alone, or use Cross.",
+            )
+        if not (self.takes_value or value is None or value is key):
+            raise ArgumentError(
+                f"{self.name} makes keys and values of the same rows, and another value is given.",
+                action="Pass x and key alone.",
             )
         return all_three(x, key, value)
 

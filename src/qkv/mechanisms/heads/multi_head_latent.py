@@ -104,6 +104,7 @@ class MultiHeadLatent(AttentionMechanism):
     paper = "DeepSeek-AI, DeepSeek-V2 (2024), section 2.1"
     formula = "softmax((q_nope . k + R(q_rope) . R(k_rope)) / sqrt(d)) V, [k | v] = c W_kv_b"
     compares_positions = True
+    takes_value = False
 
     def __init__(
         self,
