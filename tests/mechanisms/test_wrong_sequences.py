@@ -10,12 +10,14 @@ import pytest
 import qkv
 from qkv.errors import ArgumentError, ShapeError
 from qkv.mechanisms import (
+    Additive,
     ALiBi,
     BigBird,
     Causal,
     Cross,
     Flash,
     Linear,
+    Linformer,
     MultiHead,
     MultiHeadLatent,
     Performer,
@@ -69,3 +71,27 @@ def test_latent_rows_make_keys_and_values_alike() -> None:
             ask(X, X, X + 1)
     with pytest.raises(ArgumentError, match="another value is given"):
         layer.explain(X, value=X + 1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "given", "message"),
+    [
+        (MultiHead(8), ((5, 7),), "reads x as rows of 8"),
+        (Cross(8, kv_dim=6), ((5, 8), (3, 8)), "reads key as rows of 6"),
+        (MultiHead(8), ((5, 8), (3, 8), (3, 7)), "reads value as rows of 8"),
+        (Linear(8), ((5, 7),), "reads x as rows of 8"),
+        (Linformer(8, max_len=5), ((5, 7),), "reads x as rows of 8"),
+        (Additive(8, kv_dim=6), ((5, 8), (3, 8)), "reads key as rows of 6"),
+        (MultiHeadLatent(8, 2, causal=False, **LATENT), ((5, 8), (5, 6)), "reads key as rows of 8"),
+    ],
+    ids=lambda case: getattr(case, "name", None),
+)
+def test_rows_of_another_width_are_those_of_the_argument(
+    layer: Any, given: tuple[tuple[int, ...], ...], message: str
+) -> None:
+    arrays = [np.ones(shape) for shape in given]
+    name = message.split()[1]
+    for ask in (layer, layer.token_mixing):
+        with pytest.raises(ShapeError, match=message) as caught:
+            ask(*arrays)
+        assert f"Pass {name} as" in str(caught.value)

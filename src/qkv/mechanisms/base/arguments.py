@@ -15,6 +15,7 @@ __all__ = [
     "refuse_one_by_one",
     "refuse_options",
     "refuse_other_values",
+    "refuse_other_widths",
     "token_names",
 ]
 
@@ -108,6 +109,22 @@ def refuse_other_values(
                 f"{mechanism} always has {name}={value}; given is {name}={shown(options[name])}.",
                 action=f"Leave {name} out.",
             )
+
+
+def refuse_other_widths(mechanism: str, name: str, rows: Any, width: int) -> None:
+    """Refuse rows of another width than the mechanism reads.
+
+    Raises
+    ------
+    ShapeError
+        Naming the argument.
+    """
+    if rows.ndim < 2 or rows.shape[-1] != width:
+        raise ShapeError(
+            f"{mechanism} reads {name} as rows of {width} numbers.",
+            [(name, str(tuple(rows.shape)))],
+            f"Pass {name} as (..., n, {width}).",
+        )
 
 
 def token_names(tokens: Sequence[str] | None, n: int) -> tuple[str, ...]:

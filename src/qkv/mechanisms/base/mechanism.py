@@ -15,7 +15,12 @@ from qkv.arguments.declarations import Size, Whole, checked
 from qkv.errors import ArgumentError, ShapeError
 from qkv.inspection.traces.explain import selected_indices
 from qkv.ledger import Count, Ledger, symbols
-from qkv.mechanisms.base.arguments import all_three, one_sequence, token_names
+from qkv.mechanisms.base.arguments import (
+    all_three,
+    one_sequence,
+    refuse_other_widths,
+    token_names,
+)
 from qkv.mechanisms.base.arrays.namespace import array_namespace, like, values
 from qkv.mechanisms.base.arrays.rows import Arrays, Rows, refuse_many_numbers
 from qkv.mechanisms.base.example import example_input
@@ -294,12 +299,8 @@ class Mechanism(ABC):
             The rows of `x` are not as long as those of the weight.
         """
         weight = self.weight(f"{name}.weight", x)
-        if x.ndim < 2 or x.shape[-1] != weight.shape[1]:
-            raise ShapeError(
-                f"{self.name} reads rows of {weight.shape[1]} numbers.",
-                [("x", str(tuple(x.shape))), (f"{name}.weight", str(tuple(weight.shape)))],
-                f"Pass x as (..., n, {weight.shape[1]}).",
-            )
+        given = {"k": "key", "v": "value"}.get(name[0], "x")
+        refuse_other_widths(self.name, given, x, weight.shape[1])
         namespace = array_namespace(x)
         product = namespace.matmul(x, weight.T)
         if f"{name}.bias" in self.weights:

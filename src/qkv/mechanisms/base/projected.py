@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from qkv.arguments.declarations import Size, Whole, shown
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, attention_ledger, step, symbols
-from qkv.mechanisms.base.arguments import refuse_other_values
+from qkv.mechanisms.base.arguments import refuse_other_values, refuse_other_widths
 from qkv.mechanisms.base.arrays.head_rows import join_heads, split_heads
 from qkv.mechanisms.base.arrays.normalization import weighted_rms_norm
 from qkv.mechanisms.base.arrays.rows import Arrays
@@ -197,6 +197,20 @@ class ProjectedAttention(AttentionMechanism):
     def compares_positions(self) -> bool:
         """Whether an option or the subclass does."""
         return self.causal or self.alibi or self.rope is not None
+
+    def sequences(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        """What queries, keys and values are made of.
+
+        Raises
+        ------
+        ShapeError
+            Rows are not as long as the weights read.
+        """
+        query, key, value = super().sequences(x, key, value)
+        refuse_other_widths(self.name, "x", query, self.embed_dim)
+        refuse_other_widths(self.name, "key", key, self.kv_dim)
+        refuse_other_widths(self.name, "value", value, self.kv_dim)
+        return query, key, value
 
     def heads(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
         """Query, key and value heads `(..., heads, length, head_dim)`."""

@@ -117,18 +117,9 @@ class Linear(StatefulMechanism, ProjectedAttention):
         Raises
         ------
         ShapeError
-            If key and value, or causal query and key, differ in length, or are empty, or an array
-            has less than two dimensions.
+            If key and value, or causal query and key, differ in length, or are empty.
         """
         query, key, value = super().sequences(x, key, value)
-        for array in (query, key, value):
-            array_namespace(array)
-            if array.ndim < 2:
-                raise ShapeError(
-                    f"{self.name} reads sequences (..., n, {self.embed_dim}).",
-                    [("given", str(tuple(array.shape)))],
-                    "Pass one sequence or more.",
-                )
         n, kv_len, v_len = (array.shape[-2] for array in (query, key, value))
         if kv_len != v_len or 0 in (n, kv_len):
             raise ShapeError(
