@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import qkv
 from qkv.errors import ArgumentError, ShapeError
@@ -15,7 +16,9 @@ from qkv.mechanisms import (
     BigBird,
     Causal,
     Cross,
+    DotProduct,
     Flash,
+    Hard,
     Linear,
     Linformer,
     MultiHead,
@@ -23,7 +26,9 @@ from qkv.mechanisms import (
     Performer,
     RelativeBias,
     Rotary,
+    ScaledDotProduct,
     SlidingWindow,
+    Soft,
     Strided,
 )
 
@@ -95,3 +100,30 @@ def test_rows_of_another_width_are_those_of_the_argument(
         with pytest.raises(ShapeError, match=message) as caught:
             ask(*arrays)
         assert f"Pass {name} as" in str(caught.value)
+
+
+@pytest.mark.parametrize("convert", [np.asarray, torch.as_tensor], ids=["numpy", "torch"])
+@pytest.mark.parametrize(
+    "layer",
+    [Additive(4), Hard(4), Hard(4, k=2), Linear(4), Performer(4), Linformer(4, max_len=9)],
+    ids=lambda layer: layer.name,
+)
+def test_batches_that_do_not_broadcast_are_refused(layer: Any, convert: Any) -> None:
+    x, key = np.ones((2, 2, 5, 4)), np.ones((3, 2, 7, 4))
+    for ask in (layer, layer.token_mixing):
+        with pytest.raises(ShapeError, match="do not broadcast"):
+            ask(convert(x), convert(key))
+
+
+@pytest.mark.parametrize("layer", [DotProduct(4), ScaledDotProduct(4), Soft(4, 2.0), Hard(4, 2)])
+def test_heads_that_are_given_share_key_heads_in_groups(layer: Any) -> None:
+    rng = np.random.default_rng(0)
+    query, (key, value) = rng.normal(size=(3, 4, 5, 4)), rng.normal(size=(2, 3, 2, 7, 4))
+    whole, mixing = layer(query, key, value), layer.token_mixing(query, key, value)
+    for b, h in np.ndindex(3, 4):
+        alone = query[b, h], key[b, h // 2], value[b, h // 2]
+        np.testing.assert_allclose(whole[b, h], layer(*alone), rtol=0, atol=1e-13)
+        np.testing.assert_allclose(mixing[b, h], layer.token_mixing(*alone), rtol=0, atol=1e-13)
+    for ask in (layer, layer.token_mixing):
+        with pytest.raises(ShapeError, match="not a multiple of num_kv_heads=3"):
+            ask(query, np.ones((3, 3, 7, 4)))

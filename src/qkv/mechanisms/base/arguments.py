@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from qkv.arguments.declarations import shown
@@ -11,9 +12,11 @@ from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 
 __all__ = [
     "all_three",
+    "broadcastable",
     "one_sequence",
     "refuse_one_by_one",
     "refuse_options",
+    "refuse_other_batches",
     "refuse_other_values",
     "refuse_other_widths",
     "token_names",
@@ -109,6 +112,36 @@ def refuse_other_values(
                 f"{mechanism} always has {name}={value}; given is {name}={shown(options[name])}.",
                 action=f"Leave {name} out.",
             )
+
+
+def broadcastable(*shapes: tuple[int, ...]) -> bool:
+    """Whether arrays of these shapes broadcast with one another.
+
+    Examples
+    --------
+    >>> broadcastable((2, 1), (3,), ()), broadcastable((2,), (3,))
+    (True, False)
+    """
+    places = zip_longest(*(shape[::-1] for shape in shapes), fillvalue=1)
+    return all(len(set(sizes) - {1}) < 2 for sizes in places)
+
+
+def refuse_other_batches(x: Any, key: Any, value: Any) -> None:
+    """Refuse sequences whose leading dimensions do not broadcast with one another.
+
+    Raises
+    ------
+    ShapeError
+        With the shapes.
+    """
+    given = {"x": x, "key": key, "value": value}
+    shapes = {name: tuple(array.shape) for name, array in given.items()}
+    if not broadcastable(*(shape[:-2] for shape in shapes.values())):
+        raise ShapeError(
+            "leading dimensions of x, key and value do not broadcast with one another.",
+            [(name, str(shape)) for name, shape in shapes.items()],
+            "Let them be equal, or 1 where they are the same for all.",
+        )
 
 
 def refuse_other_widths(mechanism: str, name: str, rows: Any, width: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from qkv.arguments.declarations import Size
 from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.arguments import refuse_one_by_one, refuse_options
+from qkv.mechanisms.base.arguments import refuse_one_by_one, refuse_options, refuse_other_batches
 from qkv.mechanisms.base.arrays.head_rows import split_heads
 from qkv.mechanisms.base.arrays.namespace import array_namespace, like, values, widened
 from qkv.mechanisms.base.arrays.rows import Rows
@@ -117,15 +117,21 @@ class Linear(StatefulMechanism, ProjectedAttention):
         Raises
         ------
         ShapeError
-            If key and value, or causal query and key, differ in length, or are empty.
+            If key and value, or causal query and key, differ in length, if one is empty, or if
+            their leading dimensions do not broadcast.
         """
         query, key, value = super().sequences(x, key, value)
+        refuse_other_batches(query, key, value)
         n, kv_len, v_len = (array.shape[-2] for array in (query, key, value))
         if kv_len != v_len or 0 in (n, kv_len):
             raise ShapeError(
                 "key and value need as many rows as one another, and x and key one or more.",
-                [("key", str(tuple(key.shape))), ("value", str(tuple(value.shape)))],
-                "Pass sequences of one length.",
+                [
+                    ("x", str(tuple(x.shape))),
+                    ("key", str(tuple(key.shape))),
+                    ("value", str(tuple(value.shape))),
+                ],
+                "Pass a token or more, and one value for each key.",
             )
         return query, key, value
 

@@ -11,6 +11,7 @@ from qkv.errors import ShapeError
 from qkv.inspection.traces.steps import softmax
 from qkv.ledger import Count, Ledger, matmul, step, symbols
 from qkv.ledger import softmax as softmax_ledger
+from qkv.mechanisms.base.arguments import refuse_other_batches
 from qkv.mechanisms.base.arrays.namespace import (
     array_namespace,
     like,
@@ -128,6 +129,18 @@ class Additive(Mechanism):
             for first in range(0, max(x.shape[-2], 1), block)
         ]
         return namespace.concat(outputs, axis=-2)
+
+    def sequences(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        """What queries, keys and values are made of.
+
+        Raises
+        ------
+        ShapeError
+            Their leading dimensions do not broadcast.
+        """
+        given = super().sequences(x, key, value)
+        refuse_other_batches(*given)
+        return given
 
     def token_mixing(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """The attention weights `(..., q_len, kv_len)`; values only, without a gradient.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from qkv.arguments.declarations import Size
-from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, step, symbols
+from qkv.mechanisms.base.arguments import broadcastable
 from qkv.mechanisms.base.arrays.namespace import array_namespace, widened
 from qkv.mechanisms.base.unprojected import UnprojectedAttention
 from qkv.variants import Mask
@@ -59,19 +59,18 @@ class Hard(UnprojectedAttention):
         super().__init__(head_dim)
 
     def variants(self, query: Any, key: Any) -> tuple[Any, ...]:
-        """The mask of each query's k best keys.
+        """The mask of each query's k best keys; none if query and key do not fit.
 
-        Raises
-        ------
-        ShapeError
-            Rows of query and key differ in length.
+        `qkv.attention` then says why.
         """
         namespace = array_namespace(query)
-        if query.shape[-1] != key.shape[-1]:
-            raise ShapeError(
-                f"rows of the query have {query.shape[-1]} numbers, of the key {key.shape[-1]}.",
-                action="Pass rows of one length.",
-            )
+        heads, kv_heads = (rows.shape[-3] if rows.ndim > 2 else 1 for rows in (query, key))
+        grouped = heads % kv_heads == 0 if kv_heads else not heads
+        leads = broadcastable(tuple(query.shape[:-3]), tuple(key.shape[:-3]))
+        if query.shape[-1] != key.shape[-1] or not (grouped and leads):
+            return ()
+        if kv_heads > 1:
+            key = namespace.repeat(key, heads // kv_heads, axis=-3)
         scores = namespace.matmul(widened(query), namespace.matrix_transpose(widened(key)))
         # The rank of a key is the place of its index in the order of falling scores.
         order = namespace.argsort(-scores, axis=-1, stable=True)

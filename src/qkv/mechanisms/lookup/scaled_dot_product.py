@@ -1,12 +1,8 @@
-"""Scaled dot-product attention, through the class of the classical texts."""
+"""Scaled dot-product attention, beside the class of the classical texts."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from qkv.arguments.declarations import Size
-from qkv.mechanisms.base.arrays.namespace import like, values
-from qkv.mechanisms.base.arrays.rows import Rows
 from qkv.mechanisms.base.unprojected import UnprojectedAttention
 from qkv.teaching.classical import ScaledDotProductAttention
 
@@ -14,7 +10,7 @@ __all__ = ["ScaledDotProduct"]
 
 
 class ScaledDotProduct(UnprojectedAttention):
-    """`softmax(Q K^T / sqrt(head_dim)) V`, with the weights of `qkv.ScaledDotProductAttention`.
+    """`softmax(Q K^T / sqrt(head_dim)) V`, which most other mechanisms are built on.
 
     Parameters
     ----------
@@ -24,7 +20,7 @@ class ScaledDotProduct(UnprojectedAttention):
     Attributes
     ----------
     layer : qkv.ScaledDotProductAttention
-        The class of the classical texts, which has a method for each step.
+        The class of the classical texts, which has a method for each step of the same.
 
     Notes
     -----
@@ -47,14 +43,3 @@ class ScaledDotProduct(UnprojectedAttention):
     def __init__(self, head_dim: Size) -> None:
         self.layer = ScaledDotProductAttention(head_dim)
         super().__init__(head_dim, scale=1 / self.layer.scale)
-
-    def token_mixing(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
-        """The attention weights `(..., q_len, kv_len)`; values only, without a gradient.
-
-        Parameters
-        ----------
-        x, key, value : array
-            As for a call.
-        """
-        weights, _ = self.layer(*(values(array, "x") for array in self.sequences(x, key, value)))
-        return like(weights, x)
