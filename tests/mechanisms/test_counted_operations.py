@@ -15,6 +15,7 @@ import pytest
 from qkv.mechanisms import (
     RWKV4,
     RWKV6,
+    Differential,
     Flash,
     GatedDelta,
     Linear,
@@ -213,6 +214,15 @@ def attention(keys_of_rows: list[int], width: int, v_width: int) -> None:
         total((weights / total(weights))[:, None] * draw(count, v_width), 0)
 
 
+def differential() -> None:
+    e, h, d = 8, 4, 2
+    heads_of(e, h, d)
+    attention([TOKENS] * TOKENS * h, d, 2 * d)
+    maps = draw(2, TOKENS, h // 2, 2 * d)
+    pairs = rms_norm(maps[0] - Number() * maps[1]) * draw(1)
+    projected(pairs.reshape(TOKENS, -1), e)
+
+
 def linformer() -> None:
     e, h, d, k = 8, 2, 4, 3
     heads_of(e, h, d)
@@ -255,6 +265,7 @@ CASES: dict[Callable[[], None], Any] = {
     gated_delta: GatedDelta(8, 4, num_key_heads=2, head_dim=3, v_head_dim=5),
     linear: Linear(8, 2, causal=True, bias=False),
     performer: Performer(8, 2, causal=True, num_features=3, bias=False),
+    differential: Differential(8, 4, bias=False),
     linformer: Linformer(8, 2, max_len=8, num_mixtures=3, bias=False),
     relative_bias: RelativeBias(8, 2),
     multi_head_latent: MultiHeadLatent(8, 2, q_lora_rank=3, **LATENT),

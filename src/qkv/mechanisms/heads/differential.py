@@ -176,7 +176,9 @@ class Differential(LlamaAttention):
         ledger += Ledger(more) + step("difference", multiply=numbers, subtract=numbers)
         if self.normalize:
             rows = batch * tokens * (h // 2)
-            ledger += step("norm", multiply=3 * numbers, add=numbers, divide=rows, sqrt=rows)
+            ledger += step(
+                "norm", multiply=2 * numbers, add=numbers, divide=numbers + rows, sqrt=rows
+            )
         return ledger
 
     @classmethod
