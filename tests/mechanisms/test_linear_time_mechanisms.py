@@ -29,7 +29,7 @@ RECURRENT = [RWKV4, RWKV6, Mamba, Mamba2, GatedDelta]
 OPTIONS: dict[Any, dict[str, Any]] = {
     Linear: {"num_heads": 2, "causal": True},
     Performer: {"num_heads": 2, "num_features": 8},
-    Linformer: {"num_heads": 2, "max_len": 40, "num_mixtures": 3},
+    Linformer: {"num_heads": 2, "max_len": 1000, "num_mixtures": 3},
     RWKV4: {"hidden_dim": 6},
     RWKV6: {"num_heads": 2, "mix_rank": 2, "decay_rank": 3},
     Mamba: {"state_size": 3},

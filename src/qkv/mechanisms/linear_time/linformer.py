@@ -17,6 +17,7 @@ from qkv.mechanisms.base.arrays.namespace import array_namespace, like, widened
 from qkv.mechanisms.base.arrays.rows import Rows
 from qkv.mechanisms.base.explanations.attention_steps import attention_steps, token_lines
 from qkv.mechanisms.base.explanations.explanation import ExplainedToken, Step
+from qkv.mechanisms.base.operations import traffic
 from qkv.mechanisms.base.projected import ProjectedAttention
 from qkv.mechanisms.linear_time.recurrences.chunks import in_chunks
 
@@ -51,8 +52,9 @@ class Linformer(ProjectedAttention):
 
     Notes
     -----
-    O(n num_mixtures head_dim) operations for each head. Source: Wang et al., "Linformer:
-    Self-Attention with Linear Complexity", arXiv 2006.04768.
+    O(n num_mixtures head_dim) operations for each head; E and F have `2 num_mixtures max_len`
+    numbers, and more in the cost of more tokens. Source: Wang et al., "Linformer: Self-Attention
+    with Linear Complexity", arXiv 2006.04768.
 
     Examples
     --------
@@ -188,6 +190,15 @@ class Linformer(ProjectedAttention):
         k, g, d = symbols(k=self.num_mixtures, g=self.num_kv_heads, d=self.head_dim)
         heads: int = 2 * g * batch
         return matmul("mixtures", k, tokens, d) * heads + super().operations(tokens, batch)
+
+    def cost(self, n: Size, batch: Size = 1, dtype: str = "float32") -> Ledger:
+        """Operations, parameters and bytes; for more than max_len tokens, with longer E and F.
+
+        Parameters and errors are those of `Mechanism.cost`.
+        """
+        more = 2 * self.num_mixtures * max(n - self.max_len, 0)
+        longer = Ledger(parameters=Count(more)) + traffic(more, 0, dtype)
+        return super().cost(n, batch, dtype) + longer
 
     @classmethod
     def example(cls) -> Self:
