@@ -113,3 +113,11 @@ def test_random_blocks_are_whole_numbers_of_every_head_and_block() -> None:
     assert int(none.pairs(9)) == int(BigBird(4, block=2, num_random=0).pairs(9))
     with pytest.raises(ShapeError, match=r"random_blocks .*\(1, 5\)"):
         BigBird(4, block=2, random_blocks=drawn(1, (1, 5))).pairs(9)
+
+
+def test_the_pairs_that_the_notes_state_are_those_of_long_texts() -> None:
+    """Random blocks that are seen anyway take a few from 7 + num_random blocks a row."""
+    n, block, num_random = 32_768, 16, 3
+    pairs = int(BigBird(8, block=block, num_random=num_random).pairs(n))
+    assert 0.99 < pairs / (n * block * (7 + num_random)) < 1
+    assert "n block (7 + num_random)" in (BigBird.__doc__ or "")

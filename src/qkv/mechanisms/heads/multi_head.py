@@ -25,8 +25,8 @@ class MultiHead(ProjectedAttention):
 
     Notes
     -----
-    `4 embed_dim**2` parameters; `8 n embed_dim**2 + 4 n**2 embed_dim` operations. Source: Vaswani
-    et al. (2017), section 3.2.2.
+    `4 embed_dim**2` parameters without biases; about `8 n embed_dim**2 + 4 n**2 embed_dim`
+    operations. Source: Vaswani et al. (2017), section 3.2.2.
 
     Examples
     --------

@@ -64,8 +64,9 @@ class Linear(StatefulMechanism, ProjectedAttention):
 
     Notes
     -----
-    O(n head_dim^2) operations for each head, and the projections; no scale. Source: Katharopoulos
-    et al., "Transformers are RNNs", arXiv 2006.16236.
+    O(n head_dim^2) operations for each head, and the projections; no scale. Features of numbers
+    below -104 are 0 in float32; where no product of a query with a key is above 0, the output is
+    NaN. Source: Katharopoulos et al., "Transformers are RNNs", arXiv 2006.16236.
 
     Examples
     --------

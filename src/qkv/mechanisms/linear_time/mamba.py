@@ -82,9 +82,9 @@ class Mamba(RecurrentMechanism):
 
     Notes
     -----
-    O(n inner_dim (embed_dim + state_size)) operations; a state of inner_dim * state_size numbers.
-    Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces",
-    arXiv 2312.00752.
+    O(n inner_dim (embed_dim + state_size)) operations; a state of inner_dim * state_size numbers
+    and the rows that the convolution sees. Source: Gu and Dao, "Mamba: Linear-Time Sequence
+    Modeling with Selective State Spaces", arXiv 2312.00752.
 
     Examples
     --------

@@ -70,7 +70,7 @@ class RWKV4(RecurrentMechanism):
 
     Notes
     -----
-    O(n embed_dim hidden_dim) operations; a state of three numbers a channel.
+    O(n embed_dim hidden_dim) operations; a state of three numbers a channel and the last row.
     Source: Peng et al., "RWKV: Reinventing RNNs for the Transformer Era", arXiv 2305.13048.
 
     Examples

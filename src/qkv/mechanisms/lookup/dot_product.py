@@ -21,8 +21,8 @@ class DotProduct(UnprojectedAttention):
 
     Notes
     -----
-    `4 n**2 head_dim` operations, no parameters. Source: Luong et al., "Effective Approaches to
-    Attention-based Neural Machine Translation" (2015), the score "dot".
+    About `4 n**2 head_dim` operations, no parameters. Source: Luong et al., "Effective Approaches
+    to Attention-based Neural Machine Translation" (2015), the score "dot".
 
     Examples
     --------

@@ -24,7 +24,7 @@ class ScaledDotProduct(UnprojectedAttention):
 
     Notes
     -----
-    `4 n**2 head_dim` operations, no parameters. Source: Vaswani et al. (2017), section 3.2.1.
+    About `4 n**2 head_dim` operations, no parameters. Source: Vaswani et al. (2017), section 3.2.1.
 
     Examples
     --------

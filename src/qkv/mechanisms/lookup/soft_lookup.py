@@ -28,8 +28,9 @@ class Soft(UnprojectedAttention):
 
     Notes
     -----
-    `4 n**2 head_dim` operations, no parameters. Source: Graves et al., "Neural Turing Machines"
-    (2014), section 3.3.1, content-based addressing.
+    About `4 n**2 head_dim` operations, no parameters. Source: Graves et al., "Neural Turing
+    Machines" (2014), section 3.3.1, content-based addressing, which compares by the cosine of both
+    rows.
 
     Examples
     --------

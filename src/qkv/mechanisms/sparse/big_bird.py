@@ -63,9 +63,10 @@ class BigBird(ProjectedAttention):
 
     Notes
     -----
-    About `n block (5 + num_random)` pairs. The masks are `BlockSparse(near) | RandomBlocks(...)`:
-    the window is one of blocks, not of tokens as that of `qkv.SlidingWindow` is. Source: Zaheer et
-    al., "Big Bird: Transformers for Longer Sequences" (2020), section 2.
+    About `n block (7 + num_random)` pairs: 3 blocks of the window, 2 that all see and 2 that see
+    all. The masks are `BlockSparse(near) | RandomBlocks(...)`: the window is one of blocks, not of
+    tokens as that of `qkv.SlidingWindow` is. Source: Zaheer et al., "Big Bird: Transformers for
+    Longer Sequences" (2020), section 2.
 
     Examples
     --------

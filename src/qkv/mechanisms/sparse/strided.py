@@ -19,8 +19,8 @@ class Strided(ProjectedAttention):
 
         s[i, j] = -inf unless j <= i and (i - j < stride or (i - j) % stride == 0)
 
-    Two steps of it connect any token with any earlier one. With a stride near sqrt(n), a row has
-    about 2 sqrt(n) pairs.
+    Two steps of it connect any token with any earlier one. With a stride near sqrt(n), a row has at
+    most about 2 sqrt(n) pairs.
 
     Parameters
     ----------
