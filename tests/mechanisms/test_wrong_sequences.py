@@ -88,6 +88,10 @@ def test_latent_rows_make_keys_and_values_alike() -> None:
         (Linformer(8, max_len=5), ((5, 7),), "reads x as rows of 8"),
         (Additive(8, kv_dim=6), ((5, 8), (3, 8)), "reads key as rows of 6"),
         (MultiHeadLatent(8, 2, causal=False, **LATENT), ((5, 8), (5, 6)), "reads key as rows of 8"),
+        (DotProduct(4), ((5, 8),), "reads x as rows of 4"),
+        (ScaledDotProduct(4), ((5, 8),), "reads x as rows of 4"),
+        (Soft(4), ((5, 4), (5, 8)), "reads key as rows of 4"),
+        (Hard(4), ((5, 4), (5, 8)), "reads key as rows of 4"),
     ],
     ids=lambda case: getattr(case, "name", None),
 )

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from qkv.arguments.declarations import Size
 from qkv.ledger import Count, Ledger, attention_ledger, symbols
+from qkv.mechanisms.base.arguments import refuse_other_widths
 from qkv.mechanisms.base.attention import AttentionMechanism
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM
 from qkv.samples import shared_example
@@ -35,6 +36,19 @@ class UnprojectedAttention(AttentionMechanism):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(head_dim={self.head_dim})"
+
+    def sequences(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        """Query, key and value.
+
+        Raises
+        ------
+        ShapeError
+            Rows of query or key are not of length head_dim.
+        """
+        query, key, value = super().sequences(x, key, value)
+        refuse_other_widths(self.name, "x", query, self.head_dim)
+        refuse_other_widths(self.name, "key", key, self.head_dim)
+        return query, key, value
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
         """The operations of attention over all pairs."""

@@ -67,7 +67,7 @@ class Hard(UnprojectedAttention):
         heads, kv_heads = (rows.shape[-3] if rows.ndim > 2 else 1 for rows in (query, key))
         grouped = heads % kv_heads == 0 if kv_heads else not heads
         leads = broadcastable(tuple(query.shape[:-3]), tuple(key.shape[:-3]))
-        if query.shape[-1] != key.shape[-1] or not (grouped and leads):
+        if not (grouped and leads):
             return ()
         if kv_heads > 1:
             key = namespace.repeat(key, heads // kv_heads, axis=-3)
