@@ -131,3 +131,15 @@ def test_heads_that_are_given_share_key_heads_in_groups(layer: Any) -> None:
     for ask in (layer, layer.token_mixing):
         with pytest.raises(ShapeError, match="not a multiple of num_kv_heads=3"):
             ask(query, np.ones((3, 3, 7, 4)))
+
+
+def test_an_explanation_names_the_array_that_does_not_fit() -> None:
+    layer = MultiHead(8)
+    with pytest.raises(
+        ArgumentError, match=r"kv_tokens=\['a'\] are not names of the 3 rows of key"
+    ):
+        layer.explain(X, key=X[:3], kv_tokens=["a"])
+    with pytest.raises(ShapeError, match=r"key has shape \(1, 5, 8\)"):
+        layer.explain(X, key=X[None])
+    with pytest.raises(ShapeError, match=r"value has shape \(1, 5, 8\)"):
+        next(Flash(8).tiles(X, X, X[None]))

@@ -48,7 +48,7 @@ def _library_and_type(array: Any) -> str:
     return f"{array.dtype} on {array.device}" if kind == "torch" else str(kind)
 
 
-def one_sequence(*arrays: Any) -> None:
+def one_sequence(x: Any, key: Any, value: Any) -> None:
     """Refuse arrays with leading dimensions: an explanation is of one sequence.
 
     Raises
@@ -56,11 +56,11 @@ def one_sequence(*arrays: Any) -> None:
     ShapeError
         An array is not (n, width).
     """
-    for array in arrays:
+    for name, array in {"x": x, "key": key, "value": value}.items():
         if array.ndim != 2:
             raise ShapeError(
-                f"one sequence (n, embed_dim) is shown; x has shape {tuple(array.shape)}.",
-                action="Pass one of them, as in x[0].",
+                f"one sequence (n, width) is shown; {name} has shape {tuple(array.shape)}.",
+                action=f"Pass one of them, as in {name}[0].",
             )
 
 
@@ -160,8 +160,17 @@ def refuse_other_widths(mechanism: str, name: str, rows: Any, width: int) -> Non
         )
 
 
-def token_names(tokens: Sequence[str] | None, n: int) -> tuple[str, ...]:
+def token_names(
+    tokens: Sequence[str] | None, n: int, name: str = "tokens", rows: str = "x"
+) -> tuple[str, ...]:
     """The names of `n` tokens, their numbers by default.
+
+    Parameters
+    ----------
+    tokens : sequence of str, optional
+    n : int
+    name, rows : str
+        What the argument and the array whose rows it names are called.
 
     Raises
     ------
@@ -172,7 +181,7 @@ def token_names(tokens: Sequence[str] | None, n: int) -> tuple[str, ...]:
         return tuple(map(str, range(n)))
     if not isinstance(tokens, Sequence) or isinstance(tokens, str) or len(tokens) != n:
         raise ArgumentError(
-            f"tokens={shown(tokens)} are not names of the {n} rows of x.",
+            f"{name}={shown(tokens)} are not names of the {n} rows of {rows}.",
             action="Pass one for each row.",
         )
     return tuple(tokens)

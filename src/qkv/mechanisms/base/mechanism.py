@@ -181,7 +181,7 @@ class Mechanism(ABC):
         one_sequence(x, key, value)
         names, kv_len = token_names(tokens, len(x)), len(key)
         same = kv_tokens is None and kv_len == len(names)
-        kv_names = names if same else token_names(kv_tokens, kv_len)
+        kv_names = names if same else token_names(kv_tokens, kv_len, "kv_tokens", "key")
         row = int(selected_indices(index, len(names), "index", "tokens")[0])
         steps = self.detached().steps(ExplainedToken(x, key, value, row, names, kv_names))
         return Explanation(self.name, self.formula, self.paper, names[row], tuple(steps))
