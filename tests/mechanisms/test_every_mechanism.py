@@ -22,6 +22,7 @@ from qkv.mechanisms import (
     Linformer,
     Longformer,
     MultiHead,
+    MultiHeadLatent,
     RelativeBias,
     Ring,
     Rotary,
@@ -258,6 +259,11 @@ def test_input_that_does_not_fit_is_refused() -> None:
         MECHANISMS["cross"].example()(example_input())
 
 
+def latent(**options: Any) -> MultiHeadLatent:
+    sizes: dict[str, Any] = {"kv_lora_rank": 4, "qk_nope_head_dim": 2, "v_head_dim": 2}
+    return MultiHeadLatent(8, 2, **{"qk_rope_head_dim": 4, **sizes, **options})
+
+
 IMPOSSIBLE: list[tuple[str, Callable[[], Any], str]] = [
     ("no kv heads", lambda: MultiHead(8, 2, num_kv_heads=0), "num_kv_heads=0"),
     ("no kv width", lambda: MultiHead(8, 2, kv_dim=0), "kv_dim=0"),
@@ -276,6 +282,25 @@ IMPOSSIBLE: list[tuple[str, Callable[[], Any], str]] = [
         "temperature=0 is not a finite number above 0",
     ),
     ("a word for a number", lambda: Soft(4, temperature="cold"), "'cold'"),  # type: ignore[arg-type]  # a user's mistake
+    (
+        "too few buckets",
+        lambda: RelativeBias(8, num_buckets=3),
+        "num_buckets=3.* 4 buckets or more",
+    ),
+    ("one direction", lambda: RelativeBias(8, num_buckets=1, causal=True), "2 buckets or more"),
+    ("a short distance", lambda: RelativeBias(8, max_distance=8), "max_distance=8"),
+    ("no cap", lambda: MultiHead(8, softcap=0.0), "^softcap=0.0"),
+    (
+        "an epsilon below zero",
+        lambda: MultiHead(8, qk_norm="head", qk_norm_eps=-1.0),
+        "qk_norm_eps",
+    ),
+    ("half a pair of latent numbers", lambda: latent(qk_rope_head_dim=3), "^qk_rope_head_dim=3"),
+    (
+        "a rotation of some latent numbers",
+        lambda: latent(rope=qkv.RoPE(rotary_dim=2)),
+        "^qk_rope_head_dim=4",
+    ),
     ("an odd rotary dimension", lambda: Rotary(6, 2)(np.zeros((4, 6))), "3 entries"),
 ]
 

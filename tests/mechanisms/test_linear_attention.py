@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from qkv.errors import ArgumentError, ShapeError
+from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.mechanisms import Linear, Linformer, Performer, example_input
 from qkv.mechanisms.linear_time.performer import independent_projection, orthogonal_projection
 
@@ -273,6 +273,7 @@ def test_rows_of_a_block_are_orthogonal() -> None:
         (Linear, {"chunk_size": 0}, ArgumentError, "chunk_size=0"),
         (Performer, {"num_features": 0}, ArgumentError, "num_features=0"),
         (Performer, {"projection": np.ones((3, 3))}, ShapeError, r"\(3, 3\)"),
+        (Performer, {"projection": [[1.0]]}, DTypeError, "projection is a list"),
         (Linformer, {"causal": True}, ArgumentError, "causal"),
         (Linformer, {"max_len": 0}, ArgumentError, "max_len=0"),
     ],

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arguments.declarations import Size, Whole, shown
+from qkv.arguments.declarations import NotNegative, Positive, Size, Whole, shown
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, attention_ledger, step, symbols
 from qkv.mechanisms.base.arguments import refuse_other_values, refuse_other_widths
@@ -37,8 +37,8 @@ class OptionsWithoutGroups(TypedDict, total=False):
     out_proj: bool
     scale: float | None
     qk_norm: Literal["head", "all heads"] | None
-    qk_norm_eps: float
-    softcap: float | None
+    qk_norm_eps: NotNegative
+    softcap: Positive | None
     sinks: bool
     weights: Arrays | None
     seed: Whole

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from qkv.errors import DTypeError, ShapeError
+from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.mechanisms.base.arrays.namespace import array_namespace
+from qkv.variants import RoPE
 
-__all__ = ["check_latents"]
+__all__ = ["check_latents", "rotation_of_latents"]
+
+
+def rotation_of_latents(rope: RoPE | None, width: int) -> RoPE:
+    """Rotary positions of `width` numbers, interleaved unless given.
+
+    Raises
+    ------
+    ArgumentError
+        The numbers are not pairs, or the rotation is one of fewer.
+    """
+    rope = RoPE(layout="interleaved") if rope is None else rope
+    if width % 2 or rope.rotary_dim not in (None, width):
+        raise ArgumentError(
+            f"qk_rope_head_dim={width} numbers are rotated in pairs, all of them.",
+            [("rope", str(rope))],
+            "Pass an even qk_rope_head_dim, and a rope without rotary_dim.",
+        )
+    return replace(rope, rotary_dim=width)
 
 
 def check_latents(latents: Any, x: Any, width: int, least: int = 0) -> None:

@@ -32,7 +32,7 @@ from qkv.mechanisms.base.modules.loading import (
     require_attributes,
 )
 from qkv.mechanisms.base.operations import norm_of_rows, projection
-from qkv.mechanisms.heads.latent_rows import check_latents
+from qkv.mechanisms.heads.latent_rows import check_latents, rotation_of_latents
 from qkv.variants import Causal, RoPE
 
 __all__ = ["MultiHeadLatent"]
@@ -130,8 +130,7 @@ class MultiHeadLatent(AttentionMechanism):
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
         self.v_head_dim, self.q_lora_rank = v_head_dim, q_lora_rank
         # Rotated entries come first in a row, because qkv.RoPE rotates the leading ones.
-        rope = RoPE(layout="interleaved") if rope is None else rope
-        self.rope = replace(rope, rotary_dim=qk_rope_head_dim)
+        self.rope = rotation_of_latents(rope, qk_rope_head_dim)
         self.causal, self.latent_norm, self.eps = causal, latent_norm, eps
         self.bias, self.out_proj = bias, out_proj
         self.scale = (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 if scale is None else scale

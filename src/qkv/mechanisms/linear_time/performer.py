@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arguments.declarations import Size
+from qkv.arrays import library_of
 from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, matmul, step
 from qkv.mechanisms.base.arrays.namespace import array_namespace, certainly_all, like
@@ -91,7 +92,7 @@ class Performer(Linear):
             rng = np.random.default_rng(options.get("seed", 0))
             draw = orthogonal_projection if orthogonal else independent_projection
             projection = draw(*shape, rng)
-        array_namespace(projection)
+        library_of(projection, "projection")
         if tuple(projection.shape) != shape:
             raise ShapeError(
                 f"projection has shape {tuple(projection.shape)}, not (num_features, head_dim).",

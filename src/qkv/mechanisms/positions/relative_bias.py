@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self, Unpack
 import numpy as np
 
 from qkv.arguments.declarations import Size
+from qkv.errors import ArgumentError
 from qkv.ledger import Ledger, step
 from qkv.mechanisms.base.modules.comparing import causal_mask, closest
 from qkv.mechanisms.base.modules.loading import (
@@ -49,7 +50,8 @@ class RelativeBias(ProjectedAttention):
     Raises
     ------
     ArgumentError
-        A size is not a positive integer.
+        A size is not a positive integer, or there are too few buckets, or more of them for single
+        distances than max_distance has.
 
     Notes
     -----
@@ -81,6 +83,14 @@ class RelativeBias(ProjectedAttention):
     ) -> None:
         self.num_buckets, self.max_distance = num_buckets, max_distance
         super().__init__(embed_dim, num_heads, **options)
+        least = 2 if self.causal else 4
+        if num_buckets < least:
+            raise ArgumentError(
+                f"num_buckets={num_buckets}: a table has {least} buckets or more, "
+                "two for each direction.",
+                action=f"Pass num_buckets >= {least}.",
+            )
+        BiasOfDistance(self.weights[_TABLE], not self.causal, max_distance)  # Checks the distance.
 
     def more_shapes(self) -> dict[str, tuple[int, ...]]:
         """The table."""
