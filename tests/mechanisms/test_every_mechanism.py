@@ -243,6 +243,16 @@ def test_weights_of_another_name_or_shape_are_refused() -> None:
         MultiHead(8, 2, casual=True)  # type: ignore[call-arg]
 
 
+def test_an_unknown_option_is_answered_with_those_that_the_mechanism_has() -> None:
+    with pytest.raises(
+        ArgumentError, match=r"Options are bias, causal, chunk_size, head_dim, kv_"
+    ) as e:
+        Linear(8, 2, casual=True)
+    assert "rope" not in str(e.value)
+    with pytest.raises(ArgumentError, match=r"left, num_kv_heads, .*right, rope"):
+        SlidingWindow(8, 2, left=1, window=2)  # type: ignore[call-arg]
+
+
 def test_input_that_does_not_fit_is_refused() -> None:
     layer = MultiHead(8, 2)
     with pytest.raises(ShapeError, match="rows of 8 numbers"):

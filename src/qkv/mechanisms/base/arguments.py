@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Mapping, Sequence, Set
 from itertools import zip_longest
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "refuse_other_batches",
     "refuse_other_values",
     "refuse_other_widths",
+    "refuse_unknown_options",
     "token_names",
 ]
 
@@ -157,6 +159,29 @@ def refuse_other_widths(mechanism: str, name: str, rows: Any, width: int) -> Non
             f"{mechanism} reads {name} as rows of {width} numbers.",
             [(name, str(tuple(rows.shape)))],
             f"Pass {name} as (..., n, {width}).",
+        )
+
+
+def refuse_unknown_options(mechanism: type, unknown: Set[str], options: Set[str]) -> None:
+    """Refuse options that a mechanism has not, with those that it has.
+
+    Parameters
+    ----------
+    mechanism : subclass of Mechanism
+        Whose further keywords are options too.
+    unknown, options : set of str
+
+    Raises
+    ------
+    ArgumentError
+        Naming all that are unknown.
+    """
+    if unknown:
+        parameters = inspect.signature(mechanism).parameters.values()
+        further = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+        raise ArgumentError(
+            f"{getattr(mechanism, 'name', mechanism)} has no option {', '.join(sorted(unknown))}.",
+            action=f"Options are {', '.join(sorted(options | further))}.",
         )
 
 

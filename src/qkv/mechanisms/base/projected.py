@@ -10,7 +10,11 @@ from numpy.typing import NDArray
 from qkv.arguments.declarations import NotNegative, Positive, Size, Whole, shown
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, attention_ledger, step, symbols
-from qkv.mechanisms.base.arguments import refuse_other_values, refuse_other_widths
+from qkv.mechanisms.base.arguments import (
+    refuse_other_values,
+    refuse_other_widths,
+    refuse_unknown_options,
+)
 from qkv.mechanisms.base.arrays.head_rows import join_heads, split_heads
 from qkv.mechanisms.base.arrays.normalization import weighted_rms_norm
 from qkv.mechanisms.base.arrays.rows import Arrays
@@ -106,6 +110,8 @@ class ProjectedAttention(AttentionMechanism):
     """Options of a subclass that a caller may override."""
     fixed_options: ClassVar[Options] = {}
     """Options that define a subclass; a caller may not pass other values."""
+    refused_options: ClassVar[tuple[str, ...]] = ()
+    """Options that mean nothing in a subclass."""
 
     def __init__(
         self,
@@ -115,12 +121,8 @@ class ProjectedAttention(AttentionMechanism):
     ) -> None:
         refuse_other_values(self.name, options, self.fixed_options)
         options = {**self.default_options, **options, **self.fixed_options}
-        unknown = options.keys() - Options.__optional_keys__
-        if unknown:
-            raise ArgumentError(
-                f"{self.name} has no option {', '.join(sorted(unknown))}.",
-                action=f"Options are {', '.join(sorted(Options.__optional_keys__))}.",
-            )
+        own = Options.__optional_keys__ - {*self.refused_options, *self.fixed_options}
+        refuse_unknown_options(type(self), options.keys() - Options.__optional_keys__, own)
         self.embed_dim, self.num_heads = embed_dim, num_heads
         kv_heads, kv_dim = options.get("num_kv_heads"), options.get("kv_dim")
         self.num_kv_heads = num_heads if kv_heads is None else kv_heads

@@ -80,13 +80,14 @@ class Linear(StatefulMechanism, ProjectedAttention):
     paper = "Katharopoulos et al., Transformers are RNNs (2020)"
     formula = "o_i = sum_j w_ij v_j, w_ij = phi(q_i) . phi(k_j) / sum_j of it, phi(x) = elu(x) + 1"
 
+    refused_options = ("scale", "rope", "alibi", "softcap", "sinks")
     block_size: ClassVar[int] = 4096
     shown_features: ClassVar[str] = "phi(q) of the token, phi(k) of each"
 
     def __init__(
         self, embed_dim: Size, num_heads: Size = 1, *, chunk_size: Size = 64, **options: Any
     ) -> None:
-        refuse_options(self.name, options, "scale", "rope", "alibi", "softcap", "sinks")
+        refuse_options(self.name, options, *self.refused_options)
         self.chunk_size = chunk_size
         super().__init__(embed_dim, num_heads, **options)
 

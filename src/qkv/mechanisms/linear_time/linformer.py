@@ -67,6 +67,7 @@ class Linformer(ProjectedAttention):
     name = "linformer"
     paper = "Wang et al., Linformer: Self-Attention with Linear Complexity (2020)"
     formula = "softmax(Q (E K)^T / sqrt(d)) (F V)"
+    refused_options = ("causal", "rope", "alibi")
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Linformer(ProjectedAttention):
         num_mixtures: Size = 256,
         **options: Any,
     ) -> None:
-        refuse_options(self.name, options, "causal", "rope", "alibi")
+        refuse_options(self.name, options, *self.refused_options)
         self.max_len, self.num_mixtures = max_len, num_mixtures
         super().__init__(embed_dim, num_heads, **options)
 
