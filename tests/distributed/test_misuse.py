@@ -177,6 +177,38 @@ def test_misuse_is_refused_on_every_rank(group: Any, what: str, words: str) -> N
         assert words in said
 
 
+def followed(rank: int, ranks: int, what: str) -> str:
+    """The error of a call in which torch.func or forward mode follows something else than rows."""
+    from torch.autograd import forward_ad
+
+    from qkv.distributed import attention, inspect
+
+    given = shards(rank, ranks, grad=False)
+
+    def of_bias(bias: torch.Tensor) -> Any:
+        call = inspect if what == "inspected bias" else attention
+        return call(*given, qkv.Bias(bias), timeout=60)
+
+    def of_scale(scale: torch.Tensor) -> Any:
+        return attention(*given, scale=scale, timeout=60)
+
+    call, array = (of_scale, torch.tensor(0.5)) if "scale" in what else (of_bias, torch.zeros(1))
+    if what.startswith("torch.func"):
+        return error_of(lambda: torch.func.grad(lambda x: call(x).sum())(array))
+    with forward_ad.dual_level():
+        return error_of(lambda: call(forward_ad.make_dual(array, torch.ones_like(array))))
+
+
+@pytest.mark.parametrize(
+    "what", ["bias", "inspected bias", "scale", "torch.func of bias", "torch.func of scale"]
+)
+def test_transforms_of_other_arrays_are_refused(group: Any, what: str) -> None:
+    """The tangent of a bias was once lost in silence, and torch.func met errors of NumPy."""
+    role = "scale" if "scale" in what else "an array of Bias"
+    for said in group(RANKS)(followed, what):
+        assert f"UnsupportedError: torch.func or forward mode follows {role}" in said
+
+
 @pytest.mark.parametrize("what", ["another group", "another mesh"])
 def test_a_process_outside_of_the_group_is_told_so(group: Any, what: str) -> None:
     said = group(RANKS)(misused, what)

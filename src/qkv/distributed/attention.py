@@ -14,7 +14,7 @@ from qkv.bridges.learnable import with_scale
 from qkv.bridges.torch.operands import autocast, is_tracked
 from qkv.call.binding.options import Options, option_values, with_options
 from qkv.distributed.calls.agreed_call import Place, agreed_call, check_strategy
-from qkv.distributed.calls.dtensors import placed
+from qkv.distributed.calls.dtensors import placed, refuse_transformed
 from qkv.distributed.calls.heads import from_heads, to_heads
 from qkv.distributed.calls.sharded_call import attend_sharded
 from qkv.distributed.inspection.record import DistributedRecord, ShardOperands
@@ -124,6 +124,7 @@ def attention(
             query, key, value = autocast(query, key, value)
         shards = placed(query, key, value, values.layout, (where.ring, where.heads))
         said = {"function": "attention", "return_lse": return_lse, "scale": ""}
+        refuse_transformed(values.scale, "scale")
         if isinstance(values.scale, Tensor) and (values.scale.ndim or is_tracked(values.scale)):
             of_heads = values._replace(layout="bhld")  # as `placed` has arranged them
             said["scale"] = f"a tensor of {values.scale.tolist()}"

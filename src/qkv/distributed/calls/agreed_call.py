@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from qkv.arguments.declarations import shown
+from qkv.call.binding.bound import bind
 from qkv.call.binding.options import DEFAULTS, OptionValues
-from qkv.distributed.calls.dtensors import Placed
+from qkv.distributed.calls.dtensors import Placed, refuse_transformed
 from qkv.distributed.calls.heads import Exchanges, HeadExchange
 from qkv.distributed.calls.parts import Parts
 from qkv.distributed.calls.ring import Ring
@@ -117,6 +118,10 @@ def agreed_call(
     """
     query, key, value = shards.tensors
     device = query.device
+    with where.told():
+        given = bind(query, key, value, variants, options)
+        for array, role in zip(given.leaves[3:], given.roles[3:], strict=True):
+            refuse_transformed(array, role)
     kv_order = order if kv_order is None else kv_order
     said = {
         **of_function,
@@ -133,9 +138,9 @@ def agreed_call(
     }
     everyone = where.everyone(said, device)
     orders = []
-    for side, given in enumerate((order, kv_order)):
+    for side, wanted in enumerate((order, kv_order)):
         held = [of["own rows"][side] for of in everyone]
-        orders.append(Order.of_sizes(held) if given is None else given)
+        orders.append(Order.of_sizes(held) if wanted is None else wanted)
         _check_rows(orders[-1], held)
     sizes = query.shape[-3], key.shape[-3], orders[0].length, orders[1].length
     backward = torch.is_grad_enabled()

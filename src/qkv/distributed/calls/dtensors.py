@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from qkv.arguments.readable_checks import check_layout
-from qkv.arrays.torch_arrays import TorchArrays, check_dense, check_values
+from qkv.arrays.torch_arrays import check_dense, check_values
+from qkv.bridges.torch.operands import is_tracked
 from qkv.distributed.messages.links import Links
 from qkv.errors import QkvError, ShapeError, UnsupportedError
 
-__all__ = ["Placed", "placed"]
+__all__ = ["Placed", "placed", "refuse_transformed"]
 
 Tensor = torch.Tensor
-_LIBRARY = TorchArrays()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +109,7 @@ def placed(query: Any, key: Any, value: Any, layout: str, links: Sequence[Links]
             problem = problem or _wrong_placement(name, given, blhd, links)
             like = given if name == "query" else like
             local = local.to_local()
-        if _is_transformed(local):
-            raise UnsupportedError(
-                f"torch.func or forward mode follows {name}, and attention over ranks does not.",
-                action="Take gradients by backward() or torch.autograd.grad, and batches as a "
-                "leading dimension.",
-            )
+        refuse_transformed(local, name)
         check_dense(local, name)
         check_values(local, name)
         if local.device.type != "cpu":
@@ -156,10 +151,16 @@ def placed(query: Any, key: Any, value: Any, layout: str, links: Sequence[Links]
     return Placed((q, k, v), problem, max(query.ndim, key.ndim, value.ndim), blhd, like)
 
 
-def _is_transformed(tensor: Tensor) -> bool:
-    """Whether a transform of torch.func, or forward mode, follows the tensor."""
+def refuse_transformed(array: Any, role: str) -> None:
+    """Raise for a tensor that a transform of torch.func, or forward mode, follows."""
     with torch.no_grad():
-        return _LIBRARY.is_tracked(tensor)
+        if not is_tracked(array):
+            return
+    raise UnsupportedError(
+        f"torch.func or forward mode follows {role}, and attention over ranks does not.",
+        action="Take gradients by backward() or torch.autograd.grad, and batches as a leading "
+        "dimension.",
+    )
 
 
 def _rows_of(ndim: int, blhd: bool) -> int:
