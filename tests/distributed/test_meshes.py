@@ -49,6 +49,40 @@ def test_keys_along_one_dimension_and_heads_along_the_other(
             torch.testing.assert_close(own.double(), right, rtol=3e-5, atol=3e-4)
 
 
+def on_a_mesh_of(rank: int, ranks: int, numbers: Any, dim: Any) -> str:
+    """The error of a call on a mesh of these ranks, at a place in it that torch names."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from qkv.distributed import Order, attention
+
+    mesh = DeviceMesh("cpu", numbers, mesh_dim_names=("keys", "heads"))
+    places = [mesh.get_local_rank(name) for name in ("keys", "heads")]
+    order = Order.contiguous(LENGTH, 4)
+    shards = [order.shard(t, 2 * places[0] + places[1]).float() for t in operands()[:3]]
+    try:
+        attention(*shards, qkv.Causal(), mesh=mesh, dim=dim, order=order, timeout=30)
+    except qkv.QkvError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "dim", "words"),
+    [
+        ([[3, 1], [0, 2]], ("keys", "heads"), "the ranks of the mesh do not rise along both"),
+        ([[0, 1], [3, 2]], ("heads", "keys"), "the ranks of the mesh do not rise along both"),
+        ([[0, 1], [2, 3]], ("keys", "keys"), "does not say what is spread along what"),
+        ([[0, 2], [1, 3]], (0, 1), "no error"),
+    ],
+)
+def test_meshes_whose_groups_count_otherwise_are_refused(
+    group: Any, numbers: Any, dim: Any, words: str
+) -> None:
+    """Two ranks once took the same place in the order, and the output was that of other rows."""
+    for said in group(4)(on_a_mesh_of, numbers, dim):
+        assert words in said
+
+
 def with_dtensors(rank: int, ranks: int) -> tuple[Any, ...]:
     """The placement and the rows of what comes of DTensors, and their gradient."""
     from torch.distributed.device_mesh import init_device_mesh

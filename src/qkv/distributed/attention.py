@@ -64,7 +64,8 @@ def attention(
     dim : str or (str, str), optional
         Dimension of the mesh. Two names are two dimensions: keys travel along the first, and heads
         are shared out along the second. An order then counts the ranks place by place along the
-        second, within each place along the first.
+        second, within each place along the first; ranks of the mesh rise along both. Along one
+        dimension it counts them as torch does, by `mesh.get_local_rank(dim)`.
     strategy : "auto", "ring", "gather" or "ulysses"
         "ring": keys travel, and each rank holds those of three ranks at most: its own, those that
         are computed and those that arrive. "gather": each rank holds all keys. "ulysses": each rank

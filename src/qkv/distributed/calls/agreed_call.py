@@ -45,6 +45,7 @@ class Place:
         if len(dim) != 2:
             raise _unclear(dim, "auto")
         first, second = (Links(group_of(mesh, name), timeout) for name in dim)
+        _check_grid(mesh, dim)
         return cls(first, second)
 
     @property
@@ -92,6 +93,26 @@ def check_strategy(strategy: Any, dim: Any) -> None:
         )
     if isinstance(dim, tuple) and strategy == "ulysses":
         raise _unclear(dim, strategy)
+
+
+def _check_grid(mesh: Any, dim: Any) -> None:
+    """Refuse two dimensions of a mesh that are one, or whose groups count ranks in another order.
+
+    torch counts the ranks of a group as they rise. Where they lie otherwise in the mesh, ranks in
+    one row of it may have different places in their columns.
+    """
+    place: list[Any] = list(mesh.get_coordinate())
+    for name in dim:
+        place[mesh.mesh_dim_names.index(name) if isinstance(name, str) else name] = slice(None)
+    ranks = mesh.mesh[tuple(place)]
+    if ranks.ndim != 2:
+        raise _unclear(dim, "auto")
+    if not all(bool((ranks.diff(dim=axis) > 0).all()) for axis in range(2)):
+        raise ArgumentError(
+            f"the ranks of the mesh do not rise along both dimensions of dim={shown(dim)}.",
+            [("ranks", str(ranks.tolist()))],
+            "Make the mesh of ranks that rise along each dimension, as init_device_mesh does.",
+        )
 
 
 def _unclear(dim: Any, strategy: str) -> ArgumentError:
