@@ -116,8 +116,9 @@ def attention(
         q, k, v = (order.shard(x, torch.distributed.get_rank()) for x in (q, k, v))
         out = qkv.distributed.attention(q, k, v, qkv.Causal(), order=order)
     """
-    where = Place.of(mesh, dim, timeout)
+    where = Place.of(mesh, dim)
     with where.told():
+        where.limit(timeout)
         values = option_values("distributed.attention", options)
         return_lse = checked_flag("return_lse", return_lse)
         check_strategy(strategy, dim)
@@ -189,8 +190,9 @@ def inspect(
         record = qkv.distributed.inspect(q, k, v, qkv.Causal(), order=order)
         numbers, weights = record.top(3)
     """
-    where = Place.of(mesh, dim, timeout)
+    where = Place.of(mesh, dim)
     with where.told():
+        where.limit(timeout)
         values = option_values("distributed.inspect", options)
         if values.layout != "bhld" or isinstance(dim, tuple):
             raise ArgumentError(

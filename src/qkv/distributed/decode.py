@@ -91,9 +91,10 @@ def decode(
 
         out = qkv.distributed.decode(q, keys, values, qkv.Causal(), q_offset="end")
     """
-    links = Links(group_of(mesh, dim), timeout)
-    where = Place(links, Links(None, timeout))
+    links = Links(group_of(mesh, dim))
+    where = Place(links, Links(None))
     with where.told():
+        where.limit(timeout)
         values = option_values("distributed.decode", options)
         return_lse = checked_flag("return_lse", return_lse)
         if not isinstance(query, Tensor) or hasattr(query, "placements"):

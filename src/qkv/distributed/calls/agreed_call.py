@@ -19,7 +19,7 @@ from qkv.distributed.calls.parts import Parts
 from qkv.distributed.calls.ring import Ring
 from qkv.distributed.calls.sharded_call import ShardedCall, VariantArrays, whole_call
 from qkv.distributed.messages.agreement import compare, fingerprint, in_words, tell
-from qkv.distributed.messages.links import Links, group_of
+from qkv.distributed.messages.links import Links, checked_seconds, group_of
 from qkv.distributed.orders.heads import heads_of, kv_heads_of
 from qkv.distributed.orders.order import Order
 from qkv.distributed.plan import STRATEGIES, choose_strategy
@@ -38,15 +38,18 @@ class Place:
     heads: Links
 
     @classmethod
-    def of(cls, mesh: Any, dim: Any, timeout: float) -> Place:
+    def of(cls, mesh: Any, dim: Any) -> Place:
         if not isinstance(dim, tuple):
-            links = Links(group_of(mesh, dim), timeout)
-            return cls(links, Links(None, timeout))
+            return cls(Links(group_of(mesh, dim)), Links(None))
         if len(dim) != 2:
             raise _unclear(dim, "auto")
-        first, second = (Links(group_of(mesh, name), timeout) for name in dim)
+        first, second = (Links(group_of(mesh, name)) for name in dim)
         _check_grid(mesh, dim)
         return cls(first, second)
+
+    def limit(self, timeout: Any) -> None:
+        """Let messages take as many seconds from here on."""
+        self.ring.timeout = self.heads.timeout = checked_seconds(timeout)
 
     @property
     def ranks(self) -> int:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from qkv.arguments.declarations import is_integer, shown
 from qkv.errors import ArgumentError, DistributedError, UnsupportedError
 
-__all__ = ["Links", "Pending", "group_of", "outside_of_graphs"]
+__all__ = ["Links", "Pending", "checked_seconds", "group_of", "outside_of_graphs"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -26,7 +26,7 @@ TIMEOUT = 300.0
 """Seconds that a rank waits for another, unless told otherwise."""
 
 
-def _seconds(timeout: Any) -> float:
+def checked_seconds(timeout: Any) -> float:
     """A timeout that torch can keep: it counts whole milliseconds, and takes 0 for no end."""
     is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
     if not is_number or not 1e-3 <= timeout <= 1e9:
@@ -127,7 +127,7 @@ class Links:
     ranks: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.timeout = _seconds(self.timeout)
+        self.timeout = checked_seconds(self.timeout)
         if self.group is None:
             self.rank, self.ranks = 0, 1
             return
