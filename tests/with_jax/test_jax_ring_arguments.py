@@ -101,3 +101,9 @@ def test_rows_of_16_bits_where_jax_promotes_nothing() -> None:
     rows = X.astype(jnp.bfloat16)
     with jax.numpy_dtype_promotion("strict"):
         assert ring(rows, rows, qkv.Causal()).dtype == jnp.bfloat16
+
+
+def test_no_query_rows() -> None:
+    """JAX once said that types of a loop do not match."""
+    value, pull = jax.vjp(lambda query: ring(query, X, qkv.Causal(), q_offset="end"), X[:, :0])
+    assert value.shape == pull(value)[0].shape == (2, 0, 4)

@@ -143,7 +143,10 @@ def ring_attention(
     shared = [_varying(jnp.asarray(leaf), axis_name) for leaf in leaves.arrays]
     query, options = scaled(query, OptionValues(scale=scale))
     ring = _Ring(axis_name, tree, options.scale, first)
-    out, lse = _attend(ring, query, key, value, shared)
+    if jnp.shape(query)[-2]:
+        out, lse = _attend(ring, query, key, value, shared)
+    else:  # JAX forgets in loops that arrays without rows differ between devices.
+        out, lse = ring.step(0, query, key, value, shared)
     return (out, lse) if return_lse else out
 
 
