@@ -158,6 +158,9 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
     "variant of decode": ("decode", {"variant": Unlucky()}, "no such bias"),
     "top": ("top", {"k": 0}, "k=0"),
     "tile": ("tile", {"queries": slice(0, 8, 2)}, "is not a run of the 72 rows"),
+    "tile beyond": ("tile", {"keys": slice(80, None)}, "is not a run of the 72 rows"),
+    "tile of a row": ("tile", {"queries": 3}, "queries=3 is not a slice of whole numbers"),
+    "tile of floats": ("tile", {"keys": slice(0, 4.0)}, "is not a slice of whole numbers"),
 }
 
 

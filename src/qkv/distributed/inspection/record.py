@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import is_integer, shown
 from qkv.backends import Inspectable, choose
 from qkv.distributed.calls.agreed_call import Place
 from qkv.distributed.calls.parts import ShardRows
 from qkv.distributed.calls.sharded_call import ShardedCall
 from qkv.distributed.messages.links import Links
-from qkv.errors import ShapeError
+from qkv.errors import ArgumentError, ShapeError
 from qkv.inspection.weights.statistics import number_of_keys
 from qkv.problem.part import PartOf
 from qkv.problem.scores import Scores
@@ -147,8 +148,8 @@ class DistributedRecord:
 
         Raises
         ------
-        ShapeError
-            If a slice reaches beyond the sequence.
+        ShapeError, ArgumentError
+            If a slice reaches beyond the sequence, or is not one.
         DistributedError
             If ranks ask for different rows.
         """
@@ -255,9 +256,16 @@ def _numbers(run: range, rows: slice) -> Array:
     return np.arange(run.start, run.stop, run.step, dtype=np.int64)[rows]
 
 
-def _range_of(rows: slice, length: int, name: str) -> range:
+def _range_of(rows: Any, length: int, name: str) -> range:
+    if not isinstance(rows, slice) or not all(
+        end is None or is_integer(end) for end in (rows.start, rows.stop, rows.step)
+    ):
+        raise ArgumentError(
+            f"{name}={shown(rows)} is not a slice of whole numbers.",
+            action="Name a run of rows, as slice(0, 4) does.",
+        )
     run = range(*rows.indices(length))
-    if run.step != 1 or (rows.stop is not None and rows.stop > length):
+    if run.step != 1 or any(abs(end or 0) > length for end in (rows.start, rows.stop)):
         raise ShapeError(
             f"{name}={rows} is not a run of the {length} rows.",
             action="Name a slice of neighbouring rows inside the sequence.",
