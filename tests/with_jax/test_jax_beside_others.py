@@ -96,3 +96,47 @@ def test_a_prepared_call_takes_arrays_of_other_libraries_beside_its_query() -> N
     near(found.detach(), RIGHT)
     found.sum().backward()
     near(query.grad, qkv.vjp(q, k, v, BIAS, qkv.Causal())[1](np.ones_like(q)).query)
+
+
+def test_frequencies_of_numpy_are_not_rounded_to_32_bits() -> None:
+    """A frequency of float32 turns a row at distance 10^5 by up to 0.006 radians too far."""
+    q, k, v = ARRAYS
+    for rope in (qkv.RoPE.yarn(8, 4.0, 2048), qkv.RoPE(inv_freq=np.array([1.0, 0.7, 0.3, 0.1]))):
+
+        def far(x: Any, rope: Any = rope) -> Any:
+            return qkv.attention(x, k, v, rope, q_offset=10**5)
+
+        np.testing.assert_array_equal(jax.jit(far)(jnp.asarray(q)), far(q))
+        _, pullback = qkv.vjp(q, k, v, rope, q_offset=10**5)
+        found = jax.grad(lambda x: far(x).sum())(jnp.asarray(q))
+        near(found, pullback(np.ones_like(q)).query)
+
+
+def test_whole_numbers_of_numpy_are_not_cut_to_32_bits() -> None:
+    """JAX keeps the last 32 bits, so that segments 0 and 2^32 were one."""
+    q, k, v = ARRAYS
+
+    def call(x: Any, ids: np.ndarray) -> Any:
+        return qkv.attention(x, k, v, qkv.Segments(ids))
+
+    small, large = np.repeat([0, 1], [4, 5]), np.repeat([0, 2**32], [4, 5])
+    near(jax.jit(lambda x: call(x, small))(jnp.asarray(q)), call(q, large))
+    with pytest.raises(qkv.DTypeError, match=r"an array of Segments .* from 0 to 4294967296"):
+        jax.jit(lambda x: call(x, large))(jnp.asarray(q))
+
+
+@pytest.mark.parametrize("dtype", [">f4", np.longdouble, object])
+def test_types_that_jax_lacks_are_named(dtype: Any) -> None:
+    q, k, v = ARRAYS
+    for place, role in ((1, "key"), (3, "bias|a variant")):
+        given: list[Any] = [q, k, v, BIAS]
+        given[place] = given[place].astype(dtype)
+        with pytest.raises(qkv.DTypeError, match=f"({role}) has dtype .* JAX does not have"):
+            jax.jit(lambda x, given=given: qkv.attention(x, *given[1:]))(jnp.asarray(q))
+
+
+def test_the_mask_of_a_masked_array_is_not_lost_while_jax_traces() -> None:
+    q, k, v = ARRAYS
+    hidden = np.ma.masked_array(BIAS, BIAS > 0)
+    with pytest.raises(qkv.DTypeError, match="bias is a masked array"):
+        jax.jit(lambda x: qkv.attention(x, k, v, hidden))(jnp.asarray(q))

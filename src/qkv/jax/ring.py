@@ -13,10 +13,10 @@ import numpy as np
 
 from qkv._api import attention
 from qkv.arguments.declarations import checked_integer, shown
-from qkv.bridges.jax.calls import scaled
+from qkv.bridges.jax.calls import array_of_jax, scaled, with_constants
 from qkv.bridges.jax.rules import stand_in
 from qkv.call.binding.bound import bind
-from qkv.call.binding.flatten import Leaves, flatten, unflatten
+from qkv.call.binding.flatten import Leaves, flatten, roles_of, unflatten
 from qkv.call.binding.options import OptionValues
 from qkv.call.checked import check_call
 from qkv.errors import AmbiguityError, ArgumentError, QkvError, ShapeError, UnsupportedError
@@ -134,13 +134,18 @@ def ring_attention(
     _check_alignment(devices, (query, key, value), variants, q_offset)
     words: list[Any] = [q_offset]
     sinks = tuple(v for v in variants if isinstance(v, Sinks))
-    others = tuple(_unaligned(v, words) for v in variants if not isinstance(v, Sinks))
+    others = tuple(
+        with_constants(_unaligned(v, words)) for v in variants if not isinstance(v, Sinks)
+    )
     more_keys = devices * (jnp.shape(key)[-2] - jnp.shape(query)[-2])
     first = q_offset if isinstance(q_offset, int) else more_keys if "end" in words else 0
     leaves = Leaves.none()
     tree = flatten((sinks, others), leaves)
     # Each device has a gradient of its own of what all devices share; the transpose adds them up.
-    shared = [_varying(jnp.asarray(leaf), axis_name) for leaf in leaves.arrays]
+    shared = [
+        _varying(array_of_jax(leaf, role), axis_name)
+        for leaf, role in zip(leaves.arrays, roles_of(tree, iter(leaves.arrays)), strict=True)
+    ]
     query, options = scaled(query, OptionValues(scale=scale))
     ring = _Ring(axis_name, tree, options.scale, first)
     if jnp.shape(query)[-2]:

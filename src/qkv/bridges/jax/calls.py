@@ -6,12 +6,15 @@ vmap, scan) becomes an operation of compiled code.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import is_dataclass, replace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
+from qkv.arguments.array_errors import variable
 from qkv.arrays import library_of
 from qkv.arrays.jax_arrays import JaxArrays, refuse_keys
 from qkv.arrays.views import view_beside
@@ -28,7 +31,7 @@ from qkv.errors import DTypeError, UnsupportedError
 from qkv.positions.rotation import promoting
 from qkv.problem.stored_rows import Paged, Quantized
 
-__all__ = ["attention", "scaled"]
+__all__ = ["array_of_jax", "attention", "scaled", "with_constants"]
 
 
 def attention(
@@ -44,9 +47,11 @@ def attention(
     bound = bind(query, key, value, variants, options)
     structure, leaves = bound
     if any(isinstance(array, jax.core.Tracer) for array in leaves):
+        bound = bind(query, key, value, tuple(map(with_constants, variants)), options)
+        structure, leaves = bound
         _check_types(bound)
         operands = (_operand(query, "query"), _operand(key, "key"), _operand(value, "value"))
-        inputs = varying((*operands, *map(jnp.asarray, leaves[3:])))
+        inputs = varying((*operands, *map(array_of_jax, leaves[3:], bound.roles[3:])))
         hold(structure)
         operation = Operation(
             structure=structure.text,
@@ -110,11 +115,54 @@ def _operand(array: Any, role: str) -> Any:
         )
     if isinstance(array, jax.Array):
         return array
-    seen = view_beside(JaxArrays(), array, role)
-    made = jnp.asarray(seen)
+    seen, made = _converted(array, role)
     if made.dtype != seen.dtype:
         raise DTypeError(
             f"{role} is a NumPy array of {seen.dtype}, which JAX makes {made.dtype}.",
             action=f"Pass jnp.asarray({role}), or set jax_enable_x64.",
         )
     return made
+
+
+def array_of_jax(array: Any, role: str) -> Any:
+    """An array of a variant as JAX has it; whole numbers stay what they are."""
+    if isinstance(array, jax.Array):
+        return array
+    seen, made = _converted(array, role)
+    is_narrower = seen.dtype.kind in "iu" and made.dtype != seen.dtype
+    if is_narrower and not np.array_equal(seen, seen.astype(made.dtype)):
+        raise DTypeError(
+            f"{role} is a NumPy array of {seen.dtype}, which JAX makes {made.dtype}; it holds "
+            f"numbers from {seen.min()} to {seen.max()}.",
+            action=f"Use numbers of {made.dtype}, or set jax_enable_x64.",
+        )
+    return made
+
+
+def _converted(array: Any, role: str) -> tuple[Any, Any]:
+    """An array of another library as NumPy and as JAX have it."""
+    seen = view_beside(JaxArrays(), array, role)
+    try:
+        return seen, jnp.asarray(seen)
+    except (TypeError, jax.errors.JaxRuntimeError) as error:
+        raise DTypeError(
+            f"{role} has dtype {seen.dtype}, which JAX does not have.",
+            action=f"Convert it, as in {variable(role)}.astype('float32').",
+        ) from error
+
+
+def with_constants(variant: Any) -> Any:
+    """A variant whose float64 arrays that have no gradient are numbers.
+
+    JAX would round these arrays to float32, as frequencies of RoPE, whose error is multiplied by
+    positions.
+    """
+    if not is_dataclass(variant):
+        return variant
+    fields = {name: getattr(variant, name) for name in getattr(variant, "constant_fields", ())}
+    wide = {
+        name: tuple(field.tolist())
+        for name, field in fields.items()
+        if type(field) is np.ndarray and field.dtype == np.float64 and field.ndim == 1
+    }
+    return replace(cast(Any, variant), **wide) if wide else variant
