@@ -5,12 +5,14 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
 
 import qkv
+from qkv.bridges.torch.operands import as_tensor
 from qkv.testing import truth
 
 # torch's rules of forward mode use what torch has deprecated.
@@ -149,3 +151,42 @@ def test_numpy_arrays_in_compiled_code(place: str) -> None:
     arrays = (q, k, v) if place == "key" else (q, q, q)
     compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
     near(compiled(tensor(q)), truth(*arrays, call_variants).out)
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.parametrize("dtype", [">f4", "float8_e5m2", np.longdouble, object, "S3"])
+def test_types_that_torch_lacks_are_named(dtype: Any, differentiated: bool) -> None:
+    """What torch says of them names no array of the call."""
+    exotic = np.dtype(dtype) if dtype != "float8_e5m2" else np.dtype(ml_dtypes.float8_e5m2)
+    query, key, value = (torch.from_numpy(a.astype(np.float32)) for a in ARRAYS)
+    query.requires_grad_(differentiated)
+    with pytest.raises(qkv.DTypeError, match="key has dtype"):
+        qkv.attention(query, ARRAYS[1].astype(exotic), value)
+    with pytest.raises(qkv.DTypeError, match=r"(bias|variant) has dtype"):
+        qkv.attention(query, key, value, BIAS.astype(exotic))
+
+
+def test_a_number_of_numpy_is_no_key() -> None:
+    with pytest.raises(qkv.DTypeError, match="key is a float32, not an array"):
+        qkv.attention(tensor(ARRAYS[0]), np.float32(1), tensor(ARRAYS[2]))
+
+
+def test_fields_of_packed_records_beside_what_torch_differentiates() -> None:
+    """Strides of such fields are no multiples of the size of a number, as those of torch are."""
+    packed = [np.empty(a.shape, [("number", a.dtype), ("byte", "u1")]) for a in (*ARRAYS, BIAS)]
+    for records, array in zip(packed, (*ARRAYS, BIAS), strict=True):
+        records["number"] = array
+    _, key, value, bias = (records["number"] for records in packed)
+    query = tensor(ARRAYS[0]).requires_grad_()
+    near(qkv.attention(query, key, value, bias, qkv.Causal()).detach(), RIGHT)
+
+
+def test_a_repeated_row_is_not_written_out_for_torch() -> None:
+    """A broadcast bias took as much memory as the matrix of weights."""
+    rows = np.broadcast_to(BIAS[0], (9, 9))
+    made = as_tensor(rows, "bias")
+    assert made.stride() == (0, 1)
+    near(made, rows)
+    query = tensor(ARRAYS[0]).requires_grad_()
+    found = qkv.attention(query, tensor(ARRAYS[1]), tensor(ARRAYS[2]), rows)
+    near(found.detach(), truth(*ARRAYS, [rows]).out)

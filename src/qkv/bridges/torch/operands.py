@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from qkv._dynamo import constant_result, ends_graph
+from qkv.arguments.array_errors import variable
 from qkv.arrays import is_array, library_of
 from qkv.arrays.torch_arrays import TorchArrays, check_dense
 from qkv.arrays.views import view_beside
 from qkv.call.binding.flatten import ARRAY_TYPES, NUMBER_TYPES
-from qkv.errors import UnsupportedError
+from qkv.errors import DTypeError, UnsupportedError
 
 __all__ = [
     "LIBRARY",
@@ -69,8 +70,18 @@ def as_tensor(array: Any, role: str = "an array of the call") -> Any:
     if not is_array(array):
         return array
     seen = view_beside(LIBRARY, array, role)
-    dense = seen.flags.writeable and min(seen.strides, default=0) >= 0
-    return LIBRARY.restore(seen if dense else seen.copy())
+    item = max(seen.itemsize, 1)
+    as_is = seen.flags.writeable and all(s >= 0 and s % item == 0 for s in seen.strides)
+    try:
+        if as_is:
+            return LIBRARY.restore(seen)
+        once = tuple([slice(None) if stride else slice(0, 1) for stride in seen.strides])
+        return LIBRARY.restore(np.array(seen[once])).expand(seen.shape)
+    except (TypeError, ValueError) as error:
+        raise DTypeError(
+            f"{role} has dtype {seen.dtype}, which torch does not have.",
+            action=f"Convert it, as in {variable(role)}.astype('float32').",
+        ) from error
 
 
 def tensor_in_graph(array: Any) -> Tensor:
@@ -111,7 +122,7 @@ def operand(array: Any, role: str) -> Tensor:
     """An operand as a dense tensor."""
     tensor: Tensor = as_tensor(array, role)
     if not isinstance(tensor, Tensor):
-        library_of(array, role, LIBRARY)  # Raises, because it is an array of none.
+        library_of(array, role, LIBRARY).view(array, role)  # Raises: it is no array.
     check_dense(tensor, role)
     return tensor
 
