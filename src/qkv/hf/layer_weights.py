@@ -18,7 +18,7 @@ from qkv.call.inspected import attend_for_inspection
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.layer_call import LayerCall
 from qkv.inspection.records.record import Record
-from qkv.inspection.weights.lazy_weights import require_small
+from qkv.inspection.weights.lazy_weights import index_per_axis, require_small
 
 __all__ = ["LayerWeights", "weights_of"]
 
@@ -180,7 +180,8 @@ class LayerWeights(torch.Tensor):
         require_small(self.numel(), tuple(self.shape), dtype)
 
     def _read(self, index: Any) -> torch.Tensor:
-        return torch.as_tensor(self.record.weights[index], device=self._call.query.device)
+        found = _in_order_of_torch(self.record.weights[index], index, tuple(self.shape))
+        return torch.as_tensor(found, device=self._call.query.device)
 
     def _with_gradient(self) -> torch.Tensor:
         """Attention of values that are rows of the identity is the matrix of weights."""
@@ -220,6 +221,33 @@ class LayerWeights(torch.Tensor):
             return weights
         by_tile = getattr(self.record.weights, by_tiles)(dim, keepdims=keepdim)
         return torch.as_tensor(by_tile, device=self._call.query.device)
+
+
+def _in_order_of_torch(found: Any, index: Any, shape: tuple[int, ...]) -> Any:
+    """What NumPy reads at an index, with its axes where torch has them.
+
+    To NumPy an integer beside index arrays is one of them, and `...` separates them even if it
+    stands for no axis. Arrays that are not neighbours put their axes first. torch takes integers
+    and `...` out before it looks.
+    """
+    entries = index_per_axis(index, shape)
+    arrays = [entry for entry in entries if isinstance(entry, np.ndarray)]
+    if not arrays:
+        return found
+    kept = [entry for entry in entries if entry is not Ellipsis and not isinstance(entry, int)]
+    width = np.broadcast(*arrays).ndim
+    numpy_axes, torch_axes = (
+        range(first, first + width) for first in map(_first_axis_of_arrays, (entries, kept))
+    )
+    return np.moveaxis(found, numpy_axes, torch_axes)
+
+
+def _first_axis_of_arrays(entries: list[Any]) -> int:
+    """The axis of a result at which those of index arrays begin."""
+    kept = [entry is None or entry is Ellipsis or isinstance(entry, slice) for entry in entries]
+    first, stop = kept.index(False), len(kept) - kept[::-1].index(False)
+    before = [entry for entry in entries[:first] if entry is not Ellipsis]
+    return 0 if any(kept[first:stop]) else len(before)
 
 
 def _weights_of(call: LayerCall) -> LayerWeights:

@@ -69,6 +69,29 @@ def test_what_people_do_with_weights(use: str, gradients: bool) -> None:
     assert float((found - expected).abs().max()) < bound
 
 
+INDICES = [
+    (0, slice(None), [0, 2]),
+    (0, slice(None), slice(None), torch.tensor([0, 2])),
+    (slice(None), [0, 1], 0, [0, 1]),
+    (slice(None), [0, 1], ..., [0, 1], slice(None)),
+    (0, None, [0, 1], None, 1),
+    (0, ..., [[0, 1, 2]], 1),
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_integers_beside_index_arrays_are_taken_out_first_as_in_torch(
+    index: Any, gradients: bool
+) -> None:
+    """NumPy counts an integer among the arrays; axes stood in its order without gradients."""
+    with torch.set_grad_enabled(gradients):
+        weights = attentions("qkv")[0]
+        found, expected = weights[index], weights.dense()[index]
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected, atol=BOUND, rtol=BOUND)
+
+
 def test_what_they_say_of_themselves() -> None:
     weights, dense = attentions("qkv")[0], attentions("eager")[0]
     assert torch.is_tensor(weights)

@@ -188,7 +188,7 @@ class LazyWeights(NDArrayOperatorsMixin):
         return result[()]
 
     def __getitem__(self, index: Any) -> Array:
-        entries = _index_per_axis(index, self.shape)
+        entries = index_per_axis(index, self.shape)
         axes = [e for e in entries if e is not None and e is not Ellipsis]
         arrays = [axis for axis, e in enumerate(axes) if isinstance(e, np.ndarray)]
         if {self.ndim - 2, self.ndim - 1} <= set(arrays):
@@ -302,7 +302,7 @@ def require_small(count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> N
         )
 
 
-def _index_per_axis(index: Any, shape: tuple[int, ...]) -> list[Any]:
+def index_per_axis(index: Any, shape: tuple[int, ...]) -> list[Any]:
     """One entry for each axis: a slice, an int, an integer array; None for a new axis.
 
     An ellipsis that stands for no axis is an entry too, since it separates arrays.
