@@ -204,6 +204,9 @@ class LayerWeights(torch.Tensor):
     def _reduced(
         self, name: str, by_tiles: str, dim: Any, keepdim: bool, options: dict[str, Any]
     ) -> torch.Tensor:
+        # torch knows both by the names of NumPy too.
+        dim = options.pop("axis") if dim is None and "axis" in options else dim
+        keepdim = options.pop("keepdims", keepdim)
         if options or self._recording() or not (dim is None or type(dim) is int):
             # All dimensions are None to torch, but for amax.
             every = () if name == "amax" else None

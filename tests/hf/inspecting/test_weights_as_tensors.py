@@ -92,6 +92,18 @@ def test_integers_beside_index_arrays_are_taken_out_first_as_in_torch(
     torch.testing.assert_close(found, expected, atol=BOUND, rtol=BOUND)
 
 
+@pytest.mark.parametrize("name", ["sum", "mean", "amax", "argmax"])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_reductions_take_the_names_that_numpy_gives_dimensions(name: str, gradients: bool) -> None:
+    with torch.set_grad_enabled(gradients):
+        weights = attentions("qkv")[0]
+        for options in ({"axis": 1}, {"axis": -1, "keepdims": True}, {"dim": 1, "keepdims": True}):
+            found = getattr(weights, name)(**options)
+            expected = getattr(weights.dense(), name)(**options)
+            assert found.shape == expected.shape
+            torch.testing.assert_close(found, expected, atol=BOUND, rtol=BOUND)
+
+
 def test_what_they_say_of_themselves() -> None:
     weights, dense = attentions("qkv")[0], attentions("eager")[0]
     assert torch.is_tensor(weights)
