@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -414,3 +416,29 @@ def test_forward_mode_around_compiled_functions() -> None:
         found = forward_ad.unpack_dual(out).tangent
     right = jvp(lambda x: (x @ x.mT / 3**0.5).softmax(-1) @ x, (x,), (x.cos(),))[1]
     assert_close(found, right)
+
+
+class Own:
+    """`score + bias`, of a class that declares nothing of what it holds."""
+
+    def __init__(self, bias: torch.Tensor) -> None:
+        self.bias = bias.numpy()
+
+    def lower(self, builder: Any) -> None:
+        builder.mod(builder.score + builder.broadcast(self.bias, "bias"))
+
+
+def test_variants_are_let_go_after_second_derivatives() -> None:
+    """What operators had read of them kept the last 1,024, with all that they hold."""
+    query, key, value = operands()
+    variants = [Own(normal(HEADS, Q_LEN, KV_LEN, seed=n)) for n in range(3)]
+    held = [weakref.ref(variant) for variant in variants]
+    for variant in variants:
+        x = query.clone().requires_grad_()
+        out = qkv.attention(x, key, value, variant)
+        (first,) = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
+        first.sum().backward()
+        grad(lambda x, variant=variant: qkv.attention(x, key, value, variant).sum())(query)
+    del variants, variant, x, out, first
+    gc.collect()
+    assert [reference() for reference in held] == [None] * 3

@@ -44,10 +44,19 @@ def dumps(tree: Tree) -> str:
     return json.dumps(_encoded(tree), separators=(",", ":")).translate(_FOR_CPP)
 
 
-@lru_cache(maxsize=1024)
 def loads(text: str) -> Tree:
-    """The structure that `dumps` wrote."""
+    """The structure that `dumps` wrote.
+
+    It is kept for the next call, unless it names objects, whose arrays it would keep alive.
+    """
+    return _loads(text) if names_objects(text) else _kept(text)
+
+
+def _loads(text: str) -> Tree:
     return _decoded(json.loads(text.translate(_FOR_CPP)))
+
+
+_kept = lru_cache(maxsize=1024)(_loads)
 
 
 _FOR_CPP = str.maketrans("\"\\'|", "'|\"\\")
