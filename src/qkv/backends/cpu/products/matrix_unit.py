@@ -26,8 +26,8 @@ Products = tuple[tuple[int, int], ...]
 class SideWork:
     """Work for the vector units while tiles are multiplied, in equal steps.
 
-    `emit(step, group)` is called for `GROUPS` groups of products in each of the first `steps` steps
-    of the product.
+    In each of the first `steps` steps, `emit(step, group)` is called after each of the products of
+    terms, of which `group` is the number.
     """
 
     steps: Value
