@@ -105,7 +105,7 @@ def jvp_of_mapped(f: Function) -> Any:
 
 
 def through_scan(f: Function) -> Any:
-    """Derivatives of layers that are computed again on the way back."""
+    """Derivatives of layers that are computed again in the backward pass."""
     (q, *others), (dq, *_) = arrays(), arrays(1)
 
     @jax.checkpoint

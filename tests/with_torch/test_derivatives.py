@@ -349,7 +349,7 @@ def test_nothing_leaks_from_behind_a_mask() -> None:
 
 
 def test_checkpoints() -> None:
-    """What is computed again on the way back may be read only once."""
+    """What is computed again in the backward pass may be read only once."""
     inputs = [t.requires_grad_() for t in operands()]
 
     def function(*t: torch.Tensor) -> torch.Tensor:

@@ -334,7 +334,7 @@ class TestCache:
         layer = MultiHeadAttention(16, 4, causal=True)
         tokens = normal(1, 3, 16, dtype=torch.float32)
         cache = Cache(8)
-        with pytest.raises(qkv.UnsupportedError, match="no way back"):
+        with pytest.raises(qkv.UnsupportedError, match="no gradient"):
             layer(tokens, cache=cache)
         assert cache.length == 0
         with torch.no_grad():

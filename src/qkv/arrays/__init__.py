@@ -1,4 +1,4 @@
-"""Arrays of any library as NumPy views, and the way back.
+"""Arrays of any library as NumPy views, and results as arrays of that library again.
 
 A library is recognised by the name of the module that defines the array's type, so that none is
 imported because it happens to be installed.

@@ -210,7 +210,7 @@ class TorchMemory:
             self.check_dense(array, role)
         if self.library.is_tracked(array):
             raise UnsupportedError(
-                f"torch differentiates {role}, and rows in a cache have no way back.",
+                f"torch differentiates {role}, and rows in a cache have no gradient.",
                 [(role, f"{array.dtype} {tuple(array.shape)} on {array.device}")],
                 "Call it under torch.no_grad(), or train without a cache.",
             )

@@ -329,7 +329,7 @@ class TestErrors:
         close(rest, expected[:, 10:])
 
     def test_training(self) -> None:
-        refused = pytest.raises(qkv.UnsupportedError, match="no way back")
+        refused = pytest.raises(qkv.UnsupportedError, match="no gradient")
         with attending(model_of("llama"), "qkv") as model, refused:
             model(**prompts(), cache=qkv.hf.Cache())
 

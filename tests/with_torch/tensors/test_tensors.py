@@ -292,7 +292,7 @@ def test_lse_is_differentiable() -> None:
 
 
 def test_memory_of_training_does_not_hold_the_weights() -> None:
-    """Saved for the way back: inputs, output and lse."""
+    """Saved for the backward pass: inputs, output and lse."""
     query = normal(1, 1, 4096, 4).requires_grad_()
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, id):

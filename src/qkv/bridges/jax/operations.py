@@ -8,7 +8,7 @@
 `inputs` are the leaves of a bound call: query, key, value and the arrays of its variants; `along`
 tangents of some of them, or cotangents of gradients. `lse_rest` is what rounding took from lse, the
 largest finite number where that is not known, since `jax_debug_nans` would stop at NaN.
-`unrounded` is the output before it was rounded to 16 bits, and takes its place on the way back.
+The backward pass reads `unrounded`, the output before it was rounded to 16 bits, in its place.
 
 Under `jax.vmap` every array has more dimensions in front, of size 1 where it is the same for all.
 Where that means the same they become leading dimensions of one call; else there is one call for

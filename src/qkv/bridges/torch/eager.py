@@ -124,7 +124,7 @@ def _refuse_gradients(*arrays: Any) -> None:
     """Refuse gradients: it is better to hear that there are none than to train nothing."""
     if any(isinstance(array, Tensor) and LIBRARY.is_tracked(array) for array in arrays):
         raise UnsupportedError(
-            "torch differentiates this call, and paged or quantised rows have no way back.",
+            "torch differentiates this call, and paged or quantised rows have no gradient.",
             action="Call it under torch.no_grad(), or gather the rows into a tensor first.",
         )
 

@@ -1,4 +1,4 @@
-"""`jvp`, attention along a direction, and the way back from there: second derivatives."""
+"""`jvp`, attention along a direction, and the gradients of that: second derivatives."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Gradients from kept residuals: prepared if a way back like it was seen before, else checked.
+"""Gradients from kept residuals: prepared if a like backward pass was seen before, else checked.
 
-A way back is like an earlier one if the calls are (`qkv.call.attend`), nothing but query, key and
-value is to have gradients, and residuals and cotangents have the same types, shapes and strides.
+A backward pass is like an earlier one if the calls are (`qkv.call.attend`), nothing but query, key
+and value is to have gradients, and residuals and cotangents have the same types, shapes and
+strides.
 """
 
 from __future__ import annotations

@@ -69,11 +69,11 @@ def vjp(
     -----
     Weights are computed again from lse, tile by tile: `6 head_dim + 4 v_head_dim` operations for
     each pair in a tile that is not empty, 2.5 times those of the forward pass. Memory beyond the
-    gradients grows with the lengths, never with their product: at most eight arrays like query,
-    in the type of computation. The rows of few queries are summed again
-    before the way back, so that both add up in one order. What the arrays hold is read when
-    `pullback` is called; do not change them in between. Rows without keys have gradients 0.
-    Source: Dao et al., "FlashAttention" (2022), algorithm 4.
+    gradients grows with the lengths, never with their product: at most eight arrays like query, in
+    the type of computation. The rows of few queries are summed again before the backward pass, so
+    that both passes add up in one order. What the arrays hold is read when `pullback` is called; do
+    not change them in between. Rows without keys have gradients 0. Source: Dao et al.,
+    "FlashAttention" (2022), algorithm 4.
 
     Examples
     --------
