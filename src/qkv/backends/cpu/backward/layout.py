@@ -9,7 +9,7 @@ from qkv.backends.cpu.compiler.compile import EmitFunction, Module
 from qkv.backends.cpu.emit.argument_block import COMMON_FIELDS, operand_fields
 from qkv.backends.cpu.forward.layout import STATS
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.products.layout import round_to_chunks
+from qkv.backends.cpu.products.layout import round_to_chunks, round_to_vectors
 from qkv.problem.language.derivative import ONE, derivative
 from qkv.problem.language.expressions import SCORE, Load, walk
 from qkv.problem.spec import Spec
@@ -46,11 +46,6 @@ TASK = ("batch", "kv_head", "start", "stop", "split")
 gradient, the byte at which the task's copy of that gradient begins."""
 
 
-def padded_dim(dim: int, lanes: int) -> int:
-    """`dim` rounded up to whole vectors, as rows of sums have it."""
-    return -(-dim // lanes) * lanes
-
-
 def further_areas(shape: TileShape) -> tuple[str, ...]:
     """The areas that follow `AREAS` with products of such a shape."""
     return PAIR_AREAS if shape.product == "pairs" else ()
@@ -64,7 +59,7 @@ def fields_with(areas: tuple[str, ...]) -> tuple[str, ...]:
 def scratch_areas(shape: TileShape, head_dim: int, v_head_dim: int, item: int) -> dict[str, int]:
     """Bytes that each area takes."""
     block_q = shape.lanes * shape.vectors
-    query, value = (padded_dim(dim, shape.lanes) * block_q for dim in (head_dim, v_head_dim))
+    query, value = (round_to_vectors(dim, shape.lanes) * block_q for dim in (head_dim, v_head_dim))
     block = BLOCK_KV * block_q
     sizes = {
         "query": query,
@@ -80,8 +75,8 @@ def scratch_areas(shape: TileShape, head_dim: int, v_head_dim: int, item: int) -
         "score_grads": block,
         "products": block,
         "factors": block,
-        "key_copy": BLOCK_KV * padded_dim(head_dim, shape.lanes),
-        "value_copy": BLOCK_KV * padded_dim(v_head_dim, shape.lanes),
+        "key_copy": BLOCK_KV * round_to_vectors(head_dim, shape.lanes),
+        "value_copy": BLOCK_KV * round_to_vectors(v_head_dim, shape.lanes),
         # Rows of pairs are padded to whole chunks, which are two vectors each.
         "query_pairs": query,
         "grad_pairs": value,

@@ -6,7 +6,7 @@ from qkv.backends.cpu.compiler.compile import EmitFunction
 from qkv.backends.cpu.emit.transposed_loads import transposed_bytes
 from qkv.backends.cpu.forward.layout import STATS, ForwardKernel
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.products.layout import round_to_chunks
+from qkv.backends.cpu.products.layout import round_to_chunks, round_to_pages
 from qkv.problem.spec import Spec
 
 BLOCK_KV = 256
@@ -20,7 +20,7 @@ def scratch_bytes(spec: Spec, shape: TileShape) -> int:
     shared = BLOCK_KV * (width + 2 * (head_dim + 2 * v_head_dim))
     own = width * (head_dim // 2 + v_head_dim + STATS)
     transposed = transposed_bytes(spec, BLOCK_KV, 4 * shape.lanes)
-    return -(-(shared + shape.q_blocks_per_task * own + transposed) // 4096) * 4096
+    return round_to_pages(shared + shape.q_blocks_per_task * own + transposed)
 
 
 BF16_PAIRS = ForwardKernel(

@@ -9,7 +9,13 @@ from qkv.backends.cpu.compiler.compile import EmitFunction
 from qkv.backends.cpu.emit.transposed_loads import transposed_bytes
 from qkv.backends.cpu.forward.layout import ForwardKernel
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.products.layout import CHUNK, TILE_BYTES, TILE_ROWS, TILE_SIZE
+from qkv.backends.cpu.products.layout import (
+    CHUNK,
+    TILE_BYTES,
+    TILE_ROWS,
+    TILE_SIZE,
+    round_to_pages,
+)
 from qkv.problem.spec import Spec
 
 GROUP = CHUNK
@@ -112,7 +118,7 @@ class Layout:
     def scratch_bytes(self, q_blocks_per_task: int) -> int:
         """Memory of one worker."""
         units = q_blocks_per_task * self.units_of_block * self.unit_bytes
-        return -(-(sum(self.areas.values()) + units) // 4096) * 4096
+        return round_to_pages(sum(self.areas.values()) + units)
 
 
 def layout_of(spec: Spec, shape: TileShape) -> Layout:

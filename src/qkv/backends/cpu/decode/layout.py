@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 from qkv.backends.cpu.compiler.compile import EmitFunction, Module
 from qkv.backends.cpu.emit.argument_block import COMMON_FIELDS, WORD, operand_fields
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.products.layout import ROWS, TILE_BYTES, TILE_ROWS
+from qkv.backends.cpu.products.layout import (
+    ROWS,
+    TILE_BYTES,
+    TILE_ROWS,
+    round_to_pages,
+    round_to_vectors,
+)
 from qkv.problem.spec import Spec
 
 
@@ -107,10 +113,6 @@ def shared_modules(key: DecodeKey) -> tuple[Module, ...]:
     return Module(_EMIT_SHARED, (same,)), Module(_EMIT_VALUES, (same, key.spec.may_forbid))
 
 
-def padded(dim: int, lanes: int) -> int:
-    return -(-dim // lanes) * lanes
-
-
 def panel_of(spec: Spec) -> int:
     """Rows that are multiplied with a stretch of keys at once: all panels have about this size."""
     rows = max(1, spec.group_size * spec.q_len)
@@ -124,7 +126,7 @@ def chunk_of(kv_len: int) -> int:
 
 def record_bytes(spec: Spec, shape: TileShape) -> int:
     """Bytes of the result of a task: for each row O, padded to whole vectors, and its state."""
-    width = padded(spec.v_head_dim, shape.lanes) + STATE * shape.lanes
+    width = round_to_vectors(spec.v_head_dim, shape.lanes) + STATE * shape.lanes
     row = -(-width * spec.compute_dtype.itemsize // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
     return spec.group_size * spec.q_len * row
 
@@ -139,14 +141,14 @@ def shared_bytes(groups: int, kv_len: int, record: int) -> int:
 def scratch_bytes(spec: Spec, shape: TileShape) -> int:
     """Memory of one worker: Q; P, sums B, and factors of a panel; scales, K or V; tiles."""
     rows, dims = spec.group_size * spec.q_len, (spec.head_dim, spec.v_head_dim)
-    width = padded(spec.v_head_dim, shape.lanes) + shape.lanes
+    width = round_to_vectors(spec.v_head_dim, shape.lanes) + shape.lanes
     each_row = STRETCH_KV + shape.products_at_once + width
     shared = 2 * STRETCH_KV + BLOCK_KV * max(dims) + rows * spec.head_dim
     size = (each_row * panel_of(spec) + shared) * spec.compute_dtype.itemsize
     stored = [each.dtype for each in (spec.key_storage, spec.value_storage) if each]
     if shape.byte_tiles and "int8" in stored:
         size += RECORD_ALIGNMENT + tile_bytes(rows, panel_of(spec), *dims)
-    return -(-size // 4096) * 4096
+    return round_to_pages(size)
 
 
 def tile_bytes(rows: int, panel: int, head_dim: int, v_head_dim: int) -> int:

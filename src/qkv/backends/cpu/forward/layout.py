@@ -11,6 +11,7 @@ from qkv.backends.cpu.compiler.compile import EmitFunction, Module
 from qkv.backends.cpu.emit.argument_block import COMMON_FIELDS, operand_fields
 from qkv.backends.cpu.emit.transposed_loads import transposed_bytes
 from qkv.backends.cpu.machine.tiling import TileShape
+from qkv.backends.cpu.products.layout import round_to_pages
 from qkv.problem.language.expressions import TRUE, Load, Node, walk
 from qkv.problem.spec import Spec
 
@@ -97,7 +98,7 @@ def scratch_bytes(spec: Spec, shape: TileShape) -> int:
     shared = BLOCK_KV * (shape.block_q + dims) * real_bytes + HEADER
     own = (dims + STATS) * shape.block_q * real_bytes + HEADER
     transposed = transposed_bytes(spec, BLOCK_KV, shape.lanes * real_bytes)
-    return -(-(shared + shape.q_blocks_per_task * own + transposed) // 4096) * 4096
+    return round_to_pages(shared + shape.q_blocks_per_task * own + transposed)
 
 
 class ForwardKernel(NamedTuple):

@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays.addresses import page_aligned
-from qkv.backends.cpu.backward.layout import fields_with, padded_dim, scratch_areas
+from qkv.backends.cpu.backward.layout import fields_with, scratch_areas
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.passes.arguments import Arguments, rotated_operands
 from qkv.backends.cpu.passes.backward import BackwardPass, gradient_dtype
 from qkv.backends.cpu.passes.delta_correction import RowArrays
+from qkv.backends.cpu.products.layout import round_to_pages, round_to_vectors
 from qkv.backends.cpu.rows.rotation import rotated_rows
 from qkv.backends.cpu.split_bf16 import choice as split_bf16
 from qkv.problem.backward import BackwardInputs, OperandGradients
@@ -52,7 +53,9 @@ class Results:
         out = page_aligned_array(shape, self.dtype)
         if self.dtype == compute and shape[-1] % self._lanes == 0:
             return out, out
-        return out, page_aligned_array((*shape[:-1], padded_dim(shape[-1], self._lanes)), compute)
+        return out, page_aligned_array(
+            (*shape[:-1], round_to_vectors(shape[-1], self._lanes)), compute
+        )
 
     def finish(self) -> OperandGradients:
         operands = self.problem.operands
@@ -83,7 +86,7 @@ def areas_of(spec: Spec, shape: TileShape) -> dict[str, int]:
 
 def scratch_of(spec: Spec, shape: TileShape) -> int:
     """Memory of one worker: whole pages."""
-    return -(-sum(areas_of(spec, shape).values()) // 4096) * 4096
+    return round_to_pages(sum(areas_of(spec, shape).values()))
 
 
 class BackwardArguments(Arguments):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.backward.layout import TableGradient, padded_dim
+from qkv.backends.cpu.backward.layout import TableGradient
 from qkv.backends.cpu.compiler.compile import EmitFunction, Kernel, build
 from qkv.backends.cpu.emit.argument_block import operand_fields
 from qkv.backends.cpu.forward.layout import skips_keys_within_blocks
@@ -28,6 +28,7 @@ from qkv.backends.cpu.plan.table_gradients import (
     ranges_of,
     summed_table,
 )
+from qkv.backends.cpu.products.layout import round_to_pages, round_to_vectors
 from qkv.backends.cpu.rows.rotation import rotated_rows
 from qkv.backends.cpu.tangents.layout import (
     BLOCK_KV,
@@ -166,7 +167,7 @@ class _TangentPass(Workload):
 def scratch_of(spec: Spec, shape: TileShape, *, backward: bool) -> int:
     """Memory of one worker: whole pages."""
     areas = scratch_areas(spec, shape, backward=backward)
-    return -(-sum(areas.values()) // 4096) * 4096
+    return round_to_pages(sum(areas.values()))
 
 
 def _with_tables(direction: Direction) -> Problem:
@@ -262,7 +263,7 @@ class _Results:
         self.query = np.empty((heads, spec.q_len, spec.head_dim if run.backward else 0), dtype)
         lanes, parts = run.shape.lanes, run.parts if run.backward else 0
         self.key, self.value = (
-            np.empty((parts, kv_heads, spec.kv_len, padded_dim(dim, lanes)), dtype)
+            np.empty((parts, kv_heads, spec.kv_len, round_to_vectors(dim, lanes)), dtype)
             for dim in (spec.head_dim, spec.v_head_dim)
         )
 

@@ -1,4 +1,4 @@
-"""Sizes to which the operands of products are padded: chunks of bfloat16, and matrix tiles."""
+"""Sizes to which operands and their memory are padded: vectors, chunks, matrix tiles, pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,21 @@ whole chunks."""
 
 def round_to_chunks(dim: int) -> int:
     """`dim` rounded up to whole chunks."""
-    return -(-dim // CHUNK) * CHUNK
+    return _round_up(dim, CHUNK)
+
+
+def round_to_vectors(dim: int, lanes: int) -> int:
+    """`dim` rounded up to whole vectors."""
+    return _round_up(dim, lanes)
+
+
+def round_to_pages(size: int) -> int:
+    """Bytes rounded up to whole pages of memory."""
+    return _round_up(size, 4096)
+
+
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 TILES = 8

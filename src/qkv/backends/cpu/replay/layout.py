@@ -9,6 +9,7 @@ from qkv.backends.cpu.emit.argument_block import COMMON_FIELDS, operand_fields
 from qkv.backends.cpu.emit.transposed_loads import transposed_bytes
 from qkv.backends.cpu.forward.layout import BLOCK_KV, STATS
 from qkv.backends.cpu.machine.tiling import TileShape
+from qkv.backends.cpu.products.layout import round_to_pages
 from qkv.problem.spec import Spec
 
 Question: TypeAlias = Literal["sums", "top", "received", "blocks"]
@@ -42,7 +43,7 @@ def scratch_bytes(question: Question, spec: Spec, shape: TileShape, k: int, keys
     totals = 2 * keys * shape.lanes if question == "received" else 0
     transposed = transposed_bytes(spec, BLOCK_KV, shape.lanes * real_bytes)
     size = (rows + BLOCK_KV * spec.head_dim + totals) * real_bytes + transposed
-    return -(-size // 4096) * 4096
+    return round_to_pages(size)
 
 
 @dataclass(frozen=True, slots=True)

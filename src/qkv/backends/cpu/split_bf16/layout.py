@@ -11,7 +11,13 @@ from qkv.backends.cpu.compiler.compile import EmitFunction
 from qkv.backends.cpu.emit.transposed_loads import transposed_bytes
 from qkv.backends.cpu.forward.layout import ForwardKernel
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.products.layout import CHUNK, TILE_BYTES, TILE_ROWS, round_to_chunks
+from qkv.backends.cpu.products.layout import (
+    CHUNK,
+    TILE_BYTES,
+    TILE_ROWS,
+    round_to_chunks,
+    round_to_pages,
+)
 from qkv.backends.cpu.replay.layout import Question, state_rows
 from qkv.problem.spec import Spec
 
@@ -75,7 +81,7 @@ def replay_scratch_bytes(question: Question, spec: Spec, shape: TileShape, k: in
     own = width * (shape.terms * wide // 2 + 1 + state_rows(question, k))
     transposed = transposed_bytes(spec, REPLAY_BLOCK_KV, FLOAT_BYTES * shape.lanes)
     total = NON_FINITE_BYTES + shared + transposed + shape.q_blocks_per_task * own
-    return -(-total // 4096) * 4096
+    return round_to_pages(total)
 
 
 def split_areas(

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from qkv.backends.cpu.backward.layout import (
     BackwardKey,
     TableGradient,
-    padded_dim,
     shared_modules,
 )
 from qkv.backends.cpu.compiler.compile import EmitFunction, Module
 from qkv.backends.cpu.emit.argument_block import COMMON_FIELDS, operand_fields
 from qkv.backends.cpu.machine.tiling import TileShape
+from qkv.backends.cpu.products.layout import round_to_vectors
 from qkv.problem.language.expressions import SCORE, Load, Node
 from qkv.problem.spec import Spec
 
@@ -114,7 +114,7 @@ def scratch_areas(spec: Spec, shape: TileShape, *, backward: bool) -> dict[str, 
     """Bytes of each area of a worker's scratch memory, in order."""
     block_q, item = shape.block_q, spec.compute_dtype.itemsize
     query, value = (
-        padded_dim(dim, shape.lanes) * block_q for dim in (spec.head_dim, spec.v_head_dim)
+        round_to_vectors(dim, shape.lanes) * block_q for dim in (spec.head_dim, spec.v_head_dim)
     )
     sizes = {
         "query": query, "query_dot": query, "out_sums": value,
