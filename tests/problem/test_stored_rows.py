@@ -227,6 +227,16 @@ def test_lengths_inside_a_union_limit_nothing() -> None:
     lens = qkv.KeyLengths([24, 16, 24])
     refused(ShapeError, "entry 2 of row 1", made.rows, lens | qkv.Prefix(24))
     refused(ShapeError, "entry 2 of row 1", made.rows, ~lens)
+    refused(ShapeError, "entry 2 of row 1", made.rows, (lens & qkv.Prefix(3)) | qkv.Prefix(24))
+
+
+def test_lengths_inside_an_intersection_limit_as_by_themselves() -> None:
+    made = Made(HEAD_DIM, "float32", slots=3, page_size=8)
+    made.table[1, 2] = -1
+    query, lens, last = query_of(1, "float32"), qkv.KeyLengths([24, 16, 24]), qkv.Causal("end")
+    apart = qkv.attention(query, made.rows, made.rows, lens, last)
+    joined = qkv.attention(query, made.rows, made.rows, last & (lens & qkv.Prefix(24)))
+    np.testing.assert_array_equal(joined, apart)
 
 
 def test_the_checked_table_is_a_copy() -> None:

@@ -154,14 +154,17 @@ class Builder:
             )
         return self.broadcast(given, "mask")
 
-    def condition(self, variant: Any) -> Expr:
-        """The condition of a mask variant or boolean array, without adding it as a mask."""
+    def condition(self, variant: Any, *, limits_whole: bool = False) -> Expr:
+        """The condition of a mask variant or boolean array, without adding it as a mask.
+
+        `limits_whole` says that keys behind its limit are forbidden in the whole mask too.
+        """
         if isinstance(variant, np.ndarray):
             return self.dense_mask(variant)
         scores, masks, limit = len(self.scores), len(self.masks), self.row_limit
         self.lower(variant)
-        # A key limit of one side of `|` is not a limit of the whole mask.
-        self.row_limit = limit
+        if not limits_whole:
+            self.row_limit = limit
         if len(self.scores) != scores or len(self.masks) == masks:
             raise ArgumentError(
                 "only masks combine with |, & and ~.", [("variant", repr(variant))],

@@ -103,7 +103,11 @@ class _Joined(MaskVariant):
         return "(" + f" {self.sign} ".join(map(short_repr, self.masks)) + ")"
 
     def lower(self, builder: Builder) -> None:
-        builder.mask(self._joined([builder.condition(mask) for mask in self.masks]))
+        # A key limit of one side of `|` is not a limit of the whole mask.
+        is_all = self.sign == "&"
+        builder.mask(
+            self._joined([builder.condition(mask, limits_whole=is_all) for mask in self.masks])
+        )
 
     def naive(self, dense: Dense) -> None:
         dense.allowed &= self._joined([_allowed_by(mask, dense) for mask in self.masks])
