@@ -302,7 +302,7 @@ def test_flash_corrects_the_rows_of_each_tile(n: int, causal: bool) -> None:
 
 
 def test_longer_sequences_need_longer_mixtures_of_linformer() -> None:
-    """Pages and tables ask for the cost of many more tokens than the five that the example reads."""
+    """Pages and tables ask for the cost of many more tokens than the example reads."""
     short, long = (Linformer(8, 2, max_len=n, num_mixtures=3).cost(70, 4) for n in (5, 70))
     assert int(short.parameters) == int(long.parameters) == 4 * 8 * 9 + 2 * 3 * 70
     assert int(short.bytes_moved) == int(long.bytes_moved)
