@@ -154,6 +154,14 @@ def test_the_first_number_of_the_example_is_printed_with_its_calculation() -> No
     assert "cat  1 / 3.3597      = 0.2976" in text
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_explanation_writes_the_biases_that_it_adds(bias: bool) -> None:
+    layer = MultiHead(8, 2, bias=bias, qk_norm="head")
+    text = str(layer.explain(np.ones((3, 8))))
+    assert ("q = RMSNorm(x W_q + b_q), k = RMSNorm(x W_k + b_k), v = x W_v + b_v" in text) == bias
+    assert ("o W_o + b_o" in text) == bias
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_explanations_refuse_what_they_cannot_show(name: str) -> None:
     mechanism, arguments = MECHANISMS[name].example(), MECHANISMS[name].example_arguments()

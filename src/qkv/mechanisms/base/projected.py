@@ -315,7 +315,8 @@ class ProjectedAttention(AttentionMechanism):
         lines = [Line(f"x of {token.name}", token.query[token.index].tolist())]
         lines += head_lines(token, query, key, value)
         norm = "RMSNorm({})" if self.qk_norm else "{}"
-        formula = f"q = {norm.format('x W_q')}, k = {norm.format('x W_k')}, v = x W_v"
+        q, k, v = (f"x W_{side}" + f" + b_{side}" * self.bias for side in "qkv")
+        formula = f"q = {norm.format(q)}, k = {norm.format(k)}, v = {v}"
         return [Step("Project", formula, tuple(lines))]
 
     def steps_after(self, out: Any, index: int) -> list[Step]:
@@ -326,7 +327,8 @@ class ProjectedAttention(AttentionMechanism):
             steps.append(Step("Join", "the heads side by side", (Line("o", row),)))
         if self.out_proj:
             row = self.join(out)[index].tolist()
-            steps.append(Step("Project back", "o W_o", (Line("out", row),)))
+            formula = "o W_o" + " + b_o" * self.bias
+            steps.append(Step("Project back", formula, (Line("out", row),)))
         return steps
 
     @classmethod
