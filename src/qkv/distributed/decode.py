@@ -51,7 +51,8 @@ def decode(
     Parameters
     ----------
     query : Tensor (..., num_heads, q_len, head_dim)
-        The same on every rank.
+        The same on every rank. Values are not compared: of queries that differ, the output
+        is that of none.
     key, value : Tensor, Paged or Quantized (..., num_kv_heads, own tokens, dim)
         The tokens that this rank holds: those of rank 0 come first, then those of rank 1, and so
         on. Ranks may hold different numbers of tokens, and none. Every row of pages counts as a
