@@ -145,6 +145,12 @@ def misused(rank: int, ranks: int, what: str) -> str:
             call, keywords = decode, {"timeout": 0}
         case "flag":
             keywords["return_lse"] = "yes"
+        case "DTensor":
+            from torch.distributed.tensor import Replicate, distribute_tensor
+
+            scales = torch.ones(8, dtype=torch.float64)
+            mesh = init_device_mesh("cpu", (ranks,))
+            keywords["scale"] = distribute_tensor(scales, mesh, [Replicate()])
         case "layout":
             keywords["layout"] = "bshd"
         case _:
@@ -164,6 +170,7 @@ def misused(rank: int, ranks: int, what: str) -> str:
         ("torch.func", "torch.func or forward mode follows query"),
         ("decode", "timeout=0 is not a number of seconds"),
         ("flag", "return_lse"),
+        ("DTensor", "scale is a DTensor whose memory cannot be read"),
         ("layout", "layout='bshd' is not known"),  # It was once taken for "bhld".
         ("0", "timeout=0.0 is not a number of seconds"),  # torch takes it for no end.
         ("1e-4", "timeout=0.0001 is not a number of seconds"),

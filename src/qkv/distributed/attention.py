@@ -129,7 +129,7 @@ def attention(
         refuse_transformed(values.scale, "scale")
         if isinstance(values.scale, Tensor) and (values.scale.ndim or is_tracked(values.scale)):
             of_heads = values._replace(layout="bhld")  # as `placed` has arranged them
-            said["scale"] = f"a tensor of {values.scale.tolist()}"
+            said["scale"] = f"a tensor of {_LIBRARY.view(values.scale, 'scale').tolist()}"
             scaled, values = with_scale(shards.tensors[0], of_heads)
             shards = replace(shards, tensors=(scaled, *shards.tensors[1:]))
     call, exchanges = agreed_call(
