@@ -176,3 +176,15 @@ def test_numpy_tokens_are_checked_like_tensors() -> None:
     masked = np.ma.masked_array(token, token > 0)
     with pytest.raises(QkvError):
         cache.append(masked, token)
+
+
+@caches
+def test_imaginary_parts_that_torch_has_not_negated_yet(kind: str) -> None:
+    """The imaginary part of a conjugate is a view that NumPy cannot have."""
+    cache, plain = KINDS[kind](), KINDS[kind]()
+    for n in range(STEPS):
+        key = torch.complex(drawn(n), drawn(n + 100)).conj().imag
+        assert key.is_neg()
+        value = torch.complex(drawn(n), drawn(n + 200)).conj().imag
+        rows, expected = cache.append(key, value), plain.append(key.clone(), value.clone())
+        assert torch.equal(rows.attention(key), expected.attention(key.clone()))

@@ -220,7 +220,7 @@ class TorchMemory:
         """See `Memory`."""
         if key is value or key.requires_grad or value.requires_grad or not self._is_on_host(key):
             return None
-        if not type(key) is type(value) is self.torch.Tensor:
+        if not type(key) is type(value) is self.torch.Tensor or key.is_neg() or value.is_neg():
             return None
         are_alike, follows = self.gradient_guard(key, value), self.follows
         view: Callable[[Any], Any] = self.torch.Tensor.numpy
