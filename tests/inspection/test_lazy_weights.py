@@ -226,6 +226,33 @@ def test_operators_are_numpy_s(operation, ndim) -> None:
     np.testing.assert_allclose(operation(weights), operation(dense), atol=1e-13)
 
 
+def test_whether_a_number_is_among_them_is_numpy_s() -> None:
+    """Python compared row by row, and could not say whether a row is true."""
+    weights, _ = PAIRS[3]
+    assert weights[...][1, 2, 3] in weights
+    assert 5.0 not in weights
+
+
+def test_changing_them_in_place_says_that_they_are_computed() -> None:
+    """It recursed without end."""
+    weights, _ = PAIRS[2]
+    changed, copy = weights, weights[...]
+    with pytest.raises(qkv.ArgumentError, match="add was to change them in place"):
+        changed += 1
+    with pytest.raises(qkv.ArgumentError, match="multiply was to change"):
+        np.multiply(weights, 2, out=weights)
+    copy += weights
+    np.testing.assert_allclose(copy, 2 * weights)
+
+
+def test_an_axis_that_is_named_twice_is_an_error_as_in_numpy() -> None:
+    weights, dense = PAIRS[3]
+    for axis in ((0, 0), (0, -3)):
+        for array in (weights, dense):
+            with pytest.raises(ValueError, match=r"axis"):
+                array.sum(axis=axis)
+
+
 def test_what_it_lacks_of_an_array_says_what_to_do() -> None:
     weights, _ = PAIRS[4]
     with pytest.raises(AttributeError, match=r"weights\[\.\.\.\] is the whole .* KiB"):

@@ -107,6 +107,10 @@ class LazyWeights(NDArrayOperatorsMixin):
             f"LazyWeights(shape={self.shape}, dtype={self.dtype}, {memory(self.nbytes)} if dense)"
         )
 
+    def __contains__(self, number: Any) -> bool:
+        """Whether some weight equals a number."""
+        return bool((self == number).any())
+
     def numpy(self) -> Array:
         """The whole matrix; the same as `[...]`."""
         return self[...]
@@ -116,6 +120,12 @@ class LazyWeights(NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
         """Operators and functions of NumPy, on the whole."""
+        if any(isinstance(given, LazyWeights) for given in options.get("out", ())):
+            raise ArgumentError(
+                f"weights are computed and cannot be written to: {ufunc.__name__} was to change "
+                "them in place.",
+                action="Write weights = weights + 1, or change a copy of weights[...].",
+            )
         whole = [given[...] if isinstance(given, LazyWeights) else given for given in inputs]
         return getattr(ufunc, method)(*whole, **options)
 
