@@ -91,6 +91,13 @@ def test_an_ellipsis_separates_arrays_even_if_it_stands_for_no_axis(ndim: int) -
         np.testing.assert_allclose(weights[index], dense[index], atol=1e-13, strict=True)
 
 
+def test_one_weight_beside_an_ellipsis_is_an_array_as_in_numpy() -> None:
+    weights, dense = PAIRS[4]
+    for index in ((..., 1, 0, 2, 3), (1, ..., 0, 2, 3), (1, 0, 2, 3, ...)):
+        assert type(weights[index]) is type(dense[index]) is np.ndarray
+        assert weights[index].shape == ()
+
+
 def test_one_weight_is_a_number() -> None:
     weights, dense = PAIRS[2]
     assert type(weights[1, 2]) is type(dense[1, 2])
@@ -197,6 +204,22 @@ def test_argmax_of_no_weights_is_an_error_where_it_is_numpy_s(lengths, axis) -> 
             weights.argmax(axis)
     else:
         np.testing.assert_array_equal(weights.argmax(axis), expected)
+
+
+@pytest.mark.parametrize("lengths", [(5, 0), (0, 5), (0, 0)])
+@pytest.mark.parametrize("axis", [None, 0, -2, -1, (0, -1), (-2, -1)])
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_extremes_of_no_weights_are_an_error_where_they_are_numpy_s(name, lengths, axis) -> None:
+    """They were 0 and infinite."""
+    q, k = (np.zeros((2, length, 4)) for length in lengths)
+    weights = qkv.inspect(q, k, k).weights
+    try:
+        expected = getattr(weights[...], name)(axis)
+    except ValueError:
+        with pytest.raises(qkv.ArgumentError, match=f"{name} of no weights"):
+            getattr(weights, name)(axis)
+    else:
+        np.testing.assert_array_equal(getattr(weights, name)(axis), expected)
 
 
 def test_reductions_of_weights_too_large_for_memory(monkeypatch) -> None:

@@ -161,12 +161,24 @@ class LazyWeights(NDArrayOperatorsMixin):
         return self._reduced(means, axes, dtype, out, keepdims)
 
     def max(self, axis: Axis = None, out: None = None, keepdims: bool = False) -> Any:
-        """`numpy.max`; 0 of no weights."""
+        """`numpy.max`.
+
+        Raises
+        ------
+        ArgumentError
+            There is nothing along the axis; it is a ValueError, as NumPy's.
+        """
         axes = reduced_axes(axis, self.ndim)
         return self._reduced(largest(self, axes), axes, None, out, keepdims)
 
     def min(self, axis: Axis = None, out: None = None, keepdims: bool = False) -> Any:
-        """`numpy.min`; infinite of no weights."""
+        """`numpy.min`.
+
+        Raises
+        ------
+        ArgumentError
+            There is nothing along the axis; it is a ValueError, as NumPy's.
+        """
         axes = reduced_axes(axis, self.ndim)
         return self._reduced(smallest(self, axes), axes, None, out, keepdims)
 
@@ -202,8 +214,9 @@ class LazyWeights(NDArrayOperatorsMixin):
         axes = [e for e in entries if e is not None and e is not Ellipsis]
         arrays = [axis for axis, e in enumerate(axes) if isinstance(e, np.ndarray)]
         if {self.ndim - 2, self.ndim - 1} <= set(arrays):
-            return self._pointwise(tuple(entries))[()]
-        return self._outer(entries)[()]
+            return self._pointwise(tuple(entries))
+        found = self._outer(entries)
+        return found if _has_ellipsis(index) else found[()]
 
     def _outer(self, entries: list[Any]) -> Array:
         """Each axis on its own: compute the rows and columns that are named, then index those."""
@@ -310,6 +323,11 @@ def require_small(count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> N
             "Read fewer rows, reduce it by .sum, .mean, .max, .min or .argmax, or use "
             ".top(k), .entropy and .mass(...) of the record, which stay small.",
         )
+
+
+def _has_ellipsis(index: Any) -> bool:
+    """Whether an index has `...`, with which NumPy gives an array even of one number."""
+    return any(part is Ellipsis for part in (index if isinstance(index, tuple) else (index,)))
 
 
 def index_per_axis(index: Any, shape: tuple[int, ...]) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arguments.declarations import checked_integer
+from qkv.arguments.declarations import checked_integer, shown
 from qkv.errors import ArgumentError
 from qkv.inspection.weights.replay import Replay
 
@@ -50,7 +50,7 @@ def reduced_axes(axis: Axis, ndim: int) -> set[int]:
     Raises
     ------
     ArgumentError
-        An axis is not an integer.
+        An axis is not an integer, or is named twice.
     numpy.exceptions.AxisError
         As NumPy does, for an axis that is not there.
     """
@@ -60,7 +60,12 @@ def reduced_axes(axis: Axis, ndim: int) -> set[int]:
     for n in given:
         if not -ndim <= n < ndim:
             raise np.exceptions.AxisError(n, ndim)
-    return {n % ndim for n in given}
+    axes = {n % ndim for n in given}
+    if len(axes) < len(given):
+        raise ArgumentError(
+            f"axis={shown(axis)} names an axis twice.", action="Name each axis once."
+        )
+    return axes
 
 
 def total(weights: Tiled, axes: set[int]) -> Array:
@@ -69,14 +74,38 @@ def total(weights: Tiled, axes: set[int]) -> Array:
 
 
 def largest(weights: Tiled, axes: set[int]) -> Array:
-    """The largest weight over some axes; NaN where one of them is."""
+    """The largest weight over some axes; NaN where one of them is.
+
+    Raises
+    ------
+    ArgumentError
+        There are no weights along the axes.
+    """
+    _require_some("max", weights, axes)
     return _folded(weights, axes, np.maximum, np.zeros(_kept(weights, axes), weights.dtype))
 
 
 def smallest(weights: Tiled, axes: set[int]) -> Array:
-    """The smallest weight over some axes; NaN where one of them is."""
+    """The smallest weight over some axes; NaN where one of them is.
+
+    Raises
+    ------
+    ArgumentError
+        There are no weights along the axes.
+    """
+    _require_some("min", weights, axes)
     out = np.full(_kept(weights, axes), np.inf, weights.dtype)
     return _folded(weights, axes, np.minimum, out)
+
+
+def _require_some(name: str, weights: Tiled, axes: set[int]) -> None:
+    """Refuse an extreme where there are no weights along the axes, as NumPy does."""
+    if any(not weights.shape[n] for n in axes):
+        raise ArgumentError(
+            f"{name} of no weights has no value.",
+            [("weights", str(weights.shape)), ("axis", str(tuple(sorted(axes))))],
+            "Leave it out where there are no queries or no keys.",
+        )
 
 
 def place_of_largest(weights: Tiled, axis: int | None) -> Array:
@@ -88,12 +117,7 @@ def place_of_largest(weights: Tiled, axis: int | None) -> Array:
         There are no weights along the axis.
     """
     axes = reduced_axes(axis, weights.ndim)
-    if any(not weights.shape[n] for n in axes):
-        raise ArgumentError(
-            "argmax of no weights has no place.",
-            [("weights", str(weights.shape)), ("axis", str(axis))],
-            "Leave it out where there are no queries or no keys.",
-        )
+    _require_some("argmax", weights, axes)
     if axis is None:
         best, last = _best_along(weights, weights.ndim - 1)
         row = int(np.argmax(best))
