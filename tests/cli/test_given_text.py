@@ -240,3 +240,13 @@ def test_the_help_names_records_where_they_are_read(capsys: pytest.CaptureFixtur
     for command, reads in (("inspect", True), ("explain", True), ("plan", False)):
         assert main([command, "--help"]) == 0
         assert ("saved record" in " ".join(capsys.readouterr().out.split())) == reads
+
+
+def test_the_help_has_options_of_models_under_their_heading(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`--save` stood among the options of all inputs."""
+    assert main(["inspect", "--help"]) == 0
+    _, _, of_models = capsys.readouterr().out.partition("a whole model, or one layer")
+    for flag in ("--model", "--text", "--tokens", "--download", "--layer", "--save"):
+        assert f"\n  {flag} " in of_models or f"\n  {flag}\n" in of_models

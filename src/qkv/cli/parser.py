@@ -162,8 +162,8 @@ def _add_inspect(commands: _Commands) -> None:
         "--html", metavar="FILE", help="also write a page of all heads, which works offline"
     )
     kinds = "Which kind each head is: induction, duplicate, previous, own or sink."
-    _add_model(inspect, "a whole model, or one layer with --layer", kinds)
-    inspect.add_argument("--save", metavar="FILE", help="also write all numbers, as safetensors")
+    model = _add_model(inspect, "a whole model, or one layer with --layer", kinds)
+    model.add_argument("--save", metavar="FILE", help="also write all numbers, as safetensors")
 
 
 def _add_explain(commands: _Commands) -> None:
@@ -281,10 +281,11 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_model(parser: argparse.ArgumentParser, title: str, about: str) -> None:
+def _add_model(parser: argparse.ArgumentParser, title: str, about: str) -> argparse._ArgumentGroup:
     model = parser.add_argument_group(title, about)
     add_model_options(model)
     model.add_argument("--layer", type=int, metavar="L", help="one layer, in the order of calls")
+    return model
 
 
 def _to_offset(text: str) -> int | str:

@@ -57,9 +57,9 @@ def run_saved(options: argparse.Namespace) -> str:
     """The output of the command for a file that `ModelRecord.save` wrote."""
     of_layer = options.layer is not None and not options.html
     taken = ("layer", "batch") if of_layer else ("layer",)
-    known = {**_FILE_OPTIONS, **_MODEL_OPTIONS}
-    refused = {name: flag for name, flag in known.items() if name not in taken}
-    _refuse(options, refused, "goes with arrays or --model, not with a record that was saved")
+    for known, what in ((_FILE_OPTIONS, "a file of arrays"), (_MODEL_OPTIONS, "--model")):
+        refused = {name: flag for name, flag in known.items() if name not in taken}
+        _refuse(options, refused, f"goes with {what}, not with a record of a model that was saved")
     _refuse_variants(options, "a record of a model")
     _require_layer(options, f"the record {Page().token(options.file, 80)}")
     require_top(options)
