@@ -250,3 +250,21 @@ def test_a_model_that_is_set_to_another_implementation_inside(what: str) -> None
     with pytest.raises(qkv.UnsupportedError, match="set to 'eager' inside of the `with`"):
         run()
     assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("first", ["a call", "a copied prompt"])
+def test_another_implementation_inside_is_noticed_after_calls_of_qkv(first: str) -> None:
+    """Layers that had been called once were taken for layers that were changed."""
+    model = model_of("llama")
+    change = "off" if first == "a call" else qkv.hf.CopyFrom(input_ids=OTHER)
+
+    def run() -> None:
+        with qkv.hf.intervene(model, {(0, 0): change}):
+            if first == "a call":
+                model(input_ids=IDS)
+            model.set_attn_implementation("eager")
+            model(input_ids=IDS)
+
+    calls = r" in 1 of 2 calls\." if first == "a call" else r"\."
+    with pytest.raises(qkv.UnsupportedError, match=f"'eager' inside.*nothing was changed{calls}"):
+        run()

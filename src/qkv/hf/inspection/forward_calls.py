@@ -161,10 +161,12 @@ class LayerNumbers:
     ----------
     runs : int
         How often the model, or a part of it alone, has been called.
+    silent_runs : int
+        How often none of its layers has called qkv then.
     """
 
     def __init__(self, model: torch.nn.Module, told: Callable[[Any], None] | None = None) -> None:
-        self.runs = 0
+        self.runs = self.silent_runs = 0
         self._told = told
         self._names = Counter(module for _, module in model.named_modules(remove_duplicate=False))
         self._numbers: dict[tuple[torch.nn.Module, int], int] = {}
@@ -187,6 +189,7 @@ class LayerNumbers:
         here.depth += 1
         try:
             yield self._told if here.depth == 1 else None
+            self.silent_runs += here.depth == 1 and not here.calls
         finally:
             here.depth -= 1
 

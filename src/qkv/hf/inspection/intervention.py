@@ -14,7 +14,13 @@ from qkv.arguments.declarations import is_integer, shown
 from qkv.errors import ArgumentError
 from qkv.hf.attention import change_outputs, observe
 from qkv.hf.inspection.forward_calls import BackwardAfter, LayerNumbers, around_forward, parts_of
-from qkv.hf.inspection.switching import inner_model, never_called, switched, uncompiled
+from qkv.hf.inspection.switching import (
+    inner_model,
+    never_called,
+    switched,
+    uncompiled,
+    was_set_inside,
+)
 from qkv.hf.layer_call import LayerCall
 from qkv.interventions import HeadChange, HeadInputs, changed_heads
 
@@ -103,7 +109,7 @@ def intervene(model: torch.nn.Module, changes: Mapping[tuple[int, int], Change])
     layers = LayerNumbers(inner, after.watch)
     with switched(inner), uncompiled(), around_forward(parts_of(inner), layers.around):
         copied = _copied(inner, wanted, layers)
-        layers.runs = 0
+        layers.runs = layers.silent_runs = 0
         try:
             with change_outputs(_Run(layers, wanted, copied).change):
                 yield
@@ -202,8 +208,10 @@ def _require_layers(
 ) -> None:
     """Complain of layers that were not called, if the model was."""
     name, count = type(model).__name__, len(layers)
-    if layers.runs and not count:
-        raise never_called(model, "nothing was changed")
+    silent = layers.silent_runs if was_set_inside(model) else 0
+    if silent or (layers.runs and not count):
+        calls = f" in {silent} of {layers.runs} calls" if silent < layers.runs and silent else ""
+        raise never_called(model, f"nothing was changed{calls}")
     missing = sorted({layer for layer, _ in changes if layer >= count})
     if count and missing:
         raise ArgumentError(

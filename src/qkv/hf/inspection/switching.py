@@ -17,6 +17,7 @@ from qkv.errors import ArgumentError, UnsupportedError
 
 __all__ = [
     "SPREAD", "called_with", "inner_model", "never_called", "switched", "uncompiled",
+    "was_set_inside",
 ]  # fmt: skip
 
 SPREAD = "qkv_sharded"
@@ -130,11 +131,11 @@ def never_called(model: Any, nothing: str) -> UnsupportedError:
 
     Call it inside of `switched`, which puts the model's own implementation back.
     """
-    name, implementation = type(model).__name__, model.config._attn_implementation
-    if implementation not in ("qkv", SPREAD) and model._can_set_attn_implementation():
+    name = type(model).__name__
+    if was_set_inside(model):
         return UnsupportedError(
-            f"the attention of {name} was set to {shown(implementation)} inside of the `with`, "
-            f"where it must be qkv: {nothing}.",
+            f"the attention of {name} was set to {shown(model.config._attn_implementation)} "
+            f"inside of the `with`, where it must be qkv: {nothing}.",
             action="Leave set_attn_implementation away; the model has its own again afterwards.",
         )
     return UnsupportedError(
@@ -142,6 +143,12 @@ def never_called(model: Any, nothing: str) -> UnsupportedError:
         [("implementation", "set to qkv, which this model does not ask for")],
         "Use a model that follows transformers' AttentionInterface.",
     )
+
+
+def was_set_inside(model: Any) -> bool:
+    """Whether a switched model has been given another implementation since."""
+    other = model.config._attn_implementation not in ("qkv", SPREAD)
+    return other and bool(model._can_set_attn_implementation())
 
 
 _holders: WeakKeyDictionary[torch.nn.Module, list[int]] = WeakKeyDictionary()
