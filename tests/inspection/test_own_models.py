@@ -9,6 +9,7 @@ import pytest
 
 import qkv
 import qkv.samples
+from qkv.inspection.heads.head_scores import head_scores
 
 RNG = np.random.default_rng(5)
 QUERY = RNG.normal(size=(2, 4, 12, 8))
@@ -41,6 +42,23 @@ def test_the_tokens_of_layers_are_those_of_the_record() -> None:
 def test_one_entry_for_each_key(name: str, of: Any) -> None:
     with pytest.raises(qkv.ShapeError, match=rf"{name} has shape .*there are \(2, 12\) key rows"):
         record_of(**{name: of})
+
+
+@pytest.mark.parametrize("unknown_id", [None, 0])
+def test_tokens_that_are_no_ids_are_refused(unknown_id: int | None) -> None:
+    """Texts reached NumPy's comparison of types, rows of two lengths its message about shapes."""
+    texts = [[f"word {n}" for n in row] for row in IDS]
+    for tokens, error, fact in (
+        (texts, qkv.DTypeError, "tokens has dtype .* and no ids"),
+        (np.array(texts, object), qkv.DTypeError, "tokens has dtype object, and no ids"),
+        ([[1, 2], [3]], qkv.ShapeError, "the rows of tokens differ in length"),
+    ):
+        record = qkv.ModelRecord("own", unknown_id=unknown_id)
+        with pytest.raises(error, match=fact):
+            record.add(QUERY, QUERY, name="layer 0", tokens=tokens)
+        assert (record.tokens, len(record)) == (None, 0)
+        with pytest.raises(error, match=fact):
+            head_scores(QUERY, QUERY, tokens=tokens)
 
 
 def test_rows_of_a_batch_of_one_have_no_batch() -> None:

@@ -26,6 +26,7 @@ from qkv.errors import ShapeError
 from qkv.inspection.heads.kept_inputs import KeptInputs
 from qkv.inspection.heads.layer_heads import LayerHeads, needs_float64, without_dropout
 from qkv.inspection.heads.score_rows import SCORES, HeadScores
+from qkv.inspection.heads.unknown_tokens import ids_of
 from qkv.inspection.records.record import Record
 from qkv.inspection.weights.lazy_weights import LazyWeights
 from qkv.partial import Partial
@@ -113,6 +114,8 @@ def head_scores(
     ------
     ShapeError
         Query, key, tokens and real do not fit together.
+    DTypeError
+        Tokens are no numbers.
 
     Notes
     -----
@@ -134,6 +137,7 @@ def head_scores(
     array([0.999])
     """
     query, key = (_with_batch(array, name) for array, name in ((query, "query"), (key, "key")))
+    tokens = None if tokens is None else ids_of(tokens)
     for name, given, of in (("tokens", tokens, key), ("real", real, key),
                             ("real_queries", real_queries, query)):  # fmt: skip
         if given is not None and np.shape(given)[-1:] == of.shape[1:2] != of.shape[2:3]:

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arguments.declarations import is_integer
+from qkv.errors import DTypeError, ShapeError
 
-__all__ = ["sentences_of_unknown", "unknown_id_of", "without_unknown"]
+__all__ = ["ids_of", "sentences_of_unknown", "unknown_id_of", "without_unknown"]
 
 _UNKNOWN = -1
 """The id of an unknown token, for `head_scores`."""
@@ -27,11 +28,38 @@ def unknown_id_of(tokenizer: Any) -> int | None:
     return unknown_id if is_integer(unknown_id) and unknown_id not in ends else None
 
 
+def ids_of(tokens: Any) -> NDArray[Any]:
+    """Token ids as an array.
+
+    Raises
+    ------
+    ShapeError
+        They are rows of different lengths.
+    DTypeError
+        They are no numbers.
+    """
+    try:
+        ids = np.asarray(tokens)
+    except ValueError as error:
+        raise ShapeError(
+            "the rows of tokens differ in length.",
+            action="Pad them, and pass real=, which is False where a row is padding.",
+        ) from error
+    if ids.dtype.kind not in "biuf":
+        raise DTypeError(
+            f"tokens has dtype {ids.dtype}, and no ids.",
+            action="Pass the integers that the model reads; record.texts names tokens.",
+        )
+    return ids
+
+
 def without_unknown(tokens: Any, unknown_id: int | None) -> NDArray[Any] | None:
     """Token ids as `head_scores` takes them: those of unknown tokens are negative."""
-    if tokens is None or unknown_id is None:
-        return None if tokens is None else np.asarray(tokens)
-    ids = np.asarray(tokens)
+    if tokens is None:
+        return None
+    ids = ids_of(tokens)
+    if unknown_id is None:
+        return ids
     if ids.dtype.kind == "u":  # Without a sign there are no negative ids.
         ids = ids.astype(np.int64)
     return np.where(ids == unknown_id, _UNKNOWN, ids)

@@ -128,8 +128,8 @@ class ModelRecord:
 
         Raises
         ------
-        ShapeError, KeywordError
-            Arrays and tokens do not fit together; `layout` is given, of which there is one.
+        ShapeError, DTypeError, KeywordError
+            Arrays and tokens do not fit; tokens are texts; `layout` is given: there is but one.
         """
         if "layout" in options:
             raise KeywordError(
