@@ -142,6 +142,18 @@ def test_the_tiles_of_a_causal_window(images: list[Any], tmp_path: Path) -> None
     np.testing.assert_array_equal(images[0], expected)
 
 
+@pytest.mark.parametrize("count", [0, 2, 9])
+def test_tokens_that_are_not_one_for_each_key_are_refused(count: int, tmp_path: Path) -> None:
+    """A picture named the first keys alone, or keys that are not there; so did a page."""
+    x = np.eye(6)
+    record, tokens = qkv.inspect(x, x, x), ["word"] * count
+    path = tmp_path / "picture.svg"
+    for use in (record.to_html, record.summary, lambda names: record.plot(path, tokens=names)):
+        with pytest.raises(qkv.ArgumentError, match=f"there are {count} tokens for 6 keys"):
+            use(tokens)
+    assert not path.exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", STARTS)
 def test_the_same_picture_is_the_same_file(ending: str, tmp_path: Path) -> None:

@@ -308,7 +308,8 @@ class Record:
         Raises
         ------
         UnsupportedError, ArgumentError, FileError
-            matplotlib is not installed; no such head or ending; the file cannot be written.
+            matplotlib is not installed; no such head or ending, or not one token for each key; the
+            file cannot be written.
         """
         return picture_of_weights(self._replay, path, ax, head, batch, tokens, self._progress)
 
@@ -369,7 +370,7 @@ class Record:
         Parameters
         ----------
         tokens : sequence of str (kv_len,), optional
-            Names of the keys.
+            Names of the keys, one for each.
         """
         return page_of(self, tokens)
 

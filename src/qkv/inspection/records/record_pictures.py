@@ -15,6 +15,7 @@ from qkv.inspection.rendering.pictures import (
     picture,
     save_picture,
 )
+from qkv.inspection.rendering.tokens import require_names
 from qkv.inspection.weights.replay import Replay
 from qkv.inspection.weights.weight_blocks import reduced
 from qkv.problem.spec import Spec
@@ -37,6 +38,7 @@ def picture_of_weights(
 
     spec = replay.problem.spec
     _require_head(spec, head, batch)
+    require_names(tokens, spec.kv_len)
     longest = max(spec.q_len, spec.kv_len)
     block = 1 << max(0, (-(-longest // LONGEST) - 1).bit_length())
     whole = (0, spec.q_len), (0, spec.kv_len)

@@ -6,6 +6,9 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
+from qkv.errors import ArgumentError
+from qkv.inspection.rendering.counts import counted
+
 LONGEST = 24
 """Characters of a token that are shown."""
 
@@ -17,6 +20,21 @@ _ESCAPES = re.compile(
     r"|\x1b[ -/]*[0-~]?",
     re.DOTALL,
 )
+
+
+def require_names(tokens: Sequence[str] | None, kv_len: int) -> None:
+    """Refuse names of keys, if there are any, that are not one for each key.
+
+    Raises
+    ------
+    ArgumentError
+        There are more or fewer.
+    """
+    if tokens is not None and len(tokens) != kv_len:
+        raise ArgumentError(
+            f"there are {counted(len(tokens), 'token')} for {counted(kv_len, 'key')}.",
+            action="Give one token for each key.",
+        )
 
 
 def printable(token: str, longest: int = LONGEST) -> str:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
 from qkv.inspection.rendering.counts import counted
+from qkv.inspection.rendering.tokens import require_names
 from qkv.inspection.summaries.head_statistics import HeadStatistics, ReadRecord, ShownHeads, heads
 from qkv.inspection.summaries.heads_text import PAIRS, summary_of_heads
 
@@ -31,11 +32,7 @@ def summary_of_record(record: ReadRecord, tokens: Sequence[str] | None, batch: i
             if spec.batch_size > 1
             else "There is one, 0.",
         )
-    if tokens is not None and len(tokens) != spec.kv_len:
-        raise ArgumentError(
-            f"there are {counted(len(tokens), 'token')} for {counted(spec.kv_len, 'key')}.",
-            action="Give one token for each key.",
-        )
+    require_names(tokens, spec.kv_len)
     shifts = positions.q_shift, positions.kv_shift
     q_shift, kv_shift = (int(shift[batch if len(shift) > 1 else 0]) for shift in shifts)
     shown = ShownHeads(

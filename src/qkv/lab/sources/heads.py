@@ -15,7 +15,7 @@ from qkv.inspection.heads.head_scores import KINDS, LETTERS, MEANINGS, SCORES, T
 from qkv.inspection.heads.head_table import mean_of_known
 from qkv.inspection.models.model_record import LayerRecord, ModelRecord
 from qkv.inspection.records.record import Record
-from qkv.inspection.rendering.tokens import printable
+from qkv.inspection.rendering.tokens import printable, require_names
 from qkv.inspection.weights.replay import Replay
 from qkv.problem.backward import shares_of_sinks
 from qkv.variants.masks.causal import Causal
@@ -227,10 +227,11 @@ def heads_of_record(
     Raises
     ------
     ArgumentError
-        The record has no batch row, or no head.
+        The record has no batch row, or no head, or there is not one token for each key.
     """
     replay = record.weights.replay
     spec = replay.problem.spec
+    require_names(tokens, spec.kv_len)
     shape = (spec.batch_size, spec.num_heads, spec.q_len)
     if 0 in shape[:2]:
         raise ArgumentError(
