@@ -36,6 +36,16 @@ EXPERTS = {
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 4}),
     ("falcon", {**FALCON, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}),
+    ("falcon", {**FALCON, "num_ln_in_parallel_attn": 2}),
+    (
+        "falcon",
+        {
+            **FALCON,
+            "new_decoder_architecture": True,
+            "parallel_attn": False,
+            "num_ln_in_parallel_attn": 1,
+        },
+    ),
     ("falcon", {**FALCON, "parallel_attn": False, "alibi": True, "multi_query": False}),
     ("falcon", {**FALCON, "bias": True}),
     ("bloom", {"n_embed": 64, "n_head": 8, "n_layer": 3}),

@@ -220,17 +220,17 @@ def _layer(given: Fields, width: int, index: int, count: int) -> Layer:
 
 
 def _norms(given: Fields, index: int) -> int:
-    """Norms of a layer; those of Falcon depend on what its attention stands beside."""
+    """Norms of a layer; Falcon has one where attention and feed-forward read the same rows."""
     norms = given.family["norms"]
     if given.flag("one_norm"):
         return 1
     if norms != "falcon":
         is_left_out = index == 0 and not given.flag("first_norm")
         return int(norms) + given.flag("cross") - is_left_out
-    apart = given.fields.get("num_ln_in_parallel_attn")
-    if given.fields.get("new_decoder_architecture"):
-        return 2 if apart is None else given.size("num_ln_in_parallel_attn")
-    return 1 if given.fields.get("parallel_attn") else 2
+    are_apart = given.fields.get("new_decoder_architecture")
+    if given.fields.get("num_ln_in_parallel_attn") is not None:
+        are_apart = given.size("num_ln_in_parallel_attn") == 2
+    return 1 if given.fields.get("parallel_attn") and not are_apart else 2
 
 
 def _kv_heads(given: Fields, heads: int) -> int:
