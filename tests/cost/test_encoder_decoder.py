@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,18 @@ def test_parameters_are_those_that_transformers_makes(
     wanted = sum(parameter.numel() for parameter in model.parameters())
     assert model_cost(ours, 8, decode=decode).parameters == wanted
     assert ours.encoder is not None
+
+
+@pytest.mark.parametrize("kind", ["t5", "mt5"])
+def test_a_feed_forward_layer_that_is_left_out_is_that_of_the_family(
+    kind: str, tmp_path: Path
+) -> None:
+    model = made(kind, T5, tmp_path, "meta")
+    fields = json.loads((tmp_path / "config.json").read_text())
+    for name in ("feed_forward_proj", "is_gated_act", "dense_act_fn"):
+        fields.pop(name, None)
+    wanted = sum(parameter.numel() for parameter in model.parameters())
+    assert model_cost(read_config(fields), 8).parameters == wanted
 
 
 @pytest.mark.parametrize(("kind", "extra"), [CONFIGS[0], CONFIGS[1], CONFIGS[4]])

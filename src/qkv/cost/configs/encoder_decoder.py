@@ -14,6 +14,10 @@ ENCODER_DECODERS = ("t5", "mt5", "bart", "mbart", "whisper")
 """Each `model_type` that is counted; families.json has a row for its decoder and its encoder."""
 
 
+_FEED_FORWARD = {"t5": "relu", "mt5": "gated-gelu"}
+"""What transformers takes for a `feed_forward_proj` that is left out."""
+
+
 def encoder_and_decoder(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The fields of the encoder and of the decoder.
 
@@ -61,7 +65,7 @@ def encoder_and_decoder(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict
 
 
 def _t5(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    activation = str(fields.get("feed_forward_proj", "relu"))
+    activation = str(fields.get("feed_forward_proj", _FEED_FORWARD[fields["model_type"]]))
     usual = fields | {
         "intermediate_size": _field(fields, "d_ff"),
         "head_dim": _field(fields, "d_kv"),
