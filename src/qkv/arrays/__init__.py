@@ -2,6 +2,12 @@
 
 A library is recognised by the name of the module that defines the array's type, so that none is
 imported because it happens to be installed.
+
+numpy_arrays, torch_arrays, jax_arrays
+            the operations of each library
+views       NumPy views of arrays, beside a query of another library too
+copies      copies for what is computed later
+addresses   where arrays lie in memory
 """
 
 from __future__ import annotations

@@ -1,10 +1,15 @@
 """Backends: the registry, and the choice of the one that runs a problem.
 
-A backend is any object with the protocol of `Backend`. What it has beyond that is a protocol each:
-`Differentiable`, `TwiceDifferentiable`, `Inspectable`, `DeviceBackend`, and for calls like an
-earlier one `Preparing`.
-Those of other packages are found through the entry point group `qkv.backends`; see
-docs/add-a-backend.md.
+A backend is any object with the protocol of `Backend`. Each optional capability has a protocol of
+its own: `Differentiable`, `TwiceDifferentiable`, `Inspectable`, `DeviceBackend`, and for repeated
+calls `Preparing`. Backends of other packages are found through the entry point group
+`qkv.backends`; see docs/add-a-backend.md.
+
+cpu             compiled kernels; blocked: online softmax in NumPy; reference: whole matrices
+torch           tensors on a device
+protocols       what a backend may have
+prepared_calls  what it prepares for repeated calls; conditions: how long that stays valid
+entry_points    backends of other packages
 """
 
 from __future__ import annotations

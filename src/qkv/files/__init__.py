@@ -4,7 +4,11 @@ Nothing that a file says is believed before it is compared with the bytes that a
 opened once, headers are parsed within fixed limits, and memory is taken only for arrays whose size
 is covered by real bytes. Pickles are never loaded. Whatever is wrong is a `FileError`.
 
-`json_numbers` is about files that qkv writes: it has the numbers that JSON has not.
+safetensors_format, npz_format
+                the readers; contents: the types that they share
+writing         arrays into a file
+described       files of qkv's own, which say in JSON what their arrays are
+json_numbers    numbers as JSON, which has no NaN and no infinity
 """
 
 from __future__ import annotations

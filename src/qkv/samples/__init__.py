@@ -1,4 +1,10 @@
-"""Small inputs and a small model that come with qkv."""
+"""Small inputs and small models that come with qkv.
+
+shared          the example of five tokens that the classical teaching texts compute by hand
+real            one layer of a real model on a paragraph
+tiny, language  two small models; decoder: what they have in common
+shipped_models  both by the names that commands and pages take
+"""
 
 from qkv.samples.language import LanguageModel, language_model
 from qkv.samples.real import RealSample, real_sample
