@@ -44,8 +44,8 @@ READABLE = (
 def ends_graph(function: Function, name: str | None = None, reason: str | None = None) -> Function:
     """Mark a function at which Dynamo ends its graph, so that torch's error says why.
 
-    `name` is what the caller knows the function as, `reason` another one. The attributes
-    are those that `torch.compiler.disable` sets on what it returns.
+    `name` is the public name of the function, and `reason` takes the place of the whole reason. The
+    attributes are those that `torch.compiler.disable` sets on what it returns.
     """
     marked: Any = function
     marked._torchdynamo_disable = True
@@ -64,7 +64,7 @@ def made_outside(name: str, does: str) -> Callable[[Function], Function]:
 
 
 def constant_result(function: Function) -> Function:
-    """`torch.compiler.assume_constant_result`, which would import the compiler to set this."""
+    """Do what `torch.compiler.assume_constant_result` does, without importing the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch's own mark
     return function
 
@@ -90,7 +90,7 @@ _SYMBOLIC_SHAPES = "torch.fx.experimental.symbolic_shapes"
 
 
 def as_constant(number: Any) -> Any:
-    """A number as the constant that it is now, which makes another graph for another number.
+    """Make a number a constant of the graph: another number makes another graph.
 
     Dynamo replaces a number that has changed by a variable of its graph. This package makes text of
     numbers and branches on them, neither of which can be done with a variable.
@@ -137,7 +137,7 @@ def watch() -> None:
 
 
 class _Finder:
-    """Finds one module, once, as all others would, and with a loader that tells it.
+    """Finds the module of the rules, once, with a loader that adds ours to them.
 
     This and the loader have no base classes, because `importlib.abc` is slow to import.
     """
@@ -155,7 +155,7 @@ class _Finder:
 
 
 class _Loader:
-    """The loader of a module, which tells the module once it has been loaded."""
+    """The loader of the module of the rules, which adds ours once it has been loaded."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

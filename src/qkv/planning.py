@@ -167,9 +167,9 @@ def _parts(grid: TileGrid, batch: int, head: int) -> Iterator[tuple[TileKind, in
 def _parts_of(
     grid: TileGrid, place: tuple[int, int], factor: int, rows: range, columns: range
 ) -> Iterator[tuple[TileKind, int, int]]:
-    """The same of squares of `factor` tiles a side; only partial ones are looked into.
+    """The same of squares of `factor` tiles a side, of which only partial ones are divided further.
 
-    Where all pairs of a square are allowed, or none, so they are in each of its tiles.
+    If all pairs of a square are allowed, or none, the same holds for each of its tiles.
     """
     coarse = replace(grid, block_q=factor * grid.block_q, block_kv=factor * grid.block_kv)
     kinds = coarse.classify(*place, rows.start, rows.stop, columns.start, columns.stop)

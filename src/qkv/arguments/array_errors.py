@@ -1,4 +1,4 @@
-"""What messages call an array, in a sentence and in code, and the error for what is none."""
+"""Names of arrays in messages and in code, and the error for an object that is no array."""
 
 from __future__ import annotations
 

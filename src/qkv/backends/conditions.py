@@ -1,4 +1,4 @@
-"""What prepared calls rest on: the backends that are registered, and `QKV_ISA`."""
+"""The conditions that prepared calls depend on: the backends that are registered, and `QKV_ISA`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _quick_setting(name: str) -> Callable[[], object]:
     """A fast reader of an environment variable, to see whether it has changed.
 
     `os.environ.get` encodes the name and decodes the answer each time. This reads the dictionary
-    behind it, in a thirtieth of the time, if that is as in every Python so far.
+    behind it, in a thirtieth of the time, if the dictionary is as it was in every Python so far.
     """
     try:
         data, encoded = vars(os.environ)["_data"], os.environ.encodekey

@@ -46,7 +46,7 @@ class Prepared:
         Of keys or values that are `StoredRows`, the address and the strides are those of `values`,
         with 0 for batch rows of pages, and the sizes those of `shape`. Behind the arrays follow the
         `page_table` and the `scales` of the key, then those of the value. The layout of a page and
-        of its scales, of which no sizes and strides are told, is that of what was prepared for.
+        of its scales, of which no sizes and strides are passed, is that of what was prepared for.
         `q_shift` is added to the row of a query for its position. `between_products` says that
         threads of another library have just worked and will soon again, as around the layers of a
         model.

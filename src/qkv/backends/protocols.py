@@ -17,14 +17,14 @@ from qkv.problem.spec import Problem, Spec
 
 Array = NDArray[Any]
 Progress: TypeAlias = Callable[[int, int], object]
-"""A function that is told how much is done: it is called with `(done, total)`."""
+"""A function that is called with how much is done, as `(done, total)`."""
 WeightBlocks: TypeAlias = Callable[[int, int, slice, slice, int], "tuple[Array, Array] | None"]
 """The largest weight, and the sum of the weights, of each `block` x `block` pairs of a head.
 
     largest[m, n] = max w[i, j],   sums[m, n] = sum w[i, j]
     over q_rows.start + m block <= i < q_rows.start + (m + 1) block, and j alike
 
-It is told the flat batch index, the query head, `q_rows` and `kv_rows`, which begin at multiples of
+It takes the flat batch index, the query head, `q_rows` and `kv_rows`, which begin at multiples of
 `block`, and `block`; blocks at their end may be smaller. NaN counts as 0. None where the blocks are
 too small to pay."""
 

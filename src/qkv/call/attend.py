@@ -1,7 +1,7 @@
 """Run a bound call of arrays in memory: prepared if it repeats an earlier one, else checked.
 
 Two calls are alike if their structures are equal but for the position of the queries, and their
-forms (`qkv.call.repeated.forms`). A call that is like an earlier one is told addresses and runs.
+forms (`qkv.call.repeated.forms`). A call that is like an earlier one takes addresses and runs.
 The latest call of each structure is tried first, since working a form out takes longer than a short
 call.
 """

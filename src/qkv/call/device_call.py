@@ -106,7 +106,7 @@ def check_device_call(bound: BoundCall, given: Sequence[Any] | None = None) -> D
     """
     library = library_of(bound.leaves[0], "query")
     by_value = bound.structure.by_value
-    # Asked of the very class: `lower` of one that is derived from it may read values.
+    # The class itself has to declare it, since `lower` of a derived class may read values.
     read_by_lower = [
         not vars(type(owner)).get("read_by_backend") for owner in bound.unflatten().owners
     ]

@@ -37,7 +37,7 @@ class Inspected:
     row_lse : array (*batch_shape, num_heads, q_len)
         lse as a NumPy array.
     rows : RowStatistics or None
-        With the shape of `row_lse`, sinks included; None if the backend tells nothing.
+        With the shape of `row_lse`, sinks included; None if the backend computes none.
     backend : str
         The backend that ran.
     check : callable

@@ -60,7 +60,7 @@ def merge_parts(
 
 
 def _require_floats(name: str, given: Any) -> None:
-    """Integers would cut off what the merged output has behind the point."""
+    """Refuse integers, to which the merged output would be truncated."""
     dtype = getattr(given, "dtype", None)
     text = getattr(dtype, "name", "") or f"{dtype}".removeprefix("torch.")
     if dtype is not None and text not in FLOATS:

@@ -114,7 +114,7 @@ bfloat16 can be widened to float32: on some processors that is faster than its d
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """A measured limit: `amount()` runs it once and returns operations or bytes a second."""
+    """A limit; `measure()` runs the measurement once and gives operations or bytes a second."""
 
     name: str
     unit: str

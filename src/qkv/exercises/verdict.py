@@ -68,13 +68,13 @@ class Numbers:
     ----------
     right : array, or nested lists
     why : str
-        What a right answer is told.
+        What is said to a right answer.
     mistakes : dict of str to array
         Numbers that are wrong, by the reason.
     near : float
         By how much a right number may be off.
     too : dict of str to array
-        Other numbers that are right, by what they are told.
+        Other numbers that are right, by what is said to them.
     letters : dict of str to float
         What the letters of the question stand for, so that an answer may be written with them.
     before : sequence of str

@@ -1,4 +1,4 @@
-"""What layers are made of and called with, as far as torch could not tell it in our words."""
+"""Checks of the arguments of layers, where the errors of torch would not say what to do."""
 
 from __future__ import annotations
 

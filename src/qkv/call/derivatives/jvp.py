@@ -109,7 +109,7 @@ def jvp(
 
     Notes
     -----
-    Keys are met twice, for row sums and for the rest: at most `12 head_dim + 4 v_head_dim`
+    Keys are read twice, for row sums and for the rest: at most `12 head_dim + 4 v_head_dim`
     operations for each pair in a tile that is not empty, and fewer where scores are kept. Memory
     grows with the lengths, never with their product.
     Rows without keys have tangents 0. Source: each line of `attention`, differentiated.
@@ -226,7 +226,7 @@ def second_vjp(
 
     Notes
     -----
-    Keys are met twice, for row sums and for the tangent of the backward pass: at most
+    Keys are read twice, for row sums and for the tangent of the backward pass: at most
     `20 head_dim + 14 v_head_dim` operations for each pair in a tile that is not empty, and fewer
     where scores are kept. Memory as for `vjp`.
     """

@@ -5,5 +5,5 @@ cache           prepared calls: an entry for each structure, and in it by form
 preparing       ask a backend to prepare, when a form was seen before
 decoding        calls that are alike whatever their number of keys
 stored_steps    the same where keys lie in pages, as int8, or both
-numpy_runs      what a prepared call is told of NumPy's arrays, and new arrays of results
+numpy_runs      runs of prepared calls on NumPy arrays, with new arrays of results
 """

@@ -156,7 +156,7 @@ class CallCache:
     def is_repeated(self, structure: Structure, form: Form) -> bool:
         """Whether a form was seen before; it was, from then on.
 
-        Of several threads that ask at once, one is told that it was not. Structures of which two
+        If several threads ask at once, the answer is no for one of them. Structures of which two
         calls may mean different things are never repeated.
         """
         if not structure.is_known:

@@ -22,7 +22,7 @@ from qkv.problem.building.check import KEY_OFFSET
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import scores_of_offset
 
-__all__ = ["arrays_from_lengths", "arrays_from_offset", "position", "run_step", "told_lengths"]
+__all__ = ["arrays_from_lengths", "arrays_from_offset", "lengths_of_step", "position", "run_step"]
 
 Array = NDArray[Any]
 
@@ -46,10 +46,10 @@ def run_step(
     q_shift = position(step, bound.structure.options.q_offset, q_len, kv_len)
     arrays = in_place(bound, is_step=True)
     if step.lengths:
-        told = told_lengths(step, bound, query.shape[:-3], q_len, kv_len)
-        if told is None:
+        found = lengths_of_step(step, bound, query.shape[:-3], q_len, kv_len)
+        if found is None:
             return None
-        q_shift, tables = (q_shift if told[0] is None else told[0]), told[1]
+        q_shift, tables = (q_shift if found[0] is None else found[0]), found[1]
         arrays = (*arrays, *tables)
     if step.offset_scale is not None:
         arrays = (*arrays, scores_of_offset(query, key.offset, step.offset_scale))
@@ -58,12 +58,12 @@ def run_step(
     return run_on_stored_rows(steps, views, arrays, rows=rows, q_shift=q_shift)
 
 
-def told_lengths(
+def lengths_of_step(
     step: StepForm, bound: BoundCall, batch_shape: tuple[int, ...], q_len: int, kv_len: int
 ) -> tuple[int | None, tuple[Array, ...]] | None:
-    """What the numbers of keys of a step come to; None if the step has to be checked.
+    """What a step reads of its numbers of keys; None if the step has to be checked.
 
-    The position of query row 0, if they decide it, and the arrays that the step reads.
+    The position of query row 0, if the numbers decide it, and arrays.
     """
     lens = bound.leaves[bound.structure.lengths[0]].astype(np.int64)
     # Negative ones are large without a sign.

@@ -1,4 +1,4 @@
-"""How prepared calls run on NumPy arrays: they are told addresses, and results are new arrays."""
+"""Run prepared calls on NumPy arrays: they take addresses, and results are new arrays."""
 
 from __future__ import annotations
 
@@ -65,16 +65,16 @@ def run_on_stored_rows(
     q_shift: int,
 ) -> list[Any] | None:
     """The same for a decoding step whose keys or values are `StoredRows`."""
-    operands, parts = [], [_Told(array, array.shape, array.strides) for array in arrays]
+    operands, parts = [], [_Passed(array, array.shape, array.strides) for array in arrays]
     for each in read:
         operand, own_parts = _taken_apart(each)
         operands.append(operand)
         parts += own_parts
     layouts: list[Any] = []
-    for told in (*operands, *parts):
-        layouts += told.sizes, told.strides
+    for passed in (*operands, *parts):
+        layouts += passed.sizes, passed.strides
     addresses, more = (
-        [quick_address_of(told.array) for told in each] for each in (operands, parts)
+        [quick_address_of(passed.array) for passed in each] for each in (operands, parts)
     )
     return _run(prepared, addresses, more, rows, (read, arrays), (layouts, q_shift))
 
@@ -87,7 +87,7 @@ def _run(
     keep_alive: object,
     step: tuple[Any, ...],
 ) -> list[Any] | None:
-    """Run at these addresses, with new results; `step` is what a step is told besides."""
+    """Run at these addresses, with new results; `step` has the further arguments of a step."""
     results: list[Any] = [new(shape, dtype) for shape, dtype, new in prepared.results]
     of_results = list(map(quick_address_of, results))
     if not rows:
@@ -96,26 +96,26 @@ def _run(
     return results if prepared.run(addresses, (keep_alive, results), *step) else None
 
 
-class _Told(NamedTuple):
-    """An array, and the sizes and strides that a prepared call is told of it."""
+class _Passed(NamedTuple):
+    """An array, and the sizes and strides with which it is passed to a prepared call."""
 
     array: Array
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
 
 
-def _taken_apart(rows: Rows) -> tuple[_Told, list[_Told]]:
-    """What `Prepared.run` is told of keys or values, and of their table and scales."""
+def _taken_apart(rows: Rows) -> tuple[_Passed, list[_Passed]]:
+    """Keys or values, and their table and scales, as they are passed to `Prepared.run`."""
     if not isinstance(rows, StoredRows):
-        return _Told(rows, rows.shape, rows.strides), []
+        return _Passed(rows, rows.shape, rows.strides), []
     values, table, scales = rows.values, rows.page_table, rows.scales
     strides, parts = values.strides, []
     if table is not None:
         # Batch rows differ in their tables alone.
         strides = (*(0,) * (rows.ndim - 3), *strides[1:])
-        parts.append(_Told(table, table.shape, table.strides))
+        parts.append(_Passed(table, table.shape, table.strides))
     if scales is not None and table is not None:
-        parts.append(_Told(scales, (), ()))
+        parts.append(_Passed(scales, (), ()))
     elif scales is not None:
-        parts.append(_Told(scales, scales.shape, scales.strides))
-    return _Told(values, rows.shape, strides), parts
+        parts.append(_Passed(scales, scales.shape, scales.strides))
+    return _Passed(values, rows.shape, strides), parts

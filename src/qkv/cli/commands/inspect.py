@@ -73,8 +73,10 @@ def require_top(options: argparse.Namespace) -> None:
 def _printed(
     problem: CommandInput, options: argparse.Namespace
 ) -> tuple[str, dict[str, int], qkv.Record]:
-    """The text or JSON; where a page opens: at what was asked for, or at a notable pair; and the
-    record of the heads and rows that were asked for."""
+    """The text or JSON, the view with which a page opens, and the record of what was chosen.
+
+    The view is that of the chosen head and query, or of a notable pair.
+    """
     if options.head is not None:
         problem = problem.with_head(options.head)
     if options.query is not None:

@@ -42,7 +42,7 @@ def parts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 @contextmanager
 def around_forward(models: Iterable[torch.nn.Module], around: Around) -> Iterator[None]:
     """Run every `forward` of some models inside of `around(model, args, kwargs)`, which may give a
-    function to be told what `forward` returned.
+    function that is then called with what `forward` returned.
 
     Hooks would not do: some callers, such as sentence-transformers, call `model.forward` itself,
     which runs none.

@@ -22,7 +22,7 @@ IGNORED = -100
 
 @dataclass(slots=True)
 class ShardedInputs:
-    """What one call of a model is told on all ranks.
+    """The arguments of one call of a model, read from all ranks.
 
     Attributes
     ----------

@@ -43,7 +43,7 @@ class Sharding:
         `mesh`, `dim`, `strategy` and `timeout` of `qkv.distributed.attention`.
     model : torch.nn.Module
     observers : list of callable
-        Told of the `LayerCall` of each layer: the tensors of this rank, the variants of the whole.
+        Called with the `LayerCall` of each layer: tensors of this rank, variants of the whole.
     """
 
     inputs: ShardedInputs

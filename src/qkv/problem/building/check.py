@@ -131,7 +131,7 @@ class _KeyOffset:
 
 
 def _lowered(shape: Shape, variants: Sequence[Any]) -> Builder:
-    """A builder that has been told the variants."""
+    """A builder with everything that the variants add to it."""
     builder = Builder(shape)
     for variant in variants:
         if isinstance(variant, type):

@@ -29,7 +29,7 @@ before, as are their tangents, and their gradients are rotated back.
 Sums over a row are taken of how sdot, dP and dPdot differ from those of the key with its largest
 score. Where that key has nearly all the weight, large terms would cancel otherwise.
 
-Tiles are met twice: first for the sums over rows, `sum_j w`, r, delta and deltadot, then for
+Tiles are computed twice: first for the sums over rows, `sum_j w`, r, delta and deltadot, then for
 the rest. Weights are taken from the largest score of a row as it is computed here, and divided by
 their sum: another order of addition moves scores near 1e10 in float32 by a thousand, so that
 `exp(s - lse)` with the lse of a backend would be infinite or 0. Forbidden pairs are selected

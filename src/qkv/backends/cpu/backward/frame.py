@@ -170,10 +170,10 @@ class BackwardFrame(Frame):
         return self.e.builder.select(self._is_finite(x), x, self.e.const(0.0))
 
     def not_among_products(self, x: Value) -> Value:
-        """What products left out of x, to be added where pairs are allowed.
+        """The part of x that products left out, to be added where pairs are allowed.
 
-        That is all of it, or in bfloat16 what is not finite: the rest keeps its bits, whatever is
-        forbidden.
+        Products of bfloat16 leave out what is not finite, so that all other bits do not depend on
+        what is forbidden. Other products leave out all of x.
         """
         if not self.in_pairs:
             return x

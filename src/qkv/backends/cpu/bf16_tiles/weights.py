@@ -5,8 +5,8 @@ A row of queries has a *shift*, at first the largest of the first scores that it
     P[k, q] = exp(S[k, q] - shift[q]),   rounded to bfloat16
     l[q]    = sum_k exp(S[k, q] - shift[q]),   before rounding
 
-A weight may so be larger than 1. A shift is raised, and what was added up is rescaled, only where
-the weights of a group of keys add up to more than 2 to the power of `MOST_BITS`.
+A weight may therefore be larger than 1. A shift is raised, and what was added up is rescaled, only
+where the weights of a group of keys add up to more than 2 to the power of `MOST_BITS`.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ features."""
 
 
 def arm_features() -> frozenset[str]:
-    """Which there are, as far as Linux or macOS tell, of the instructions that have LLVM's names
-    "bf16" (FEAT_BF16: BFDOT, BFMMLA, BFCVTN) and "fp16fml" (FEAT_FHM: FMLAL)."""
+    """The features of this processor among "bf16" (FEAT_BF16: BFDOT, BFMMLA, BFCVTN) and "fp16fml"
+    (FEAT_FHM: FMLAL), by LLVM's names. Linux and macOS tell them; elsewhere there are none."""
     try:
         has = _asker()
         return frozenset(name for name, places in _FEATURES.items() if has(*places))
@@ -28,7 +28,7 @@ def arm_features() -> frozenset[str]:
 
 
 def _asker() -> Callable[[int, int, bytes], bool]:
-    """What asks the system for one feature."""
+    """A function that asks the system for one feature."""
     library = ctypes.CDLL(None)
     if sys.platform == "darwin":
 

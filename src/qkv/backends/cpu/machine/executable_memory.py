@@ -25,7 +25,7 @@ def refusal() -> str:
 
 @lru_cache(maxsize=1)
 def _asker() -> Callable[[], str]:
-    """What asks for a page as LLVM does: written first, then made executable."""
+    """A function that asks for a page as LLVM does: written first, then made executable."""
     if os.name != "posix":
         return lambda: ""
     page = mmap.mmap(-1, mmap.PAGESIZE)

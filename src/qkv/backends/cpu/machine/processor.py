@@ -1,4 +1,4 @@
-"""What LLVM says of this processor, kept on the disk so that LLVM need not be loaded to hear it."""
+"""What LLVM says of this processor, kept on the disk so that LLVM need not be loaded for it."""
 
 from __future__ import annotations
 

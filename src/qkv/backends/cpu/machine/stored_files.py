@@ -101,8 +101,8 @@ _faults: list[str] = []
 def _is_private(status: os.stat_result) -> bool:
     """Whether a file or folder is ours and only we may write to it.
 
-    On Windows, `stat` says neither; there the folder is trusted as whoever named it does. By
-    default it lies in the user's profile, which other users may not write to.
+    On Windows, `stat` says neither, and every folder is trusted. The default one lies in the user's
+    profile, which other users may not write to.
     """
     if not hasattr(os, "getuid"):
         return True

@@ -1,8 +1,8 @@
 """threadpoolctl, where it is installed, sees qkv's threads and limits them.
 
-threadpoolctl knows a library by the name of its file among those that are loaded. qkv's workers run
-code that is made in memory and belongs to no file, but wherever they are, NumPy is loaded: the file
-of its arrays stands for them.
+threadpoolctl finds a library by the name of its file among the files that are loaded. qkv's workers
+run code that is made in memory and has no file. Where they are, NumPy is always loaded too, so the
+file of NumPy's arrays is registered in their place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from qkv.process.threads import default_num_threads, get_num_threads, set_num_th
 
 @lru_cache(maxsize=1)
 def register() -> None:
-    """Tell threadpoolctl of qkv, once."""
+    """Register qkv with threadpoolctl, once."""
     try:
         import threadpoolctl
     except ImportError:

@@ -1,7 +1,7 @@
 """Calls made ready for further calls of the same form: problems without values.
 
 choice        which kernel is prepared, and which passes go around it
-call          the passes of a call: rotate, attend, sinks, each of which is told addresses
+call          the passes of a call: rotate, attend, sinks, each of which takes addresses
 stages        the passes around a kernel: rotary embedding before it, sinks after it
 kernel        the kernel of a call, and the argument blocks that compiled code fills for it
 forward       the kernel of many queries

@@ -114,8 +114,8 @@ class PassesOfGradients:
         ctypes.memset(finished, 0, self._finished_bytes)
         block = self._blocks.take()
         words, at_rows = block.words, map(quick_address_of, of_rows)
-        told = query, key, value, out, grad_out, *at_rows, *computed, scratch.address, finished
-        for word, address in zip(self._words, told, strict=True):
+        written = query, key, value, out, grad_out, *at_rows, *computed, scratch.address, finished
+        for word, address in zip(self._words, written, strict=True):
             words[word] = address
         for places, address in zip(self._read, arrays, strict=True):
             for word in places:

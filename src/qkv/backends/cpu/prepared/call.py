@@ -1,4 +1,4 @@
-"""The passes of a prepared call over arrays of one form, each of which is told addresses.
+"""The passes of a prepared call over arrays of one form, each of which takes addresses.
 
     rotate      query and key, if they have a rotary embedding, into scratch memory
     attend      the kernel, whose argument block compiled code fills
@@ -187,23 +187,23 @@ class PassesOfCall:
     def _in_bytes(self, layouts: Sequence[Any]) -> list[Any]:
         """The layouts with strides in bytes, given those in elements."""
         expected = [*self._asked, *self._kernel.arrays]
-        told: list[Any] = []
+        found: list[Any] = []
         for n, operand in enumerate(expected):
             assert operand.dtype is not None
             sizes, strides = layouts[2 * n : 2 * n + 2]
-            told += sizes, tuple([operand.dtype.itemsize * stride for stride in strides])
-        return told
+            found += sizes, tuple([operand.dtype.itemsize * stride for stride in strides])
+        return found
 
     def _folded(self, layouts: Sequence[Any]) -> list[Any] | None:
         """The layouts with one axis in the place of all batch axes, None if there is no stride."""
-        told = list(layouts)
+        found = list(layouts)
         for n in range(0, 6, 2):
-            (*lead, heads, length, dim), (*steps, head, row, element) = told[n : n + 2]
+            (*lead, heads, length, dim), (*steps, head, row, element) = found[n : n + 2]
             batch = batch_stride(tuple(lead), steps)
             if batch is None:
                 return None
-            told[n : n + 2] = (math.prod(lead), heads, length, dim), (batch, head, row, element)
-        return told
+            found[n : n + 2] = (math.prod(lead), heads, length, dim), (batch, head, row, element)
+        return found
 
     def _give_back(self, own: _Memory) -> None:
         if own.scratch.size > _MOST_KEPT:

@@ -37,7 +37,7 @@ class Kernel:
     results : sequence of int
         The words of the addresses of out, lse and further results.
     words : mapping of str to int
-        What else compiled code is told of the call.
+        Further words of the call for compiled code.
     is_step : bool
         Whether the number of keys is free.
     job : BriefJob or None

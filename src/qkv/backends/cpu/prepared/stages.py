@@ -82,10 +82,10 @@ class Rotate:
     @property
     def layouts(self) -> list[tuple[int, ...]]:
         """Sizes of the rotated query, its strides in bytes, and both of the key."""
-        told = []
+        found = []
         for layout in self._layouts:
-            told += [layout.shape, _dense(layout.shape, self._rotation.out_dtype.itemsize)]
-        return told
+            found += [layout.shape, _dense(layout.shape, self._rotation.out_dtype.itemsize)]
+        return found
 
 
 def _dense(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ _KV_LEN, _Q_SHIFT = (word_index(name, FIELDS) for name in ("kv_len", "q_shift"))
 def steps_kernel(problem: Problem, form: AnyLengthForm, arrays: tuple[Array, ...]) -> Kernel:
     """The kernel of steps like this problem, with `arrays` that each step brings.
 
-    All steps are told in the same time, whatever their number of keys and position of queries.
+    Writing the arguments of a step takes the same time for any number of keys and any position.
     """
     shifts, at_end = shift_tables(problem), problem.operands.positions.align == "end"
     problem, _ = without_values(problem, arrays)

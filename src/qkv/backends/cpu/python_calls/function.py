@@ -25,7 +25,7 @@ class _Method(ctypes.Structure):
 
 
 _methods: dict[int, _Method] = {}
-"""What Python is told of each compiled function; a function refers to it as long as it lives."""
+"""The definition of each compiled function for Python, to which the function refers."""
 
 
 def python_function(address: int, own: object) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 The formulas are those of `qkv.problem.second_derivatives`, transposed as in the other kernels:
 queries are the lanes of vectors, and numbers of pairs lie key by key. One task is some blocks of
-queries of the heads that read one kv head. Each block of queries meets its keys twice:
+queries of the heads that read one kv head. Each block of queries goes through its keys twice:
 
 - first for the sums over its rows, in float64, from the largest score so far,
 - then for the tangents of output and dQ, which it keeps, and for those of dK and dV, which it adds

@@ -1,7 +1,7 @@
 """How prepared calls of NumPy arrays run on tensors: one pass, a decoding step, both passes.
 
-Nothing is looked at but types, shapes, strides and addresses; compiled code is told where tensors
-lie, and in decoding steps their sizes and strides.
+Only types, shapes, strides and addresses are read. Compiled code takes the addresses of tensors,
+and in decoding steps their sizes and strides.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qkv.bridges.torch.repeated.layouts import ArrayValue, empty_maker, leaf_val
 from qkv.bridges.torch.repeated.passes import PreparedPasses
 from qkv.call.binding.bound import BoundCall
 from qkv.call.repeated.cache import PreparedCall
-from qkv.call.repeated.decoding import position, told_lengths
+from qkv.call.repeated.decoding import lengths_of_step, position
 
 __all__ = ["Run", "Step", "run_of"]
 
@@ -130,10 +130,10 @@ class Step(NamedTuple):
         if lengths is not None:
             if _lengths_of(bound) != lengths:
                 return None
-            told = told_lengths(form, bound, read[0].shape[:-3], q_len, kv_len)
-            if told is None:
+            found = lengths_of_step(form, bound, read[0].shape[:-3], q_len, kv_len)
+            if found is None:
                 return None
-            shift, tables = (shift if told[0] is None else told[0]), told[1]
+            shift, tables = (shift if found[0] is None else found[0]), found[1]
         out = empty_out()
         lse = empty_lse() if rows else None
         addresses = _addresses(read, out, lse)
@@ -193,7 +193,7 @@ Run: TypeAlias = OnePass | Step | BothPasses
 def run_of(
     prepared: PreparedCall, bound: BoundCall, read: Sequence[Tensor], wants_gradients: bool
 ) -> Run | None:
-    """How a prepared call runs on tensors like these; None if it is to be told of NumPy views."""
+    """How a prepared call runs on tensors like these; None if it takes NumPy views."""
     if prepared.step is not None:
         return None if wants_gradients else _step(prepared, bound, read)
     values, given = leaf_values(bound), bound.structure.options.q_offset
@@ -211,7 +211,7 @@ def run_of(
 
 
 def _step(prepared: PreparedCall, bound: BoundCall, read: Sequence[Tensor]) -> Step | None:
-    """The step, if it is told addresses, sizes and strides alone."""
+    """The step, if it takes addresses, sizes and strides alone."""
     form, structure = prepared.step, bound.structure
     if form is None or not form.every_length:
         return None
