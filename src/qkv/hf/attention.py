@@ -101,10 +101,10 @@ def attend(
         )
     refuse_unread(module, kwargs, key.shape[2])
     wanted = output_attentions or _attentions_collected()
+    lengths = query.shape[2], key.shape[2]
     layers = kind = None
     if not (dropout or wanted or _observers or _changes or cu_seq_lens_q is not None):
-        layers = _prepared_layers(attention_mask, query)
-    lengths = query.shape[2], key.shape[2]
+        layers = _prepared_layers(attention_mask, lengths)
     if layers is not None:
         kind = LayerKind.of(scaling, softcap, position_bias, s_aux)
     if layers is not None and kind is not None:
@@ -150,15 +150,16 @@ _unmasked_layers: PreparedLayers = {}
 """Layers of one token that attends to every key."""
 
 
-def _prepared_layers(mask: Any, query: torch.Tensor) -> PreparedLayers | None:
+def _prepared_layers(mask: Any, lengths: tuple[int, int]) -> PreparedLayers | None:
     """The prepared calls of layers with this mask, in a decoding step of one token."""
-    if torch.compiler.is_compiling() or query.shape[2] != 1:
+    if torch.compiler.is_compiling() or lengths[0] != 1:
         return None
     if mask is None:
         return _unmasked_layers
     if not isinstance(mask, StatedMask) or mask.pattern.materialized is not None:
         return None
-    return mask.pattern.layers
+    # Layers of other lengths are not like the ones that a call was prepared for.
+    return mask.pattern.layers if tuple(mask.shape[2:]) == lengths else None
 
 
 def _draw_seed() -> Any:
@@ -183,7 +184,8 @@ def _masks_and_offsets(
         _require_mask_type(given)
         return (given,), 0, 0
     pattern = given.pattern
-    if pattern.materialized is not None or tuple(given.shape[2:]) != lengths:
+    fits = tuple(given.shape[2:]) == lengths or not pattern.variants  # Every pair fits any.
+    if pattern.materialized is not None or not fits:
         return (pattern.dense(),), 0, 0
     return pattern.variants, pattern.q_offset, pattern.kv_offset
 

@@ -272,6 +272,44 @@ def test_a_mask_for_other_lengths_is_not_stretched() -> None:
     assert torch.equal(one_row, (torch.arange(5) <= 2).expand(4, 5))
 
 
+def test_a_step_whose_mask_has_other_lengths_is_not_that_of_an_earlier_layer() -> None:
+    layer = torch.nn.Identity()
+    query, key, value = (torch.randn(1, 2, n, 8) for n in (1, 5, 5))
+    for _ in range(4):
+        attend(layer, query, key, value, state_mask(1, 1, 5, q_offset=2))
+    with pytest.raises(qkv.ShapeError):
+        attend(layer, query, key, value, state_mask(1, 1, 6, q_offset=2))
+    of_one_key = state_mask(1, 1, 1, allow_is_causal_skip=False)
+    found, _ = attend(layer, query, key, value, of_one_key)
+    weights = (query @ key.mT / 8**0.5).softmax(-1)  # What it says is the same for all keys.
+    torch.testing.assert_close(found, (weights @ value).transpose(1, 2))
+
+
+def test_a_mask_of_every_pair_holds_for_other_lengths() -> None:
+    """BART without a prompt, for guidance, counts its own tokens as those of its encoder."""
+    every = state_mask(1, 1, 2, mask_function=PATTERNS["full"])
+    for kv_len in (2, 1, 5):
+        assert attended(every, 1, kv_len).all()
+    tokens = torch.randint(3, VOCABULARY, (2, 7))
+    real = torch.ones(2, 7, dtype=torch.long)
+    real[1, :3] = 0
+    found = {}
+    for implementation in ("sdpa", "qkv"):
+        with attending(model_of("bart"), implementation) as model:
+            found[implementation] = model.generate(
+                tokens,
+                attention_mask=real,
+                guidance_scale=1.5,
+                max_new_tokens=4,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+    assert torch.equal(found["qkv"].sequences, found["sdpa"].sequences)
+    for ours, theirs in zip(found["qkv"].scores, found["sdpa"].scores, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_masks_of_the_user(kind: str) -> None:
     """A 4-D mask is passed on as it is: True may attend, a floating one is added."""
