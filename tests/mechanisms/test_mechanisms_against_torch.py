@@ -205,6 +205,13 @@ def test_ties_of_a_hard_look_up_go_to_the_lower_index() -> None:
     same = np.ones((3, 2))
     value = np.array([[1.0], [2.0], [3.0]])
     np.testing.assert_array_equal(Hard(2)(same, same, value), np.ones((3, 1)))
+    rng = np.random.default_rng(0)
+    for dim, n, m in ((5, 7, 7), (8, 13, 37), (33, 1, 37), (64, 50, 501)):
+        key, places = rng.normal(size=(1, dim)).repeat(m, 0), np.arange(m, dtype=float)[:, None]
+        query = rng.normal(size=(n, dim))
+        for given in ((query, key, places), tuple(map(torch.tensor, (query, key, places)))):
+            assert not np.asarray(Hard(dim)(*given)).any()
+            np.testing.assert_allclose(Hard(dim, k=3)(*given), 1.0, rtol=0, atol=1e-9)
 
 
 def test_a_soft_look_up_becomes_a_hard_one_as_it_cools() -> None:

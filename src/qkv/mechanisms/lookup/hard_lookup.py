@@ -71,7 +71,11 @@ class Hard(UnprojectedAttention):
             return ()
         if kv_heads > 1:
             key = namespace.repeat(key, heads // kv_heads, axis=-3)
-        scores = namespace.matmul(widened(query), namespace.matrix_transpose(widened(key)))
+        query, key = widened(query), widened(key)
+        # A matrix product may round the scores of equal keys differently, and ties would be none.
+        scores = query[..., :1] * key[..., None, :, 0]
+        for d in range(1, query.shape[-1]):
+            scores = scores + query[..., d, None] * key[..., None, :, d]
         # The rank of a key is the place of its index in the order of falling scores.
         order = namespace.argsort(-scores, axis=-1, stable=True)
         rank = namespace.argsort(order, axis=-1, stable=True)
