@@ -62,9 +62,9 @@ class Additive(Mechanism):
     Notes
     -----
     `n m hidden_dim` values of tanh for n queries and m keys, in blocks of rows and keys, so that at
-    most 2**20 of them and the scores of some rows are in memory at once; torch's backward pass
-    computes them again block by block. Source: Bahdanau et al. (2015), section 3.1 and appendix
-    A.1.2.
+    most 2**20 of them for each sequence of a batch, and the scores of some rows, are in memory at
+    once; torch's backward pass computes them again block by block. Source: Bahdanau et al. (2015),
+    section 3.1 and appendix A.1.2.
 
     Examples
     --------
