@@ -73,7 +73,6 @@ class Builder:
         self.masks: list[Stage] = []
         self.alignments: list[tuple[str, Align]] = []
         self.kv_lens: Array | None = None
-        self.row_limit: Array | None = None
         self.restart: Restart | None = None
         self.rotation: tuple[Rotation, Array, float] | None = None
         self.sinks: Array | None = None
@@ -157,14 +156,21 @@ class Builder:
     def condition(self, variant: Any, *, limits_whole: bool = False) -> Expr:
         """The condition of a mask variant or boolean array, without adding it as a mask.
 
-        `limits_whole` says that keys behind its limit are forbidden in the whole mask too.
+        `limits_whole` says that keys behind its limit are forbidden in the whole mask too, and that
+        "end" counts from there.
         """
         if isinstance(variant, np.ndarray):
             return self.dense_mask(variant)
-        scores, masks, limit = len(self.scores), len(self.masks), self.row_limit
+        scores, masks, tables = len(self.scores), len(self.masks), len(self.tables)
+        kv_lens = self.kv_lens
         self.lower(variant)
-        if not limits_whole:
-            self.row_limit = limit
+        if not limits_whole and self.kv_lens is not kv_lens:
+            self.kv_lens = kv_lens
+            # Steps take tables of the old name as the numbers of keys of the whole call.
+            self.tables[tables:] = [
+                replace(table, label="kv_lens of a part") if table.label == "kv_lens" else table
+                for table in self.tables[tables:]
+            ]
         if len(self.scores) != scores or len(self.masks) == masks:
             raise ArgumentError(
                 "only masks combine with |, & and ~.", [("variant", repr(variant))],
@@ -299,7 +305,6 @@ class Builder:
         """State the number of real keys of each batch row; `end` alignment counts from there."""
         rows = self.batch_rows(kv_lens, "kv_lens", 0).astype(np.int64)
         self.kv_lens = rows if self.kv_lens is None else np.minimum(self.kv_lens, rows)
-        self.row_limit = rows if self.row_limit is None else np.minimum(self.row_limit, rows)
 
     def restart_positions(self, restart: Restart) -> None:
         """Give positions that begin again in each segment; arrays `(batch or 1, length)`."""

@@ -73,7 +73,7 @@ def check(
     _check_tables(shape, [s.node for s in (*scores, *masks)], builder.arrays)
     rotation, angles = _rotation(builder, positions)
     key_rows, value_rows = (
-        checked_pages(views[name], builder.row_limit, name) for name in ("key", "value")
+        checked_pages(views[name], builder.kv_lens, name) for name in ("key", "value")
     )
     spec = Spec(
         dtype=query.dtype.name,

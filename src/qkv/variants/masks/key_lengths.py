@@ -24,7 +24,8 @@ class KeyLengths(MaskVariant):
     Parameters
     ----------
     kv_lens : int or integer array over the leading dimensions
-        Between 0 and kv_len. With `q_offset="end"` the last query stands at the last real key.
+        Between 0 and kv_len. With `q_offset="end"` the last query stands at the last real
+        key, unless the variant is inside of `~` or `|`.
 
     Raises
     ------

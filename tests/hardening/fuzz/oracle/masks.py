@@ -61,13 +61,15 @@ class Masks:
         """What belongs to this problem's draws."""
         return of_all_draws if self.draw is None else of_all_draws[self.draw : self.draw + 1]
 
-    def all_named(self, name: str) -> Iterator[Variant]:
+    def all_named(self, name: str, only_conjunctions: bool = False) -> Iterator[Variant]:
         """Variants of a name, also inside of joined masks."""
 
         def within(variants: tuple[Variant, ...]) -> Iterator[Variant]:
             for v in variants:
                 if v.name == name:
                     yield v
+                if only_conjunctions and v.name in ("AnyOf", "Not"):
+                    continue
                 yield from within(v.fields.get("masks", ()))
                 yield from within((v.fields["mask"],) if v.name == "Not" else ())
 
@@ -107,9 +109,8 @@ class Masks:
         if isinstance(at, str) or at is None:
             start = np.zeros_like(self.kv_count)
             if at_end:
-                lens = [
-                    self.over_batch(v, v.fields["kv_lens"]) for v in self.all_named("KeyLengths")
-                ]
+                limits = self.all_named("KeyLengths", only_conjunctions=True)
+                lens = [self.over_batch(v, v.fields["kv_lens"]) for v in limits]
                 start = reduce(np.minimum, lens, self.kv_count) - self.q_len
         else:
             start = self.over_batch(None, at)
