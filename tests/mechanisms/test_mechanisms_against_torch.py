@@ -23,6 +23,7 @@ from qkv.mechanisms import (
     KVCacheDecoding,
     Linformer,
     MultiHead,
+    Self,
     SlidingWindow,
     Soft,
     Strided,
@@ -57,6 +58,7 @@ I_MINUS_J = distances()
 PATTERNS: dict[str, tuple[type[ProjectedAttention], dict[str, Any], Tensor | None]] = {
     "full": (MultiHead, {}, None),
     "flash": (Flash, {}, None),
+    "self": (Self, {}, None),
     "causal": (MultiHead, {"causal": True}, I_MINUS_J >= 0),
     "decoding": (KVCacheDecoding, {}, I_MINUS_J >= 0),
     "window": (SlidingWindow, {"left": 2, "right": 1}, (I_MINUS_J <= 2) & (I_MINUS_J >= -1)),

@@ -352,7 +352,7 @@ class ProjectedAttention(AttentionMechanism):
         """
         arguments = torch_multi_head(module)
         weights = {**arguments.pop("weights"), **options.pop("weights", {})}
-        return cls(**arguments, **options, weights=weights)
+        return cls(**arguments, **{"out_proj": True, **options}, weights=weights)
 
     @classmethod
     def for_example(
