@@ -179,6 +179,9 @@ def refused(rank: int, ranks: int, what: str) -> str:
             order = Order.contiguous(LENGTH, 1)
         case "order of three ranks":
             order = Order.of_sizes([LENGTH // 2, LENGTH // 2, 5])
+        case "no tokens":
+            order = Order.of_sizes([LENGTH, 0])
+            given["input_ids"] = order.shard(inputs("plain")["input_ids"], rank, axis=-1)
         case "one rank has padding":
             given |= {"attention_mask": torch.ones_like(own)} if rank else {}
         case "weights":
@@ -221,6 +224,7 @@ def refused(rank: int, ranks: int, what: str) -> str:
         ("rows", "the order gives it 24 rows; the model is called with 1"),
         ("order of one rank", "the order is of 1 ranks; the model is spread over 2"),
         ("order of three ranks", "the order is of 3 ranks; the model is spread over 2"),
+        ("no tokens", "is called with 0 tokens; every rank must hold one or more"),
         ("one rank has padding", "inputs differs between ranks"),
         ("weights", "output_attentions asks for weights that no rank holds"),
         ("two sequences", "T5Model reads two sequences"),

@@ -152,6 +152,8 @@ def _problem(
         return f"{kind} reads two sequences; only one can be spread over ranks."
     if not isinstance(tokens, Tensor):
         return f"{kind} is called without input_ids or inputs_embeds."
+    if not tokens.shape[1]:
+        return f"{kind} is called with 0 tokens; every rank must hold one or more."
     if "position_ids" not in accepted:
         return f"{kind} takes no position_ids, so that it counts the rows of each rank from 0."
     if given.get("position_ids") is None and _counts_by_itself(module):
