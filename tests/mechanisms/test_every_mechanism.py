@@ -267,6 +267,9 @@ def test_input_that_does_not_fit_is_refused() -> None:
         layer(np.zeros((5, 7)))
     with pytest.raises(DTypeError, match="int64"):
         layer(np.zeros((5, 8), np.int64))
+    torch = pytest.importorskip("torch")
+    with pytest.raises(DTypeError, match=r"torch.float8_e5m2, not a floating type of 16 bits"):
+        layer(torch.zeros(5, 8).to(torch.float8_e5m2))
     with pytest.raises(DTypeError, match="not an array"):
         layer([[0.0] * 8])
     with pytest.raises(ShapeError, match="one sequence"):

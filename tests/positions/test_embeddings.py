@@ -127,6 +127,14 @@ def test_each_kind_of_position_ends_that(attend) -> None:
             qkv.ShapeError,
             "0 to 4",
         ),
+        *[
+            (
+                lambda positions=positions: positions(torch.ones(4, 8).to(torch.float8_e5m2)),
+                qkv.DTypeError,
+                "float8_e5m2",
+            )
+            for positions in (qkv.LearnedPositions(np.ones((4, 8))), qkv.SinusoidalPositions(8))
+        ],
         (
             lambda: qkv.LearnedPositions(np.ones((4, 8)))(np.ones((1, 8)), [-1]),
             qkv.ShapeError,

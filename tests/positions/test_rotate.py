@@ -137,6 +137,8 @@ def test_torch_compiles_it() -> None:
         (np.ones(()), 0, qkv.ShapeError, "()"),
         (torch.ones(3, 8), torch.arange(3.0), qkv.DTypeError, "float32"),
         (torch.ones(3, 8, dtype=torch.int32), torch.arange(3), qkv.DTypeError, "int32"),
+        (torch.ones(3, 8).to(torch.float8_e5m2), 0, qkv.DTypeError, "float8_e5m2"),
+        (np.ones((3, 8), ml_dtypes.float8_e5m2), 0, qkv.DTypeError, "float8_e5m2"),
     ],
 )
 def test_what_cannot_be_rotated(x, positions, expected, fact) -> None:

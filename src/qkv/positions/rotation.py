@@ -68,17 +68,17 @@ def array_namespace(x: Any, name: str = "x") -> Any:
             kind = "nested" if x.is_nested else x.layout
             action = f"Pass a dense one, or {name}.to_dense()."
             raise DTypeError(f"{name} is a {kind} tensor.", action=action)
-        floating = x.is_floating_point()
+        floating = x.is_floating_point() and x.element_size() > 1
         xp: Any = torch
     elif isinstance(x, np.ndarray) or (hasattr(x, "__array_namespace__") and hasattr(x, "shape")):
         # NumPy does not treat bfloat16 and other types of ml_dtypes as floating.
-        floating = x.dtype.kind == "f" or x.dtype.name == "bfloat16"
+        floating = (x.dtype.kind == "f" and x.dtype.itemsize > 1) or x.dtype.name == "bfloat16"
         xp = np if isinstance(x, np.ndarray) else x.__array_namespace__()
     else:
         raise no_array_error(x, name)
     if not floating:
         raise DTypeError(
-            f"{name} has dtype {x.dtype}, not a floating type.",
+            f"{name} has dtype {x.dtype}, not a floating type of 16 bits or more.",
             action="Pass float64, float32, float16 or bfloat16.",
         )
     return xp

@@ -38,9 +38,11 @@ def _rows(name: str, given: Any) -> Any:
             f"{name} has shape {tuple(given.shape)}, not (..., n, width).",
             action="Pass one sequence of rows or more.",
         )
-    if not _type_of(given).startswith(("float", "bfloat")):
+    # torch has no arithmetic of its float8 types.
+    is_float8 = kind_of(given) == "torch" and given.dtype.itemsize == 1
+    if is_float8 or not _type_of(given).startswith(("float", "bfloat")):
         raise DTypeError(
-            f"{name} has dtype {given.dtype}, not a floating type.",
+            f"{name} has dtype {given.dtype}, not a floating type of 16 bits or more.",
             action="Convert it, to float32 for example.",
         )
     return given
