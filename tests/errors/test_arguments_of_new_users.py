@@ -124,3 +124,11 @@ def test_what_is_no_array_has_its_short_name_everywhere(call: Any) -> None:
             call(given)
         assert f" is {name}, not an array." in caught.value.fact
         assert "builtins" not in caught.value.fact
+
+
+@pytest.mark.parametrize("variant", [qkv.KeyLengths([3]), qkv.Segments(np.zeros((1, 5), int))])
+def test_one_entry_for_a_batch_that_is_not_there(variant: qkv.Variant) -> None:
+    """The advice was to give a single entry, which is what was given."""
+    x = X[0]
+    with pytest.raises(qkv.ShapeError, match=r"the batch \(\)(.|\n)*without its leading dimen"):
+        qkv.attention(x, x, x, variant)

@@ -232,7 +232,9 @@ class Builder:
                 f"{label} has shape {array.shape}; its leading dimensions do not broadcast to "
                 f"the batch {self.shape.batch_shape}.",
                 [("variant", self._label)] if self._label else of_option,
-                "Give one entry for each batch row, or a single one for all.",
+                "Give one entry for each batch row, or a single one for all."
+                if self.shape.batch_shape
+                else "There is no batch: pass it without its leading dimensions.",
             ) from None
         return full.reshape(prod(self.shape.batch_shape), *tail)
 
