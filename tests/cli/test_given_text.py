@@ -11,12 +11,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from qkv.cli import main
 from qkv.cli.commands import inspect as inspect_command
+from qkv.cli.inputs import text as text_of_commands
 from qkv.cli.parser import make_parser
 from qkv.samples import language_model
 
@@ -217,6 +219,25 @@ def test_standard_input_that_is_no_text(
     monkeypatch.setattr(sys, "stdin", stream)
     said = complaint(capsys, "inspect", "-")
     assert "standard input is not utf-8 text: byte 3 is invalid" in said
+
+
+@pytest.mark.parametrize(
+    ("stream", "fact"),
+    [
+        (None, "standard input is closed"),
+        (io.StringIO("caf\udce9 au lait"), "is not utf-8 text: one of its bytes is invalid"),
+        (io.StringIO("ä" * 9), "standard input has more than 16 bytes"),
+        (io.StringIO("a" * 17), "standard input has more than 16 bytes"),
+    ],
+    ids=["closed", "bytes where the locale has no encoding", "wide", "long"],
+)
+def test_standard_input_that_cannot_be_read_whole(
+    stream: Any, fact: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One ended in an AttributeError, the others were read as another text."""
+    monkeypatch.setattr(sys, "stdin", stream)
+    monkeypatch.setattr(text_of_commands, "_MAX_BYTES", 16)
+    assert fact in complaint(capsys, "inspect", "-")
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,7 @@ def test_argmax_of_no_weights_is_an_error_where_it_is_numpy_s(lengths, axis) -> 
 @pytest.mark.parametrize("axis", [None, 0, -2, -1, (0, -1), (-2, -1)])
 @pytest.mark.parametrize("name", ["max", "min"])
 def test_extremes_of_no_weights_are_an_error_where_they_are_numpy_s(name, lengths, axis) -> None:
-    """They were 0 and infinite."""
+    """Maxima of no weights were 0, minima infinite."""
     q, k = (np.zeros((2, length, 4)) for length in lengths)
     weights = qkv.inspect(q, k, k).weights
     try:
@@ -257,7 +257,7 @@ def test_whether_a_number_is_among_them_is_numpy_s() -> None:
 
 
 def test_changing_them_in_place_says_that_they_are_computed() -> None:
-    """It recursed without end."""
+    """NumPy was handed the weights to write to, and called them again without end."""
     weights, _ = PAIRS[2]
     changed, copy = weights, weights[...]
     with pytest.raises(qkv.ArgumentError, match="add was to change them in place"):

@@ -95,21 +95,36 @@ def given_text(options: argparse.Namespace) -> str | None:
 def _whole_text(said: str) -> str:
     """Standard input for "-", a file if it is one, else what was said."""
     if said == "-":
-        try:
-            text = sys.stdin.read(_MAX_BYTES)
-        except UnicodeDecodeError as error:
-            raise ArgumentError(
-                f"standard input is not {error.encoding} text: byte {error.start} is invalid.",
-                action="Convert it, as with iconv.",
-            ) from error
-        if not text.strip():
-            raise ArgumentError("standard input held no text.", action="Pipe a text into it.")
-        return text
+        return _piped_text()
     if not said.strip():
         raise ArgumentError("the text is empty.", action="Write a sentence.")
     if not _names_a_file(said) and not os.path.exists(said):
         return said
     return _read_text(said)
+
+
+def _piped_text() -> str:
+    """Standard input, whole."""
+    if sys.stdin is None:
+        raise ArgumentError("standard input is closed.", action="Pipe a text into it.")
+    try:
+        text = sys.stdin.read(_MAX_BYTES + 1)
+        # Where the locale has no encoding, bytes that are no text come as surrogates.
+        size = len(text.encode("utf-8"))
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        at = f"byte {error.start}" if isinstance(error, UnicodeDecodeError) else "one of its bytes"
+        raise ArgumentError(
+            f"standard input is not {error.encoding} text: {at} is invalid.",
+            action="Convert it, as with iconv.",
+        ) from error
+    if size > _MAX_BYTES:
+        raise ArgumentError(
+            f"standard input has more than {_MAX_BYTES} bytes; no more are read.",
+            action="Cut the text.",
+        )
+    if not text.strip():
+        raise ArgumentError("standard input held no text.", action="Pipe a text into it.")
+    return text
 
 
 def _names_a_file(said: str) -> bool:
