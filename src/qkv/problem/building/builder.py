@@ -73,6 +73,7 @@ class Builder:
         self.masks: list[Stage] = []
         self.alignments: list[tuple[str, Align]] = []
         self.kv_lens: Array | None = None
+        self.is_part = False  # whether a limit of keys would be one of a part of the mask only
         self.restart: Restart | None = None
         self.rotation: tuple[Rotation, Array, float] | None = None
         self.sinks: Array | None = None
@@ -161,16 +162,10 @@ class Builder:
         """
         if isinstance(variant, np.ndarray):
             return self.dense_mask(variant)
-        scores, masks, tables = len(self.scores), len(self.masks), len(self.tables)
-        kv_lens = self.kv_lens
+        scores, masks, was_part = len(self.scores), len(self.masks), self.is_part
+        self.is_part = was_part or not limits_whole
         self.lower(variant)
-        if not limits_whole and self.kv_lens is not kv_lens:
-            self.kv_lens = kv_lens
-            # Steps take tables of the old name as the numbers of keys of the whole call.
-            self.tables[tables:] = [
-                replace(table, label="kv_lens of a part") if table.label == "kv_lens" else table
-                for table in self.tables[tables:]
-            ]
+        self.is_part = was_part
         if len(self.scores) != scores or len(self.masks) == masks:
             raise ArgumentError(
                 "only masks combine with |, & and ~.", [("variant", repr(variant))],
@@ -306,7 +301,8 @@ class Builder:
     def limit_keys(self, kv_lens: Array) -> None:
         """State the number of real keys of each batch row; `end` alignment counts from there."""
         rows = self.batch_rows(kv_lens, "kv_lens", 0).astype(np.int64)
-        self.kv_lens = rows if self.kv_lens is None else np.minimum(self.kv_lens, rows)
+        if not self.is_part:  # as in ~KeyLengths(n), which says nothing of the whole
+            self.kv_lens = rows if self.kv_lens is None else np.minimum(self.kv_lens, rows)
 
     def restart_positions(self, restart: Restart) -> None:
         """Give positions that begin again in each segment; arrays `(batch or 1, length)`."""

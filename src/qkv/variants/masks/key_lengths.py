@@ -67,7 +67,9 @@ class KeyLengths(MaskVariant):
                 action="Give each batch row a number of keys from 0 to kv_len.",
             )
         builder.limit_keys(lens)
-        builder.mask(builder.kv_index < builder.per_batch(lens.astype(np.int64), "kv_lens"))
+        # Steps take the table "kv_lens" as the numbers of keys of the whole call.
+        label = "kv_lens of a part" if builder.is_part else "kv_lens"
+        builder.mask(builder.kv_index < builder.per_batch(lens.astype(np.int64), label))
 
     def naive(self, dense: Dense) -> None:
         dense.allowed[:, int(dense.batch_entry(self.kv_lens)) :] = False
