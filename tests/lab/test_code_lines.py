@@ -29,7 +29,7 @@ def test_the_lines_of_a_class_show_what_they_make() -> None:
     example = shared_example()
     scores = example.q @ example.k.T
     hard = values_of_class("hard")
-    line = "scores = namespace.matmul(widened(query), namespace.matrix_transpose(widened(key)))"
+    line = "scores = scores + query[..., d, None] * key[..., None, :, d]"
     np.testing.assert_allclose(hard[line], scores, atol=5.1e-5)
     order = np.argsort(-scores, axis=-1, kind="stable")
     ranks = np.argsort(order, axis=-1, kind="stable")
@@ -46,7 +46,7 @@ def test_the_lines_of_a_class_show_what_they_make() -> None:
 
 def test_the_classes_that_compute_show_numbers() -> None:
     thin = {"self", "causal", "cross", "multi-head", "multi-query", "grouped-query", "dot-product"}
-    thin |= {"soft", "rotary", "alibi", "sliding-window", "strided", "flash"}
+    thin |= {"scaled-dot-product", "soft", "rotary", "alibi", "sliding-window", "strided", "flash"}
     for name in MECHANISMS:
         values = class_lines(name)["values"]
         assert any(values) is (name not in thin), name

@@ -68,7 +68,7 @@ def array_namespace(x: Any, name: str = "x") -> Any:
             kind = "nested" if x.is_nested else x.layout
             action = f"Pass a dense one, or {name}.to_dense()."
             raise DTypeError(f"{name} is a {kind} tensor.", action=action)
-        floating = x.is_floating_point() and x.element_size() > 1
+        floating = x.is_floating_point() and x.dtype.itemsize > 1
         xp: Any = torch
     elif isinstance(x, np.ndarray) or (hasattr(x, "__array_namespace__") and hasattr(x, "shape")):
         # NumPy does not treat bfloat16 and other types of ml_dtypes as floating.

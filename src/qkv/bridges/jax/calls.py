@@ -114,7 +114,7 @@ def _operand(array: Any, role: str) -> Any:
             action="Call it outside of jit, or gather the rows first.",
         )
     if isinstance(array, jax.Array):
-        return array
+        return jnp.asarray(array)  # Numbers that JAX traces are no arrays yet.
     seen, made = _converted(array, role)
     if made.dtype != seen.dtype:
         raise DTypeError(
@@ -127,7 +127,7 @@ def _operand(array: Any, role: str) -> Any:
 def array_of_jax(array: Any, role: str) -> Any:
     """An array of a variant as JAX has it; whole numbers stay what they are."""
     if isinstance(array, jax.Array):
-        return array
+        return jnp.asarray(array)  # Numbers that JAX traces are no arrays yet.
     seen, made = _converted(array, role)
     is_narrower = seen.dtype.kind in "iu" and made.dtype != seen.dtype
     if is_narrower and not np.array_equal(seen, seen.astype(made.dtype)):
