@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        "slow: takes some seconds, all cases together; a run takes an eighth of such tests, chosen "
+        "slow: takes some seconds, all cases together; a run takes a twelfth of such tests, chosen "
         "likewise, and all of those whose file is named on the command line.",
     )
     config.addinivalue_line(
