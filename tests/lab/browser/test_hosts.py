@@ -40,7 +40,7 @@ def test_the_local_page(served: Any) -> None:
     page.wait_for_selector(".code")
     assert "class" in page.inner_text(".code")
     served.open("code", code="hard", token=1)
-    line = page.locator('[role="option"]:has-text("scores = ") .values')
+    line = page.locator('[role="option"]:has-text("scores = scores") .values')
     assert line.inner_text() == "3.0000, 0.0000, 2.0000, 1.0000, 0.5000"
 
 
