@@ -184,7 +184,8 @@ def _masks_and_offsets(
         _require_mask_type(given)
         return (given,), 0, 0
     pattern = given.pattern
-    fits = tuple(given.shape[2:]) == lengths or not pattern.variants  # Every pair fits any.
+    # A mask that allows every pair holds for any lengths.
+    fits = tuple(given.shape[2:]) == lengths or not pattern.variants
     if pattern.materialized is not None or not fits:
         return (pattern.dense(),), 0, 0
     return pattern.variants, pattern.q_offset, pattern.kv_offset

@@ -122,7 +122,7 @@ def operand(array: Any, role: str) -> Tensor:
     """An operand as a dense tensor."""
     tensor: Tensor = as_tensor(array, role)
     if not isinstance(tensor, Tensor):
-        library_of(array, role, LIBRARY).view(array, role)  # Raises: it is no array.
+        library_of(array, role, LIBRARY).view(array, role)  # This raises, as it is no array.
     check_dense(tensor, role)
     return tensor
 

@@ -115,7 +115,7 @@ def head_scores(
     ShapeError
         Query, key, tokens and real do not fit together.
     DTypeError
-        Tokens are no numbers.
+        Tokens are not numbers.
 
     Notes
     -----

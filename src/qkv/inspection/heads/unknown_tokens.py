@@ -36,7 +36,7 @@ def ids_of(tokens: Any) -> NDArray[Any]:
     ShapeError
         They are rows of different lengths.
     DTypeError
-        They are no numbers.
+        They are not numbers.
     """
     try:
         ids = np.asarray(tokens)

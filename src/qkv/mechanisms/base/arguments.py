@@ -163,7 +163,7 @@ def refuse_other_widths(mechanism: str, name: str, rows: Any, width: int) -> Non
 
 
 def refuse_unknown_options(mechanism: type, unknown: Set[str], options: Set[str]) -> None:
-    """Refuse options that a mechanism has not, with those that it has.
+    """Refuse options that a mechanism does not have, and name those that it has.
 
     Parameters
     ----------

@@ -32,7 +32,7 @@ class AttentionMechanism(Mechanism):
 
     @property
     def compares_positions(self) -> bool:
-        """Whether a score or a mask depends on where queries and keys stand; no unless said."""
+        """Whether a score or mask depends on positions; False unless a subclass says otherwise."""
         return False
 
     def sequences(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:

@@ -149,7 +149,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, arrays: Any, *given: Any) -> li
     return [_empty_dense(t) for t in (query, key, value, *(arrays[n] for n in wanted))]
 
 
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
     query, key, value, arrays, ctx.structure, backward = inputs
     out, lse, rest, unrounded = output
     ctx.mark_non_differentiable(rest, unrounded)
@@ -172,7 +172,7 @@ def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor, *_: None) -> Any:
     return grad_query, grad_key, grad_value, rest if ctx.has_list else None, None, None
 
 
-attention.register_autograd(_gradients, setup_context=_keep)
+attention.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
 @torch.library.custom_op("qkv::attention_tangent", mutates_args=(), device_types="cpu")
