@@ -21,7 +21,8 @@ arrays, bridges arrays of any library as NumPy views; operations of a library's 
 problem         the problem to compute, and what it means in NumPy
 backends        what runs it: compiled, readable, or torch's; partial joins their results
 arguments       checks of arguments; errors: all exceptions; extras: how to install what is optional
-process         forks and threads; _dynamo: what torch's compiler may read
+process         forks and threads; _dynamo: what torch's compiler may read; _imports: what is done
+                when another library is imported
 """
 
 # isort: off
@@ -41,6 +42,7 @@ from typing import Any as _Any
 
 from qkv._api import attention, inspect, merge, plan
 from qkv._dynamo import watch as _watch
+from qkv._imports import when_imported as _when_imported
 from qkv._version import __version__
 from qkv.call.derivatives.jvp import Tangents, jvp
 from qkv.call.derivatives.vjp import Gradients, Pullback, vjp
@@ -64,6 +66,7 @@ from qkv.positions import LearnedPositions, SinusoidalPositions
 from qkv.prepared import ArrayForm, CallForm, PreparedAttention, prepare
 from qkv.problem.stored_rows import Paged, Quantized
 from qkv.process.threads import get_num_threads, set_num_threads
+from qkv.variants import ALL as _ALL
 from qkv.variants import (
     ALiBi,
     Bias,
@@ -86,6 +89,7 @@ from qkv.variants import (
     Strided,
     Variant,
 )
+from qkv.variants.scores.score_mod import ExpressedScoreMod as _ExpressedScoreMod
 
 if _TYPE_CHECKING:
     from qkv.inspection.models.model_record import LayerRecord, ModelRecord
@@ -206,7 +210,14 @@ def _page(shown: _Any, tokens: _Sequence[str] | None) -> str:
     return page
 
 
+def _register_pytrees(tree_util: _Any) -> None:
+    """Let JAX take variants apart, by code that is imported when JAX is."""
+    pytrees = _import_module("qkv.bridges.jax.pytrees")
+    pytrees.register(tree_util, (*_ALL, _ExpressedScoreMod))
+
+
 _watch()
+_when_imported("jax.tree_util", _register_pytrees)
 _write_pages_with(_page)
 
 

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
+
+from qkv._imports import when_imported
 
 __all__ = [
     "READABLE", "as_constant", "ends_graph", "is_reading", "made_outside", "unreadable", "watch",
@@ -129,44 +128,4 @@ def _tell(rules: Any) -> None:
 
 def watch() -> None:
     """Tell Dynamo what it may read: now if it has been imported, else when it is."""
-    known = sys.modules.get(_RULES)
-    if known is not None:
-        _tell(known)
-    elif not any(type(finder) is _Finder for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-
-
-class _Finder:
-    """Finds the module of the rules, once, with a loader that adds ours to them.
-
-    This and the loader have no base classes, because `importlib.abc` is slow to import.
-    """
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _RULES:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]  # It has no base class.
-        return spec
-
-
-class _Loader:
-    """The loader of the module of the rules, which adds ours once it has been loaded."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self._loader.create_module(spec)
-        return made
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        _tell(module)
+    when_imported(_RULES, _tell)

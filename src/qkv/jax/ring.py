@@ -13,7 +13,8 @@ import numpy as np
 
 from qkv._api import attention
 from qkv.arguments.declarations import checked_integer, shown
-from qkv.bridges.jax.calls import array_of_jax, scaled, with_constants
+from qkv.bridges.jax.calls import array_of_jax, scaled
+from qkv.bridges.jax.pytrees import with_constants
 from qkv.bridges.jax.rules import stand_in
 from qkv.call.binding.bound import bind
 from qkv.call.binding.flatten import Leaves, flatten, roles_of, unflatten

@@ -5,4 +5,5 @@ operations   the operations: a text and arrays in, arrays out
 derivatives  how they are differentiated and batched
 rules        how XLA is asked for an operation, and what it will give
 ffi          how XLA calls a function of Python
+pytrees      variants as arguments and results of functions that JAX transforms
 """

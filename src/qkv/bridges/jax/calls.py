@@ -6,8 +6,7 @@ vmap, scan) becomes an operation of compiled code.
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from qkv.arrays.jax_arrays import JaxArrays, refuse_keys
 from qkv.arrays.views import view_beside
 from qkv.bridges.jax import derivatives
 from qkv.bridges.jax.operations import PROCESS, Operation
+from qkv.bridges.jax.pytrees import with_constants
 from qkv.bridges.jax.rules import sharding_like, varying
 from qkv.bridges.learnable import with_scale
 from qkv.call.attend import attend
@@ -31,7 +31,7 @@ from qkv.errors import DTypeError, UnsupportedError
 from qkv.positions.rotation import promoting
 from qkv.problem.stored_rows import Paged, Quantized
 
-__all__ = ["array_of_jax", "attention", "scaled", "with_constants"]
+__all__ = ["array_of_jax", "attention", "scaled"]
 
 
 def attention(
@@ -149,20 +149,3 @@ def _converted(array: Any, role: str) -> tuple[Any, Any]:
             f"{role} has dtype {seen.dtype}, which JAX does not have.",
             action=f"Convert it, as in {variable(role)}.astype('float32').",
         ) from error
-
-
-def with_constants(variant: Any) -> Any:
-    """A variant whose float64 arrays that have no gradient are numbers.
-
-    JAX would round these arrays to float32, as frequencies of RoPE, whose error is multiplied by
-    positions.
-    """
-    if not is_dataclass(variant):
-        return variant
-    fields = {name: getattr(variant, name) for name in getattr(variant, "constant_fields", ())}
-    wide = {
-        name: tuple(field.tolist())
-        for name, field in fields.items()
-        if type(field) is np.ndarray and field.dtype == np.float64 and field.ndim == 1
-    }
-    return replace(cast(Any, variant), **wide) if wide else variant

@@ -94,7 +94,7 @@ class ScoreMod(Variant):
     def tree_unflatten(cls, function: Opaque, arrays: Sequence[Any]) -> ScoreMod:
         """The score mod whose function reads these arrays."""
         if isinstance(function, Expression):
-            return _Expressed(function, tuple(arrays))
+            return ExpressedScoreMod(function, tuple(arrays))
         made = object.__new__(cls)
         object.__setattr__(made, "fn", with_arrays(function, arrays))
         return made
@@ -158,7 +158,7 @@ def _check_result(result: Any) -> None:
         )
 
 
-class _Expressed(ScoreMod):
+class ExpressedScoreMod(ScoreMod):
     """A score mod as an expression and its arrays."""
 
     read_by_backend: ClassVar[bool] = True
