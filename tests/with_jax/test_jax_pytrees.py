@@ -71,7 +71,7 @@ def test_masks_of_masks_are_mapped_over_their_arrays() -> None:
     np.testing.assert_allclose(
         jax.lax.scan(lambda n, args: (n, attend(*args)), 0, (X, masks))[1], right, atol=2e-6
     )
-    # A mask that is not mapped: JAX counts its leaves with objects that are not arrays.
+    # A mask that is not mapped: JAX counts its leaves with objects in place of arrays.
     one = jax.tree.map(lambda array: array[0], masks)
     got = jax.vmap(attend, in_axes=(0, None))(X, one)
     np.testing.assert_allclose(got[0], right[0], atol=2e-6)
@@ -111,6 +111,17 @@ def test_shapes_in_place_of_arrays_are_a_tree_too() -> None:
     named = jax.tree.map(lambda _: "slope", shapes)
     assert repr(named) == "ALiBi without arrays"
     assert jax.tree.leaves(named) == ["slope"]
+
+
+def test_places_of_a_mesh_are_said_for_each_array() -> None:
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("x")
+    ids = np.array([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
+    each = jax.jit(
+        jax.shard_map(attend, mesh=mesh, in_specs=(rows, qkv.Segments(rows)), out_specs=rows)
+    )
+    right = theirs(X, ids[:, None, :, None] == ids[:, None, None, :])
+    np.testing.assert_allclose(each(X, qkv.Segments(jnp.array(ids))), right, atol=2e-6)
 
 
 @pytest.mark.parametrize("imports", ["import qkv, jax", "import jax, qkv", "import qkv.jax, jax"])

@@ -14,13 +14,13 @@ from typing import Any, cast
 import numpy as np
 
 from qkv.arrays import is_array
-from qkv.call.binding.flatten import Leaves, flatten, unflatten
+from qkv.call.binding.flatten import Leaves, flatten, unflatten, with_places
 
 __all__ = ["register", "with_constants"]
 
 
 class Unfilled:
-    """A variant whose arrays are not arrays: JAX counts leaves with objects, shapes and None.
+    """A variant whose arrays are not arrays, as numbers or None, which say something of each leaf.
 
     Attributes
     ----------
@@ -47,16 +47,19 @@ def register(tree_util: Any, kinds: Sequence[type]) -> None:
 
 
 def _taken_apart(variant: Any) -> tuple[list[Any], Hashable]:
-    leaves = Leaves.none()
-    structure = flatten(with_constants(variant), leaves, "in_place")
-    return leaves.arrays, structure
+    found = Leaves.none()
+    structure = flatten(with_constants(variant), found, "in_place")
+    leaves: list[Any] = []
+    return leaves, with_places(structure, iter(found.arrays), leaves)
 
 
 def _put_together(structure: Any, leaves: Sequence[Any]) -> Any:
-    if not all(map(is_array, leaves)):
-        return Unfilled(structure, leaves)
     following = iter(leaves)
-    return unflatten(structure, lambda: next(following))
+    made = unflatten(structure, lambda: next(following))
+    # A number, None or a list would be structure, and an object in a function a constant of it.
+    if all(map(is_array, leaves)) or _taken_apart(made)[1] == structure:
+        return made
+    return Unfilled(structure, leaves)
 
 
 def with_constants(variant: Any) -> Any:

@@ -48,6 +48,7 @@ __all__ = [
     "roles_of",
     "unflatten",
     "uses_batch_index",
+    "with_places",
     "without_arrays",
 ]  # fmt: skip
 
@@ -208,6 +209,22 @@ def unflatten(tree: Tree, next_array: Callable[[], Any]) -> Any:
         return kind.tree_unflatten(static, [unflatten(place, next_array) for place in places])
     names = [name for name, _ in _fields_of(kind, None) or ()]
     return _rebuild(kind, names, [unflatten(part, next_array) for part in parts])
+
+
+def with_places(tree: Tree, arrays: Iterator[Any], leaves: list[Any]) -> Tree:
+    """The structure with a place also for each object that is no variant, as a sharding of JAX.
+
+    What belongs into the places is added to `leaves`.
+    """
+    if tree is ReadInPlace or tree is ReadByValue:
+        leaves.append(next(arrays))
+    elif type(tree) is Opaque and not hasattr(tree.thing, "lower"):
+        leaves.append(tree.thing)
+    elif type(tree) is tuple:
+        return tuple([with_places(part, arrays, leaves) for part in tree])
+    else:
+        return tree
+    return ReadInPlace
 
 
 def roles_of(tree: Tree, leaves: Iterator[Any], name: str = "") -> Iterator[str]:
