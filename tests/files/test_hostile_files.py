@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save as save_safetensors
 
+import qkv
+from qkv.cli import main
 from qkv.errors import FileError
 from qkv.files import read_arrays
 
@@ -293,8 +295,10 @@ def test_paths_that_are_no_files(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the platform has no named pipes")
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(FileError, match="not a regular file"):
-        read_arrays(tmp_path / "pipe")
+    for read in (read_arrays, qkv.Record.load, qkv.ModelRecord.load):
+        with pytest.raises(FileError, match="not a regular file"):
+            read(tmp_path / "pipe")
+    assert main(["inspect", str(tmp_path / "pipe")]) == 2
 
 
 def test_links(tmp_path: Path) -> None:

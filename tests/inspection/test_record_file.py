@@ -323,8 +323,10 @@ def test_broken_and_foreign_files_are_refused(saved: Path, tmp_path: Path) -> No
         qkv.ModelRecord.load(saved)
     with pytest.raises(qkv.FileError, match="cannot be read"):
         qkv.Record.load(tmp_path / "missing.safetensors")
-    with pytest.raises(qkv.FileError, match="cannot be read"):
+    with pytest.raises(qkv.FileError, match="is a folder"):
         qkv.Record.load(tmp_path)
+    with pytest.raises(qkv.FileError, match="is a folder"):
+        qkv.ModelRecord.load(tmp_path)
     with pytest.raises(qkv.FileError, match="cannot be written"):
         qkv.inspect(Q, K, K).save(tmp_path / "missing" / "r.safetensors")
 

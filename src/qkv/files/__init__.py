@@ -6,7 +6,7 @@ is covered by real bytes. Pickles are never loaded. Whatever is wrong is a `File
 
 safetensors_format, npz_format
                 the readers; contents: the types that they share
-writing         arrays into a file
+regular         what is a file that can be read; writing: arrays into one
 described       files of qkv's own, which say in JSON what their arrays are
 json_numbers    numbers as JSON, which has no NaN and no infinity
 """
@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import io
 import os
-import stat
 
 from qkv.arguments.declarations import checked
-from qkv.errors import FileError
 from qkv.files.contents import MAX_INFLATED, Arrays, Source
 from qkv.files.npz_format import read_npz
+from qkv.files.regular import require_regular, unreadable
 from qkv.files.safetensors_format import read_safetensors
 from qkv.files.writing import write_arrays
 
@@ -62,21 +61,12 @@ def read_arrays(path: str | os.PathLike[str]) -> Arrays:
     ('to', 'be')
     """
     name = repr(os.fspath(path))
-    try:
-        # Checked before the file is opened, because opening a pipe waits for a writer.
-        mode = os.stat(path).st_mode
-    except ValueError as error:
-        raise FileError(f"{name} is not a path.", action="Pass the path of a file.") from error
-    except OSError as error:
-        raise _unreadable(name, error) from error
-    if not stat.S_ISREG(mode):
-        kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
-        raise FileError(f"{name} is {kind}.", action="Pass a safetensors or npz file.")
+    require_regular(path, "Pass a safetensors or npz file.")
     try:
         with open(path, "rb") as file:
             return _read(Source(file, os.fstat(file.fileno()).st_size, name))
     except OSError as error:
-        raise _unreadable(name, error) from error
+        raise unreadable(name, error) from error
 
 
 @checked
@@ -110,13 +100,6 @@ def read_array_bytes(data: bytes, name: str, most_inflated: int = MAX_INFLATED) 
     ('to', 'be')
     """
     return _read(Source(io.BytesIO(data), len(data), name, most_inflated))
-
-
-def _unreadable(name: str, error: OSError) -> FileError:
-    return FileError(
-        f"{name} cannot be read: {error.strerror or error}.",
-        action="Check the path and its permissions.",
-    )
 
 
 def _read(source: Source) -> Arrays:

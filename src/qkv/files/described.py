@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from qkv.arguments.declarations import shown
 from qkv.errors import FileError
+from qkv.files.regular import require_regular, unreadable
 from qkv.files.writing import replace_file
 
 __all__ = ["read_described", "reader_of", "schema_of", "write_described"]
@@ -81,6 +82,7 @@ def read_described(
 
     name = repr(os.fspath(path))
     written = "Write it with record.save(path)."
+    require_regular(path, "Pass the file that record.save(path) wrote.")
     try:
         header = _header(path)
         if header.get("schema") != schema:
@@ -99,10 +101,7 @@ def read_described(
     except FileError:
         raise
     except OSError as error:
-        raise FileError(
-            f"{name} cannot be read: {error.strerror or error}.",
-            action="Check the path and its permissions.",
-        ) from error
+        raise unreadable(name, error) from error
     except (
         SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
         NotImplementedError, OverflowError,
@@ -115,6 +114,8 @@ def schema_of(path: str | os.PathLike[str]) -> str | None:
     """What a file says of itself that it is; None if it says nothing or cannot be read."""
     from safetensors import SafetensorError
 
+    if not os.path.isfile(path):  # Opening a pipe waits for a writer.
+        return None
     try:
         schema = _header(path).get("schema")
     except (SafetensorError, OSError, ValueError, RecursionError):
