@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import qkv
 import qkv.samples
@@ -52,6 +53,7 @@ def test_tokens_that_are_no_ids_are_refused(unknown_id: int | None) -> None:
         (texts, qkv.DTypeError, "tokens has dtype .* and no ids"),
         (np.array(texts, object), qkv.DTypeError, "tokens has dtype object, and no ids"),
         ([[1, 2], [3]], qkv.ShapeError, "the rows of tokens differ in length"),
+        (torch.ones(2, 12).bfloat16(), qkv.DTypeError, "tokens has dtype bfloat16, and no ids"),
     ):
         record = qkv.ModelRecord("own", unknown_id=unknown_id)
         with pytest.raises(error, match=fact):
@@ -59,6 +61,23 @@ def test_tokens_that_are_no_ids_are_refused(unknown_id: int | None) -> None:
         assert (record.tokens, len(record)) == (None, 0)
         with pytest.raises(error, match=fact):
             head_scores(QUERY, QUERY, tokens=tokens)
+
+
+@pytest.mark.parametrize("name", ["real", "real_queries"])
+def test_texts_do_not_say_what_is_padding(name: str) -> None:
+    """Each text but the empty one counted as True, also "False"; ragged rows were NumPy's error."""
+    texts = [["False"] * 12, ["True"] * 12]
+    for given, fact in (
+        (texts, f"{name} has dtype <U5, and no truth values"),
+        (np.array(texts, object), f"{name} has dtype object, and no truth values"),
+        ([[True], [True, False]], f"{name}=.* cannot be read as an array"),
+    ):
+        with pytest.raises(qkv.DTypeError, match=fact):
+            record_of(**{name: given})
+    mask = torch.ones(2, 12).tril(8)
+    expected = record_of(**{name: mask.numpy()}).rows()
+    for dtype in (torch.int64, torch.bool, torch.bfloat16):
+        assert repr(record_of(**{name: mask.to(dtype)}).rows()) == repr(expected)
 
 
 def test_rows_of_a_batch_of_one_have_no_batch() -> None:

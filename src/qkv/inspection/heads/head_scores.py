@@ -24,7 +24,12 @@ from qkv.call.checked import CheckedCall, check_call
 from qkv.call.inspected import attend_for_inspection
 from qkv.errors import ShapeError
 from qkv.inspection.heads.kept_inputs import KeptInputs
-from qkv.inspection.heads.layer_heads import LayerHeads, needs_float64, without_dropout
+from qkv.inspection.heads.layer_heads import (
+    LayerHeads,
+    checked_real,
+    needs_float64,
+    without_dropout,
+)
 from qkv.inspection.heads.score_rows import SCORES, HeadScores
 from qkv.inspection.heads.unknown_tokens import ids_of
 from qkv.inspection.records.record import Record
@@ -115,7 +120,7 @@ def head_scores(
     ShapeError
         Query, key, tokens and real do not fit together.
     DTypeError
-        Tokens are not numbers.
+        Tokens are not numbers, or `real` holds texts.
 
     Notes
     -----
@@ -138,6 +143,7 @@ def head_scores(
     """
     query, key = (_with_batch(array, name) for array, name in ((query, "query"), (key, "key")))
     tokens = None if tokens is None else ids_of(tokens)
+    real, real_queries = checked_real("real", real), checked_real("real_queries", real_queries)
     for name, given, of in (("tokens", tokens, key), ("real", real, key),
                             ("real_queries", real_queries, query)):  # fmt: skip
         if given is not None and np.shape(given)[-1:] == of.shape[1:2] != of.shape[2:3]:

@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.errors import ShapeError
+from qkv.arguments.readable_checks import as_array
+from qkv.arrays import is_array
+from qkv.arrays.views import view
+from qkv.errors import DTypeError, ShapeError
 from qkv.inspection.heads.earlier_tokens import Tokens, of_queries, sequence_starts
 from qkv.inspection.heads.kept_inputs import KeptInputs
 from qkv.inspection.heads.score_rows import SCORES, HeadScores
@@ -22,7 +25,7 @@ from qkv.problem.backward import shares_of_sinks
 from qkv.variants.dropout import Dropout
 from qkv.variants.masks.causal import Causal
 
-__all__ = ["LayerHeads", "needs_float64", "without_dropout"]
+__all__ = ["LayerHeads", "checked_real", "needs_float64", "without_dropout"]
 
 Array = NDArray[Any]
 
@@ -218,6 +221,25 @@ def _per_row(name: str, given: Any, shape: tuple[int, ...], rows: str) -> Array:
             action=f"Give one entry for each batch row and {rows} row.",
         )
     return array
+
+
+def checked_real(name: str, given: Any) -> Array | None:
+    """Which rows are not padding, as an array; None if nobody says it.
+
+    Raises
+    ------
+    DTypeError
+        The entries are neither truth values nor numbers, or rows differ in length.
+    """
+    if given is None:
+        return None
+    array = view(given, name) if is_array(given) else as_array(name, given)
+    if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
+        raise DTypeError(
+            f"{name} has dtype {array.dtype}, and no truth values.",
+            action=f"Pass {name} as booleans, False where a row is padding.",
+        )
+    return array.astype(bool)
 
 
 def without_dropout(variants: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arguments.declarations import is_integer
+from qkv.arrays import is_array
+from qkv.arrays.views import view
 from qkv.errors import DTypeError, ShapeError
 
 __all__ = ["ids_of", "sentences_of_unknown", "unknown_id_of", "without_unknown"]
@@ -39,7 +41,7 @@ def ids_of(tokens: Any) -> NDArray[Any]:
         They are not numbers.
     """
     try:
-        ids = np.asarray(tokens)
+        ids = view(tokens, "tokens") if is_array(tokens) else np.asarray(tokens)
     except ValueError as error:
         raise ShapeError(
             "the rows of tokens differ in length.",
