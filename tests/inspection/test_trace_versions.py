@@ -76,6 +76,69 @@ def test_a_trace_is_read_back() -> None:
     assert qkv.Trace.from_json(text.encode()).to_html().startswith("<!doctype html>")
 
 
+@pytest.mark.parametrize(
+    ("shapes", "layout"),
+    [
+        (((3, 4), (0, 4), (0, 5)), "bhld"),
+        (((0, 4), (3, 4), (3, 5)), "bhld"),
+        (((2, 4, 3, 5), (1, 2, 0, 5), (1, 2, 0, 6)), "bhld"),
+        (((2, 3, 4, 5), (2, 0, 2, 5), (2, 0, 2, 6)), "blhd"),
+        (((2, 4, 0, 5), (2, 2, 0, 5), (2, 2, 0, 6)), "bhld"),
+    ],
+)
+def test_what_has_no_numbers_keeps_its_shape(shapes: Any, layout: Any) -> None:
+    """A list of no keys does not say how long a key would be, and came back as an array (0,)."""
+    trace = qkv.explain(*map(np.zeros, shapes), layout=layout, grad=True, block_kv=2)
+    again = qkv.Trace.from_json(trace.to_json())
+    pairs = list(zip(again.heads, trace.heads, strict=True))
+    for head, wanted in pairs:
+        assert (head.key.shape, head.value.shape) == (wanted.key.shape, wanted.value.shape)
+        for row, other in zip(head.rows, wanted.rows, strict=True):
+            assert row.contributions.shape == other.contributions.shape
+            assert row.back is not None
+            assert other.back is not None
+            assert row.back.jacobian.shape == other.back.jacobian.shape
+    assert again.gradient is not None
+    found = [again.gradient.d_query.shape, again.gradient.d_key.shape, again.gradient.d_value.shape]
+    assert found == list(shapes)
+    assert str(again) == str(trace)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "fact"),
+    [
+        (("heads", 0, "rows", 0), "raw", r"raw has shape \(2,\), and the problem says \(3,\)"),
+        (("heads", 0, "rows", 0, "softmax"), "weights", r"weights has shape \(2,\)"),
+        (("heads", 0, "rows", 0, "back"), "jacobian", r"jacobian has shape \(2, 3\)"),
+        (
+            ("heads", 0, "rows", 0, "tiles", 0),
+            "exp",
+            r"exp has shape \(1,\), and the problem says \(2,\)",
+        ),
+        (("heads", 0), "key", r"key has shape \(2, 4\), and the problem says \(3, 4\)"),
+        ((), "tokens", "tokens has 2 entries, and the problem 3 rows"),
+        (("gradient",), "d_key", r"the gradients have shapes .*\(2, 4\)"),
+    ],
+)
+def test_lengths_that_contradict_each_other(place: Any, name: str, fact: str) -> None:
+    """Such a trace was read, and its text was an IndexError."""
+    trace = qkv.explain(*np.ones((3, 3, 4)), tokens=list("abc"), grad=True, block_kv=2)
+    data = json.loads(trace.to_json())
+    of: Any = data
+    for key in place:
+        of = of[key]
+    of[name] = of[name][:-1]
+    with pytest.raises(qkv.ArgumentError, match=f"this is not a trace: .*{fact}"):
+        qkv.Trace.from_dict(data)
+
+
+def test_a_row_that_the_problem_lacks() -> None:
+    data = json.loads(qkv.explain(*np.ones((3, 3, 4))).to_json())
+    data["heads"][0]["rows"][0]["q_index"] = 3
+    with pytest.raises(qkv.ArgumentError, match="q_index is 3, and the problem has 3 rows"):
+        qkv.Trace.from_dict(data)
+
+
 def test_numbers_that_another_program_wrote_whole() -> None:
     """JavaScript writes 1 where Python writes 1.0."""
     trace = qkv.explain(np.eye(2), np.eye(2), np.eye(2))

@@ -19,6 +19,7 @@ from qkv.inspection.rendering.pages import page_of
 from qkv.inspection.summaries import in_html
 from qkv.inspection.traces.trace_data import built, read_only
 from qkv.inspection.traces.trace_fields import TracedHead, TracedLedger, TracedProblem, TraceFields
+from qkv.inspection.traces.trace_shapes import fitted
 from qkv.inspection.traces.trace_text import render
 
 SCHEMA, VERSION = "qkv-trace", 2
@@ -125,7 +126,7 @@ class Trace(TraceFields):
                 "Pass what Trace.to_json wrote.",
             )
         try:
-            return built(cls, fields if header[1] == VERSION else _since_1(fields))
+            return fitted(built(cls, fields if header[1] == VERSION else _since_1(fields)))
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ArgumentError(
                 f"this is not a trace: {error!s:.200}.", action="Pass what Trace.to_json wrote."
