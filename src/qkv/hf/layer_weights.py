@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -174,12 +175,22 @@ class LayerWeights(torch.Tensor):
     def _recording(self) -> bool:
         return self._differentiable is not None and torch.is_grad_enabled()
 
-    def _require_small(self) -> None:
-        """Refuse the whole if it is too large, before the record is computed."""
+    def _require_small(self, index: Any = ...) -> None:
+        """Refuse the whole, or a slice, if it is too large, before the record is computed.
+
+        Index arrays count as one entry here; the record has what they read counted exactly.
+        """
         dtype = np.dtype(str(self.dtype).removeprefix("torch."))
-        require_small(self.numel(), tuple(self.shape), dtype)
+        shape = tuple(self.shape)
+        axes = [e for e in index_per_axis(index, shape) if e is not None and e is not Ellipsis]
+        counts = [
+            len(range(size)[entry]) if isinstance(entry, slice) else 1
+            for entry, size in zip(axes, shape, strict=True)
+        ]
+        require_small(prod(counts), shape, dtype)
 
     def _read(self, index: Any) -> torch.Tensor:
+        self._require_small(index)
         found = _in_order_of_torch(self.record.weights[index], index, tuple(self.shape))
         return torch.as_tensor(found, device=self._call.query.device)
 

@@ -182,6 +182,7 @@ def test_a_matrix_that_is_too_large_is_refused_before_anything_is_computed(
     )
     uses: list[Callable[[], Any]] = [
         lambda: weights.sum(dim=(0, 1)), weights.dense, weights.numpy, lambda: weights * 2,
+        lambda: weights[...], lambda: weights[:, :], lambda: weights[0, None, torch.tensor([0])],
     ]  # fmt: skip
     for use in uses:
         with pytest.raises(qkv.UnsupportedError, match=r"holds 37\.3 GiB \(limit 2\.0 GiB\)"):
