@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import checked
 from qkv.errors import ArgumentError
 from qkv.inspection.heads.head_scores import SCORES, also, kind_of
 from qkv.inspection.heads.head_table import HeadTable, frame_or_table
@@ -64,6 +65,7 @@ class _LayerMeans:
     texts: Array
 
 
+@checked
 class CorpusRecord:
     """The scores of every head of a model over many texts.
 
@@ -119,7 +121,7 @@ class CorpusRecord:
         Raises
         ------
         ArgumentError
-            If texts do not have the same layers.
+            If texts do not have the same layers and heads.
         """
         sums, counts, names, number = _totals(texts())
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -216,9 +218,12 @@ def _totals(
             counts = [np.zeros(len(SCORES), np.int64) for _ in text]
             for total in sums:
                 total[_LARGEST] = -np.inf
-        if [layer.name for layer in text] != names:
+        if [layer.name for layer in text] != names or any(
+            layer.sums.shape != of.shape for layer, of in zip(text, sums, strict=True)
+        ):
             raise ArgumentError(
-                f"text {number} ran {counted(len(text), 'layer')}, text 0 {len(names)}, or others.",
+                f"text {number} ran {counted(len(text), 'layer')}, text 0 {len(names)}, or layers "
+                "of other names or heads.",
                 action="Call the model in the same way for every text.",
             )
         for layer, total, count in zip(text, sums, counts, strict=True):

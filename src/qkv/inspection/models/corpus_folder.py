@@ -17,6 +17,7 @@ import numpy as np
 
 from qkv.errors import FileError
 from qkv.files.writing import replace_file
+from qkv.inspection.heads.score_rows import SCORES
 from qkv.inspection.models.corpus import LayerSums
 
 __all__ = ["Chunk", "CorpusFolder"]
@@ -147,9 +148,11 @@ class CorpusFolder:
                     [opened.get_tensor(f"layers.{n}.{part}") for n in range(len(names))]
                     for part in ("sums", "counts")
                 ]
+            number = len(self.members(chunk))
+            _require_fit(number, digests, *sides)
             texts = [
                 tuple(LayerSums(name, s[n], c[n]) for name, s, c in zip(names, *sides, strict=True))
-                for n in range(len(self.members(chunk)))
+                for n in range(number)
             ]
         except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
             raise FileError(
@@ -183,6 +186,15 @@ class CorpusFolder:
         """The errors of ranks, by rank."""
         failed = [_read_json(file) for file in sorted(self.path.glob("failed-*.json"))]
         return {int(of["rank"]): str(of["error"]) for of in failed}
+
+
+def _require_fit(number: int, digests: Any, sums: list[Any], counts: list[Any]) -> None:
+    """Refuse arrays and digests that are not those of so many texts."""
+    if not isinstance(digests, list) or len(digests) != number:
+        raise ValueError(f"it has no list of {number} digests")
+    for index, (of, count) in enumerate(zip(sums, counts, strict=True)):
+        if of.shape[:-1] != (number, len(SCORES)) or count.shape != (number, len(SCORES)):
+            raise ValueError(f"layer {index} has sums {of.shape} and counts {count.shape}")
 
 
 def _read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
