@@ -77,3 +77,37 @@ def test_a_confidence_is_a_number(confidence: Any, tmp_path: Path) -> None:
     for ask in (corpus.rows, corpus.heads, lambda given: corpus.interval("own", given)):
         with pytest.raises(qkv.QkvError, match="confidence"):
             ask(confidence)
+
+
+def test_a_part_in_training_mode_is_refused_and_noted(tmp_path: Path) -> None:
+    """Dropout of the part gave other numbers at each run, and nothing said so."""
+    ours = model()
+    ours.h[1].train()
+    with pytest.raises(qkv.ArgumentError, match="a part of it is in training mode"):
+        qkv.hf.inspect_corpus(ours, TEXTS, tmp_path)
+    with qkv.hf.inspect(ours) as record:
+        ours(TEXTS[0])
+    assert "Some of the model was in training mode" in str(record)
+
+
+@pytest.mark.parametrize("ids", [[1, 2, 3], np.array([[1, 2, 3]])])
+def test_a_mapping_of_lists_is_refused(ids: Any, tmp_path: Path) -> None:
+    """The rows of a data set hold lists, which reached the model as a raw AttributeError."""
+    with pytest.raises(qkv.ArgumentError, match=r"text 1 has input_ids that are a .* no tensor"):
+        qkv.hf.inspect_corpus(model(), [TEXTS[0], {"input_ids": ids}], tmp_path)
+
+
+def test_errors_say_which_text_they_are_of(tmp_path: Path) -> None:
+    long, unknown = torch.arange(9)[None], torch.tensor([[1, 99]])
+    with pytest.raises(qkv.ArgumentError, match=r"has 9 tokens(?s:.*)number of the text +1"):
+        qkv.hf.inspect_corpus(model(), [TEXTS[0], long], tmp_path / "long")
+    with pytest.raises(IndexError) as found:
+        qkv.hf.inspect_corpus(model(), [TEXTS[0], unknown], tmp_path / "unknown")
+    assert found.value.__notes__ == ["This is text 1, with inputs input_ids."]
+
+
+def test_arguments_are_named_before_anything_is_computed(tmp_path: Path) -> None:
+    with pytest.raises(qkv.ArgumentError, match="tokenizer=3 is not a tokenizer"):
+        qkv.hf.inspect_corpus(model(), ["a"], tmp_path, tokenizer=3)  # type: ignore[arg-type]
+    with pytest.raises(qkv.ArgumentError, match="top=0 is not a positive integer"):
+        qkv.ModelRecord("own", top=0)

@@ -19,7 +19,7 @@ from qkv.distributed.messages.links import TIMEOUT, Links, group_of
 from qkv.errors import ArgumentError, DistributedError, FileError, QkvError
 from qkv.hf.inspection.record import inspect
 from qkv.hf.inspection.rotary_lengths import forget_longer_texts
-from qkv.hf.inspection.switching import called_with, inner_model
+from qkv.hf.inspection.switching import called_with, inner_model, is_in_training
 from qkv.hf.inspection.text_inputs import inputs_of_text
 from qkv.inspection.heads.unknown_tokens import unknown_id_of
 from qkv.inspection.models.corpus import CorpusRecord, LayerSums, sums_of
@@ -178,7 +178,7 @@ class _Run:
                 for text in self.folder.members(number):
                     inputs = self._inputs(text)
                     digests.append(_digest(inputs))
-                    sums.append(self._scored(inputs))
+                    sums.append(self._scored(text, inputs))
                     done += 1
                     if self.progress is not None:
                         self.progress(done, total)
@@ -215,12 +215,19 @@ class _Run:
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
 
-    def _scored(self, inputs: Mapping[str, Any]) -> tuple[LayerSums, ...]:
+    def _scored(self, number: int, inputs: Mapping[str, Any]) -> tuple[LayerSums, ...]:
         """The sums of one text."""
         forget_longer_texts(self.model)
-        with torch.no_grad(), inspect(self.model, top=1) as record:
-            record.unknown_id = unknown_id_of(self.tokenizer)
-            called_with(self.model, inputs)(**inputs)
+        try:
+            with torch.no_grad(), inspect(self.model, top=1) as record:
+                record.unknown_id = unknown_id_of(self.tokenizer)
+                called_with(self.model, inputs)(**inputs)
+        except QkvError as error:
+            seen = [("number of the text", str(number)), *error.seen]
+            raise type(error)(error.fact, seen, error.action) from error
+        except Exception as error:
+            error.add_note(f"This is text {number}, with inputs {', '.join(map(str, inputs))}.")
+            raise
         return sums_of(record)
 
     def _tell(self, said: Mapping[str, Any], error: QkvError | None) -> None:
@@ -233,9 +240,10 @@ class _Run:
 
     def _unfit(self) -> QkvError | None:
         """What is wrong with the arguments of this rank."""
-        if self.model.training:
+        if is_in_training(self.model):
             return ArgumentError(
-                f"{type(self.model).__name__} is in training mode, where dropout changes numbers.",
+                f"{type(self.model).__name__} or a part of it is in training mode, where dropout "
+                "changes numbers.",
                 action="Call model.eval().",
             )
         by_index = hasattr(self.texts, "__len__") and hasattr(self.texts, "__getitem__")
@@ -251,6 +259,11 @@ class _Run:
             )
         if not self.folder.texts:
             return ArgumentError("there is no text.", action="Pass one or more.")
+        if self.tokenizer is not None and not callable(self.tokenizer):
+            return ArgumentError(
+                f"tokenizer={shown(self.tokenizer)} is not a tokenizer.",
+                action="Pass what AutoTokenizer.from_pretrained returns.",
+            )
         return None
 
     def _unlike_before(self) -> QkvError | None:
@@ -282,7 +295,7 @@ class _Run:
         if not done:
             return None
         kept, text = self.folder.read(done[0]).texts[0], self.folder.members(done[0])[0]
-        now = self._scored(self._inputs(text))
+        now = self._scored(text, self._inputs(text))
         # Another number of threads rounds otherwise.
         dtypes = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
         near = max((torch.finfo(dtype).eps for dtype in dtypes), default=1e-7) ** 0.5
@@ -302,8 +315,14 @@ class _Run:
         """What the model is called with for one text."""
         inputs = self._read(number)
         ids = inputs.get("input_ids")
-        if not isinstance(ids, torch.Tensor):
+        if ids is None:
             return inputs
+        if not isinstance(ids, torch.Tensor):
+            raise ArgumentError(
+                f"text {number} has input_ids that are a {type(ids).__name__} and no tensor.",
+                action='Pass tensors (batch, length), as tokenizer(text, return_tensors="pt") '
+                "makes them.",
+            )
         if not ids.numel():
             raise ArgumentError(f"text {number} has no tokens.", action="Leave it out.")
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:

@@ -23,6 +23,7 @@ from qkv.hf.inspection.sequences import CallArguments, Sequence
 from qkv.hf.inspection.switching import (
     called_with,
     inner_model,
+    is_in_training,
     never_called,
     switched,
     uncompiled,
@@ -46,7 +47,7 @@ _OWN_MODELS = (
     "Record the layers of an own model with qkv.ModelRecord: record.add(query, key, qkv.Causal(), "
     'name="layer 0") for each of them, as docs/inspect-models.md shows.'
 )
-_IN_TRAINING = "The model was in training mode, where dropout changes what later layers read."
+_IN_TRAINING = "Some of the model was in training mode, where dropout changes later layers."
 
 
 @overload
@@ -276,10 +277,9 @@ class _Run:
                 "call the model once on all of it.",
             )
         self.inputs = {"input_ids": args[0], **inputs} if args else inputs
-        if self.model.training:
+        if is_in_training(self.model):
             self.record.notes.append(_IN_TRAINING)
-        ids = self._given("input_ids")
-        self.record.tokens = ids
+        self.record.tokens = ids = self._given("input_ids")
         self._check_length(ids)
 
     def _check_length(self, ids: Array | None) -> None:

@@ -16,8 +16,8 @@ from qkv.arguments.declarations import shown
 from qkv.errors import ArgumentError, UnsupportedError
 
 __all__ = [
-    "SPREAD", "called_with", "inner_model", "never_called", "switched", "uncompiled",
-    "was_set_inside",
+    "SPREAD", "called_with", "inner_model", "is_in_training", "never_called", "switched",
+    "uncompiled", "was_set_inside",
 ]  # fmt: skip
 
 SPREAD = "qkv_sharded"
@@ -50,6 +50,11 @@ def called_with(module: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.nn.
     except TypeError:
         return inner_model(module)
     return module
+
+
+def is_in_training(model: torch.nn.Module) -> bool:
+    """Whether a model, or any part of it, is in training mode."""
+    return any(module.training for module in model.modules())
 
 
 def _models(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

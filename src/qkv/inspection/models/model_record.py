@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arguments.declarations import checked
+from qkv.arguments.declarations import Size, checked
 from qkv.call.binding.flatten import copied
 from qkv.errors import ArgumentError, KeywordError
 from qkv.inspection.heads.head_scores import HeadScores, head_scores
@@ -86,7 +86,7 @@ class ModelRecord:
     """
 
     def __init__(
-        self, model: str, *, top: int = 4, keep: Keep = None, unknown_id: int | None = None
+        self, model: str, *, top: Size = 4, keep: Keep = None, unknown_id: int | None = None
     ) -> None:
         require_keep(keep)
         self.model = model
