@@ -56,6 +56,30 @@ def test_scores_leave_unknown_tokens_out() -> None:
         assert [row[name] for row in rows] == [row[name] for row in other.rows()]
 
 
+@pytest.mark.parametrize("unknown_id", ["<unk>", 3.0, [3], True])
+def test_an_unknown_id_that_is_no_number_is_refused(unknown_id: Any, tmp_path: Path) -> None:
+    """The text of the token was compared with the ids, equal to none of them, and left none out."""
+    record, _ = record_of(None)
+    record.unknown_id = unknown_id
+    with pytest.raises(qkv.ArgumentError, match=r"unknown_id=.* is not a whole number"):
+        record.add(*np.zeros((2, 1, 2, 20, 8)), name="layer", tokens=record.tokens)
+    with pytest.raises(qkv.ArgumentError, match=r"unknown_id=.* is not a whole number"):
+        record.save(tmp_path / "r.safetensors")
+
+
+def test_an_unknown_id_of_numpy_is_saved(tmp_path: Path) -> None:
+    record, ids = record_of(None)
+    record.unknown_id = ids[0]
+    record.save(tmp_path / "r.safetensors")
+    assert load(tmp_path / "r.safetensors").unknown_id == int(ids[0])
+
+
+def test_tokens_of_a_record_are_ids() -> None:
+    record, _ = record_of(None)
+    with pytest.raises(qkv.DTypeError, match="tokens has dtype <U1, and no ids"):
+        record.tokens = [["a", "b"]]
+
+
 @pytest.mark.parametrize(
     ("model", "text", "unknown", "count"),
     [(language_model, STRANGE, 19, 25), (tiny_model, "שלום", 4, 4), (tiny_model, "aéb", 1, 3)],

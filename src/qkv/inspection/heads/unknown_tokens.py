@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arguments.declarations import is_integer
+from qkv.arguments.declarations import checked_integer, is_integer
 from qkv.arrays import is_array
 from qkv.arrays.views import view
 from qkv.errors import DTypeError, ShapeError
@@ -56,12 +56,19 @@ def ids_of(tokens: Any) -> NDArray[Any]:
 
 
 def without_unknown(tokens: Any, unknown_id: int | None) -> NDArray[Any] | None:
-    """Token ids as `head_scores` takes them: those of unknown tokens are negative."""
+    """Token ids as `head_scores` takes them: those of unknown tokens are negative.
+
+    Raises
+    ------
+    ArgumentError
+        `unknown_id` is no number, such as the text of the unknown token.
+    """
     if tokens is None:
         return None
     ids = ids_of(tokens)
     if unknown_id is None:
         return ids
+    unknown_id = checked_integer("unknown_id", unknown_id)
     if ids.dtype.kind == "u":  # Without a sign there are no negative ids.
         ids = ids.astype(np.int64)
     return np.where(ids == unknown_id, _UNKNOWN, ids)

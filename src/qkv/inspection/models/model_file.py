@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import checked_integer
 from qkv.files.described import read_described, schema_of, write_described
 from qkv.inspection.heads.head_scores import SCORES, HeadScores
 from qkv.inspection.heads.kept_inputs import KeptInputs
@@ -43,6 +44,7 @@ def save(record: RecordFields, path: str | os.PathLike[str]) -> None:
         if scores.inputs is not None and scores.weights is not None:
             kept[str(index)] = scores.inputs.to_data(arrays, prefix)
             arrays[f"{prefix}.lse"] = scores.weights.replay.lse
+    unknown_id = record.unknown_id
     about = {
         "model": record.model,
         "texts": None if record.texts is None else list(record.texts),
@@ -50,7 +52,7 @@ def save(record: RecordFields, path: str | os.PathLike[str]) -> None:
         "layers": [name for name, _, _ in record.layers],
         "sequences": [sequences for _, _, sequences in record.layers],
         "kept": kept,
-        "unknown_id": record.unknown_id,
+        "unknown_id": None if unknown_id is None else checked_integer("unknown_id", unknown_id),
         "notes": list(record.notes),
     }
     write_described(path, SCHEMA, VERSION, about, arrays)

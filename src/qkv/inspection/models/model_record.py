@@ -18,7 +18,7 @@ from qkv.call.binding.flatten import copied
 from qkv.errors import ArgumentError, KeywordError
 from qkv.inspection.heads.head_scores import HeadScores, head_scores
 from qkv.inspection.heads.head_table import HeadTable, as_frame, frame_or_table
-from qkv.inspection.heads.unknown_tokens import sentences_of_unknown, without_unknown
+from qkv.inspection.heads.unknown_tokens import ids_of, sentences_of_unknown, without_unknown
 from qkv.inspection.models import model_file
 from qkv.inspection.models.comparison import ComparedHeads, HeadComparison
 from qkv.inspection.models.keep import Keep, require_keep
@@ -106,7 +106,7 @@ class ModelRecord:
 
     @tokens.setter
     def tokens(self, ids: Array | None) -> None:
-        self._tokens = None if ids is None else np.array(ids)
+        self._tokens = None if ids is None else np.array(ids_of(ids))
 
     def texts_of(self, sequence: str | None) -> Sequence[str] | None:
         """The tokens of batch row 0 of an input of the model, as far as they are known."""
