@@ -123,3 +123,26 @@ def test_what_it_cannot_be_read_as_is_refused(
 ) -> None:
     assert main(["plan", path]) == 2
     assert "Read it with qkv.Record.load" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("queries", ["decoder_input_ids", None])
+def test_queries_of_another_sequence_are_not_named_as_keys(
+    queries: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Query 1 of a decoder was shown as token 1 of what its encoder had read."""
+    record = qkv.ModelRecord("both", keep="weights")
+    sequences = (queries, "input_ids")
+    record.add(Q[:1, :3, :2].swapaxes(1, 2), K[:1, :4].swapaxes(1, 2), name="cross",
+               one_sequence=False, sequences=sequences)  # fmt: skip
+    record.texts, record.decoder_texts = ["read", "by", "the", "encoder"], ["and", "its", "answer"]
+    file = str(tmp_path / "both.safetensors")
+    record.save(file)
+    assert main(["inspect", file, "--layer", "0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens"] == record.texts
+    named = {pair["q_index"]: pair["q_token"] for of in found["heads"] for pair in of["pairs"]}
+    known = dict(enumerate(record.decoder_texts))
+    assert named == {row: known[row] if queries else None for row in named}
+    assert main(["inspect", file, "--layer", "0", "--query", "1"]) == 0
+    context = capsys.readouterr().out.splitlines()[1]
+    assert context == ("query 1: and [its] answer" if queries else "query 1")

@@ -218,13 +218,14 @@ def _one_query(problem: CommandInput, record: HeadStatistics, options: argparse.
 
 def _context(page: Page, problem: CommandInput) -> Text:
     """The query's token among those around it."""
-    line = Text(f"query {problem.q_index}" + (":" if problem.given.tokens else ""))
-    own = problem.q_offset
-    for position in range(own - _CONTEXT, own + _CONTEXT + 1):
-        token = problem.shown.token_at(position)
+    given, own = problem.given, problem.q_index
+    known = given.tokens if given.q_tokens is None else given.q_tokens
+    line = Text(f"query {own}" + (":" if known else ""))
+    for row in range(own - _CONTEXT, own + _CONTEXT + 1):
+        token = problem.shown.q_token(row)
         if token is not None:
             shown = page.token(token)
-            line.append(f" [{shown}]" if position == own else f" {shown}")
+            line.append(f" [{shown}]" if row == own else f" {shown}")
     return line
 
 

@@ -29,7 +29,8 @@ class InputArrays:
     """Arrays as they were read, and their source.
 
     Those of a layer of a model, and of a saved record, bring variants and options along. `found` is
-    the record, `notes` what there is to know of the text.
+    the record, `notes` what there is to know of the text. `tokens` are those of the keys, and
+    `q_tokens` those of the queries where they are of another sequence, none if they are not known.
     """
 
     query: Array
@@ -42,6 +43,7 @@ class InputArrays:
     options: Mapping[str, Any] = field(default_factory=dict)
     found: Inspected | None = None
     notes: tuple[str, ...] = ()
+    q_tokens: tuple[str, ...] | None = None
 
     @classmethod
     def from_file(cls, path: str) -> InputArrays:
@@ -237,6 +239,7 @@ class CommandInput:
             self.head,
             self.q_index,
             self.given.notes,
+            self.given.q_tokens,
         )
 
     @property

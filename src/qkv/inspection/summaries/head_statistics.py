@@ -64,6 +64,8 @@ class ShownHeads:
         Which head and query of the call come first here.
     notes : tuple of str
         What there is to know of the text.
+    q_tokens : tuple of str, or None
+        Names of all queries, none where they are not known; None if they are among the keys.
     """
 
     title: str
@@ -79,6 +81,7 @@ class ShownHeads:
     head: int = 0
     q_index: int = 0
     notes: tuple[str, ...] = ()
+    q_tokens: tuple[str, ...] | None = None
 
     @property
     def causal(self) -> bool:
@@ -92,6 +95,8 @@ class ShownHeads:
 
     def q_token(self, q_index: int) -> str | None:
         """The token of a query row of the given arrays, if there is one."""
+        if self.q_tokens is not None:
+            return self.q_tokens[q_index] if 0 <= q_index < len(self.q_tokens) else None
         return self.token_at(self.q_offset + q_index - self.q_index)
 
 
