@@ -173,3 +173,11 @@ def test_one_is_no_plural() -> None:
     assert first_line(qkv.inspect(x, x, x)) == "1 head, 1 token, head_dim 1"
     assert repr(one.compare(one)) == "HeadComparison('own' and 'own', 1 layer, 1 head)"
     assert "1 head, 1 query, 1 key, head_dim 1" in str(qkv.explain(x, x, x))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (1, 0, 3, 4)])
+def test_a_page_of_no_head_is_refused(shape: tuple[int, ...]) -> None:
+    """Its first row was read, an IndexError."""
+    record = record_of(np.zeros(shape))
+    with pytest.raises(qkv.ArgumentError, match="there is no head of layer 0 to show"):
+        record.to_html()

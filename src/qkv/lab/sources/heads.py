@@ -166,7 +166,20 @@ def heads_of_model(record: ModelRecord, about: str = "") -> Heads:
     """The layers of a model record, and a sentence about what the model read.
 
     Notes of the record come after it.
+
+    Raises
+    ------
+    ArgumentError
+        A layer has no head, or no batch row, of which the first is shown.
     """
+    for layer in record:
+        batch_size, num_heads, _ = layer.scores.received.shape
+        if not batch_size or not num_heads:
+            raise ArgumentError(
+                f"there is no head of layer {layer.index} to show.",
+                [("num_heads", str(num_heads)), ("batch_size", str(batch_size))],
+                "Record arrays with a batch row and a head.",
+            )
     layers = [_layer_of_model(layer, _texts(record, layer)) for layer in record]
     said = " ".join([*([about] if about else []), *record.sentences()])
     return Heads(record.model, "model", "qkv", SCORES, record.texts, layers, said)
