@@ -124,6 +124,22 @@ def test_heads_where_rows_should_be_are_named(name: str, tensors: bool) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "action"),
+    [
+        ({"token": IDS}, "Pass tokens= instead."),
+        ({"top": 3}, "Pass only keywords from this list."),
+        ({"is_causal": True}, "Write qkv.ModelRecord.add(query, key, qkv.Causal(), name=name)."),
+    ],
+)
+def test_keywords_that_adding_a_layer_does_not_take(given: dict[str, Any], action: str) -> None:
+    with pytest.raises(qkv.KeywordError) as found:
+        record_of(**given)
+    unknown = next(iter(given))
+    assert f"ModelRecord.add() got an unexpected keyword argument '{unknown}'" in str(found.value)
+    assert action in str(found.value)
+
+
 @pytest.mark.parametrize("keep", [[-1], (0, -2), np.array([1, -1])])
 def test_layers_are_not_kept_by_numbers_from_the_end(keep: Any) -> None:
     with pytest.raises(qkv.ArgumentError) as found:

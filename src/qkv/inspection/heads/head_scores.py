@@ -12,6 +12,7 @@ Framework for Transformer Circuits" (2021); Olsson et al., "In-context Learning 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,10 @@ from numpy.typing import NDArray
 from qkv.arrays.views import view
 from qkv.call.binding.bound import BoundCall, bind
 from qkv.call.binding.options import OptionValues
+from qkv.call.binding.unknown_keywords import keyword_error
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.inspected import attend_for_inspection
-from qkv.errors import ShapeError
+from qkv.errors import KeywordError, ShapeError
 from qkv.inspection.heads.kept_inputs import KeptInputs
 from qkv.inspection.heads.layer_heads import (
     LayerHeads,
@@ -38,8 +40,8 @@ from qkv.partial import Partial
 from qkv.variants.masks.dense_mask import Mask
 
 __all__ = [
-    "KINDS", "LETTERS", "MEANINGS", "SCORES", "THRESHOLD", "HeadScores", "also", "head_scores",
-    "kind_of", "kinds_of",
+    "KINDS", "LETTERS", "MEANINGS", "SCORES", "THRESHOLD", "HeadScores", "also", "check_keywords",
+    "head_scores", "kind_of", "kinds_of",
 ]  # fmt: skip
 
 Array = NDArray[Any]
@@ -61,6 +63,23 @@ MEANINGS = {
 
 THRESHOLD = 0.4
 """The smallest mean score with which a head counts as of a kind; a convention."""
+
+
+_KEYWORDS = (
+    "name", "tokens", "real", "real_queries", "scale", "q_offset", "kv_offset", "one_sequence",
+    "sequences",
+)  # fmt: skip
+
+
+def check_keywords(given: Mapping[str, Any]) -> None:
+    """Raise an error for keywords that `ModelRecord.add` does not take."""
+    if "layout" in given:
+        raise KeywordError(
+            "ModelRecord.add takes no layout.",
+            action="Pass (batch, heads, length, head_dim), as query.swapaxes(-3, -2) is.",
+        )
+    if not given.keys() <= set(_KEYWORDS):
+        raise keyword_error("ModelRecord.add", given, _KEYWORDS, ("name",), called=("query", "key"))
 
 
 def head_scores(

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from qkv.arguments.declarations import Size, checked
 from qkv.call.binding.flatten import copied
-from qkv.errors import ArgumentError, KeywordError
-from qkv.inspection.heads.head_scores import HeadScores, head_scores
+from qkv.errors import ArgumentError
+from qkv.inspection.heads.head_scores import HeadScores, check_keywords, head_scores
 from qkv.inspection.heads.head_table import HeadTable, as_frame, frame_or_table
 from qkv.inspection.heads.unknown_tokens import ids_of, sentences_of_unknown, without_unknown
 from qkv.inspection.models import model_file
@@ -118,24 +118,27 @@ class ModelRecord:
 
         Parameters
         ----------
-        query, key, *variants, **options
-            As for `head_scores`, which does not ask for values. The first `tokens` become those of
-            the record.
+        query, key : array (batch, heads, length, head_dim)
+            Or without batch. Values are not asked for.
+        *variants, scale, q_offset, kv_offset
+            As for `qkv.attention`.
         name : str
             Name of the layer.
+        tokens : integer array (batch, kv_len), keyword
+            Token of each key row. The first that are given become those of the record.
+        real, real_queries : boolean array (batch, kv_len) and (batch, q_len), keyword
+            False where a row is padding; in one sequence `real` says both.
+        one_sequence : bool, keyword
+            False if queries and keys are of two sequences, as in cross-attention.
         sequences : tuple (str or None, str or None), keyword
             As in `LayerRecord`; both are "input_ids" by default.
 
         Raises
         ------
         ShapeError, DTypeError, KeywordError
-            Arrays and tokens do not fit; tokens are texts; `layout` is given: there is but one.
+            Arrays and tokens do not fit; tokens are texts; a keyword is none of these.
         """
-        if "layout" in options:
-            raise KeywordError(
-                "ModelRecord.add takes no layout.",
-                action="Pass (batch, heads, length, head_dim), as query.swapaxes(-3, -2) is.",
-            )
+        check_keywords(options)
         index = len(self.layers)
         sequences = options.pop("sequences", ("input_ids", "input_ids"))
         tokens = options.get("tokens")
@@ -383,13 +386,7 @@ class ModelRecord:
 
 
 def load(path: str | os.PathLike[str]) -> ModelRecord:
-    """Read a record that `ModelRecord.save` wrote.
-
-    Raises
-    ------
-    FileError
-        The file is missing, broken, or of another kind.
-    """
+    """Read a record that `ModelRecord.save` wrote; errors are those of `ModelRecord.load`."""
     fields = model_file.load(path)
     record = ModelRecord(fields.model)
     record.tokens, record.texts = fields.tokens, fields.texts
