@@ -1,5 +1,7 @@
 """Positions added at the input, and what attention is without any."""
 
+from typing import Any
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -147,3 +149,10 @@ def test_what_cannot_be(make, expected, fact) -> None:
         make()
     assert fact in caught.value.fact
     assert caught.value.action
+
+
+@pytest.mark.parametrize("positions", [None, [0, None], np.array(["2020-01-01"], "datetime64[D]")])
+def test_what_is_no_number_has_no_encoding(positions: Any) -> None:
+    """NumPy reads None as NaN, and a date as a number of days."""
+    with pytest.raises(qkv.DTypeError, match="not integers"):
+        qkv.SinusoidalPositions(4).encoding(positions)

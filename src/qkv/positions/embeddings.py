@@ -71,6 +71,8 @@ class SinusoidalPositions:
         """
         try:
             given = np.asarray(positions, np.float64)
+            if np.asarray(positions).dtype.kind in "OMm":  # None would be NaN, a date its number.
+                raise TypeError
         except (OverflowError, TypeError, ValueError, RuntimeError) as error:
             raise DTypeError(
                 f"positions are a {type(positions).__name__}, not integers.",
