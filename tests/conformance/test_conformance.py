@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,22 @@ def test_conformance(backend: str, case: Case, dtype: str, request: pytest.Fixtu
     if backend == "cpu":
         request.getfixturevalue("masks_of_few_pairs_are_read")
         check_case(backend, case, dtype)
+
+
+@pytest.mark.parametrize(
+    ("role", "given"),
+    [
+        ("backend", ("block", cases()[0])),
+        ("dtype", ("blocked", cases()[0], "float3")),
+        ("what", ("blocked", cases()[0])),
+    ],
+)
+def test_names_that_there_are_not_are_told(role: str, given: tuple[Any, ...]) -> None:
+    options = {"what": "gradient"} if role == "what" else {}
+    with pytest.raises(qkv.ArgumentError, match=f"{role}='\\w+' is not known") as found:
+        check_case(*given, **options)
+    meant = {"backend": "blocked", "dtype": "float32", "what": "gradients"}[role]
+    assert meant in str(found.value)
 
 
 def test_a_backend_is_refused_where_its_library_is_not_installed() -> None:

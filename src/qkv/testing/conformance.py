@@ -9,7 +9,7 @@ Every check runs through `qkv.attention`, `qkv.vjp` or `qkv.inspect`, as a user'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -17,8 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import Backend, Refusal, register, unregister
-from qkv.testing.case import Case, Inputs
+from qkv.arguments.declarations import shown
+from qkv.arguments.spelling import did_you_mean
+from qkv.backends import Backend, Refusal, backends, register, unregister
+from qkv.errors import ArgumentError
+from qkv.testing.case import DTYPES, Case, Inputs
 from qkv.testing.properties import decoding, gradients, inspection, prepared, tensors
 from qkv.testing.run import CaseRun
 
@@ -75,6 +78,8 @@ def check_case(
     ------
     AssertionError
         On the first thing that is wrong; the message names backend, case and dtype.
+    ArgumentError
+        If there is no backend, dtype or check of that name.
 
     Notes
     -----
@@ -88,9 +93,23 @@ def check_case(
     >>> check_case("blocked", cases()[0], "float32", what="gradients")
     True
     """
+    _require_known("what", what, CHECKS)
+    if dtype:
+        _require_known("dtype", dtype, DTYPES)
+    if isinstance(backend, str):
+        _require_known("backend", backend, [each.name for each in backends()])
     with _known(backend) as name:
         ran = [CHECKS[what](CaseRun(name, case, d)) for d in ((dtype,) if dtype else case.dtypes)]
     return any(ran)
+
+
+def _require_known(role: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise ArgumentError(
+            f"{role}={shown(name)} is not known.",
+            [("known", ", ".join(known))],
+            f"{did_you_mean(str(name), known)}Use one of these.",
+        )
 
 
 @contextmanager
