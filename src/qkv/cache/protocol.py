@@ -90,6 +90,8 @@ class Cache(Protocol):
         ------
         ArgumentError
             If a length is negative, or more than there is.
+        ShapeError, DTypeError
+            If there is not one length for each sequence, or they are not integers.
         """
         ...
 
@@ -103,8 +105,8 @@ class Cache(Protocol):
 
         Raises
         ------
-        ArgumentError, ShapeError
-            If there is no such sequence, or no batch dimension.
+        ArgumentError, ShapeError, DTypeError
+            If there is no such sequence, or no batch dimension, or indices are not integers.
         """
         ...
 

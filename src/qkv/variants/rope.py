@@ -353,7 +353,7 @@ class RoPE(Variant):
 
         Raises
         ------
-        ShapeError, DTypeError
+        ShapeError, DTypeError, ArgumentError
             If positions or rotary_dim do not fit `x`, or have the wrong type.
 
         Notes

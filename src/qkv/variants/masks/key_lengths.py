@@ -31,6 +31,8 @@ class KeyLengths(MaskVariant):
     ------
     ShapeError
         If a length is negative or beyond kv_len, or the array does not fit the batch.
+    DTypeError
+        If the lengths are not integers.
 
     Examples
     --------

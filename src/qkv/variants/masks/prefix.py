@@ -32,6 +32,8 @@ class Prefix(MaskVariant):
     ------
     ArgumentError
         If a length is not a whole number of 0 or more.
+    ShapeError
+        At the call, if the array does not fit the batch.
 
     Notes
     -----

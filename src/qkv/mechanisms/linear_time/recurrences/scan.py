@@ -44,7 +44,7 @@ def linear_scan(
     Notes
     -----
     O(n) operations in O(length + segments) calls of the array library.
-    Source: Blelloch, "Prefix sums and their applications", CMU-CS-90-190, 1990, section 1.3.
+    Source: Blelloch, "Prefix sums and their applications", CMU-CS-90-190, 1990, section 1.4.
 
     Examples
     --------
