@@ -50,7 +50,8 @@ class Cache(DynamicCache):
         Pages of each layer, for this cache and its copies. Unless given, as many as it takes.
     dtype : "int8", optional
         Keep keys and values as int8 with one scale for each token and kv head. An entry changes
-        by at most half a step, `max(abs(row)) / 254`: see `qkv.cache.quantize`.
+        by at most half a step, `max(abs(row)) / 254`: see `qkv.cache.quantize`. Rows of keys
+        are less the mean of the first tokens, if these are 16 or more.
 
     Raises
     ------
