@@ -14,6 +14,7 @@ from torch.autograd import gradcheck
 from torch.testing import assert_close
 
 import qkv
+import qkv.torch
 from qkv.arrays.torch_arrays import TorchArrays
 from qkv.arrays.views import view
 from qkv.testing import cases
@@ -186,8 +187,83 @@ def test_arrays_of_variants_whose_values_are_hidden() -> None:
         torch.vmap(lambda b: ours(query, key, value, b))(both),
         torch.stack([theirs(query, key, value, b) for b in both]),
     )
-    with pytest.raises(qkv.UnsupportedError, match=r"Mask .*bool"):
-        torch.vmap(lambda m: ours(query, key, value, qkv.Mask(m)))(both > 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("joined", [False, True])
+def test_masks_whose_values_are_hidden(joined: bool, device: str) -> None:
+    """Torch has the values of a mask where it compiles, transforms, or has no values at all."""
+    tensors = [normal(2, heads, 6, 4, seed=n).to(device) for n, heads in enumerate((4, 2, 2))]
+    allowed = normal(2, 1, 6, 6, seed=3).to(device) > 0
+
+    def function(query, allowed):
+        mask = qkv.Mask(allowed) | qkv.Mask(allowed.mT) if joined else allowed
+        return qkv.attention(query, *tensors[1:], mask, backend="torch")
+
+    def gradient(query):
+        return torch.func.grad(lambda q: function(q, allowed).sin().sum())(query)
+
+    query = tensors[0].clone().requires_grad_()
+    expected = function(tensors[0], allowed)
+    assert_close(expected.cpu(), qkv.attention(
+        *(t.cpu() for t in tensors),
+        (allowed | allowed.mT if joined else allowed).cpu(),
+    ))  # fmt: skip
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(tensors[0], allowed), expected)
+    assert_close(compiled(tensors[0], ~allowed), function(tensors[0], ~allowed))
+    assert_close(torch.func.jvp(lambda q: function(q, allowed), (query,), (query,))[0], expected)
+    both = torch.stack([allowed, ~allowed])
+    found = torch.vmap(function, (None, 0))(tensors[0], both)
+    assert_close(found, torch.stack([function(tensors[0], mask) for mask in both]))
+    (known,) = torch.autograd.grad(function(query, allowed).sin().sum(), query)
+    assert_close(gradient(tensors[0]), known)
+
+
+def test_a_mask_without_values() -> None:
+    x = torch.empty(1, 2, 5, 4, device="meta")
+    allowed = torch.ones(5, 5, dtype=torch.bool, device="meta")
+    assert qkv.torch.scaled_dot_product_attention(x, x, x, allowed).shape == x.shape
+
+
+def test_a_mask_that_lower_computes_needs_its_values() -> None:
+    class Opposite:
+        roles: ClassVar = {"array": "in_place"}
+
+        def __init__(self, array) -> None:
+            self.array = array
+
+        def lower(self, builder) -> None:
+            builder.mask(builder.dense_mask(~np.asarray(self.array)))
+
+    x, allowed = normal(1, 2, 6, 4), normal(6, 6) > 0
+    found = qkv.attention(x, x, x, Opposite(allowed), backend="torch")
+    assert_close(found, qkv.attention(x, x, x, ~allowed))
+    with pytest.raises(qkv.UnsupportedError, match="the values of an array are asked for"):
+        torch.vmap(lambda m: qkv.attention(x, x, x, Opposite(m), backend="torch"))(
+            torch.stack([allowed, allowed])
+        )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        qkv.Segments(torch.arange(6) // 4), qkv.ALiBi(torch.tensor([0.5, 0.25])),
+        qkv.Bias(torch.arange(6.0)), qkv.Dropout(0.5, torch.tensor(3)),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_transforms_beside_arrays_that_they_do_not_transform(variant, device: str) -> None:
+    query, key, value = (normal(1, 2, 6, 4, seed=n).to(device) for n in range(3))
+
+    def function(query):
+        return qkv.attention(query, key, value, variant, backend="torch").sin().sum()
+
+    given = query.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(function(given), given)
+    assert_close(torch.func.grad(function)(query), expected)
 
 
 def test_a_class_with_the_name_of_another_is_not_that_one() -> None:

@@ -156,8 +156,11 @@ class TorchArrays:
             or _is_transformed(array)
         )
         if not hidden:
-            return self.view(array.detach().cpu(), role)
-        if not by_value and array.is_floating_point():
+            with torch._C._DisableFuncTorch():  # Its transforms wrap what operations return.
+                host = array.detach().cpu()
+                if type(host) is torch.Tensor:
+                    return self.view(host, role)
+        if not by_value and (array.is_floating_point() or array.dtype is torch.bool):
             return np.ascontiguousarray(self.described(array))
         raise UnsupportedError(
             "the values of an array are asked for while torch traces or transforms the call, "
@@ -208,6 +211,7 @@ _DTYPES = {
     torch.float32: np.dtype("float32"),
     torch.float16: np.dtype("float16"),
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    torch.bool: np.dtype(bool),
 }
 _NUMPY_DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.int8, torch.int32, torch.int64, torch.bool,

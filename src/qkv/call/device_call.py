@@ -120,6 +120,7 @@ def check_device_call(bound: BoundCall, given: Sequence[Any] | None = None) -> D
     device = getattr(bound.leaves[0].device, "type", "cpu")
     spec = replace(problem.spec, library=library.name, device=device)
     arrays = _device_arrays(problem, bound, call.owners, views, options.layout)
+    arrays |= _masks(problem, bound, views)
     return DeviceCall(
         replace(problem, spec=spec, operands=replace(problem.operands, device_arrays=arrays)),
         choose(spec, options.backend),
@@ -168,4 +169,24 @@ def _device_arrays(
                 if origin.broadcast_from is None
                 else leaf.expand(origin.broadcast_shape).flatten()
             )
+    return arrays
+
+
+def _masks(problem: Problem, bound: BoundCall, views: Sequence[Any]) -> dict[str, Any]:
+    """Boolean leaves that are read in place, as the tables that they are, also within `|` and `&`.
+
+    Where torch hides their values, the views of them have none.
+    """
+    arrays: dict[str, Any] = {}
+    for n, leaf in enumerate(bound.leaves):
+        if n in bound.structure.by_value or views[n].dtype != bool or not hasattr(leaf, "is_meta"):
+            continue
+        shapes = {
+            name: origin.array.shape
+            for name, origin in problem.operands.origins.items()
+            if origin.broadcast_from is None and origin.holds(views[n])
+        }
+        if not shapes:  # A class of the caller's has read the values, so torch has to know them.
+            library_of(leaf, "a mask").on_host(leaf, bound.roles[n], by_value=True)
+        arrays |= {name: leaf.reshape(shape) for name, shape in shapes.items()}
     return arrays

@@ -199,7 +199,8 @@ class TensorAttention:
         padded = leaf.reshape((1,) * (array.ndim - leaf.ndim) + tuple(leaf.shape))
         for axis, size in enumerate(array.shape):
             padded = padded.narrow(axis, 0, size)  # A broadcast axis is read once.
-        return padded.to(self.device, self.dtype)
+        dtype = torch.bool if padded.dtype is torch.bool else self.dtype
+        return padded.to(self.device, dtype)
 
 
 def _finite(rows: Tensor) -> Tensor:
