@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self
 
+from qkv._dynamo import is_reading
 from qkv.arrays import library_of
 from qkv.cache import Cache, ContiguousCache
 from qkv.ledger import Count, symbols
@@ -62,7 +63,9 @@ class KVCacheDecoding(ProjectedAttention):
             A key was given.
         """
         self.sequences(x, key, value)
-        if not x.shape[-2] or library_of(x, "x").is_tracked(self.linear("k_proj", x)):
+        if is_reading() or not x.shape[-2]:
+            return super().__call__(x)
+        if library_of(x, "x").is_tracked(self.linear("k_proj", x)):
             return super().__call__(x)
         cache, outputs = None, []
         for t in range(x.shape[-2]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from qkv._dynamo import is_reading
 from qkv.arguments.array_errors import no_array_error
 from qkv.arrays import kind_of, library_of
 from qkv.arrays.views import view
@@ -83,7 +84,9 @@ def like(array: Any, x: Any, name: str = "array") -> Any:
             f"x has dtype {x.dtype}, not a floating type.",
             action="Convert it, to float32 for example.",
         )
-    if kind_of(array) != kind_of(x):
+    if is_reading() and kind_of(x) == "torch" and kind_of(array) == "numpy":
+        array = namespace.asarray(array)  # Dynamo has it as a tensor.
+    elif kind_of(array) != kind_of(x):
         plain = as_numpy(array, name)
         array = library_of(x, "x").restore(plain) if kind_of(x) == "torch" else plain
         array = namespace.asarray(array)
@@ -156,6 +159,8 @@ def host_views(*arrays: Any) -> tuple[Any, ...] | None:
     >>> np.shares_memory(host_views(x)[0], x)
     True
     """
+    if is_reading():
+        return None
     for array in arrays:
         kind, library = kind_of(array), library_of(array, "array")
         if kind not in ("numpy", "torch") or library.is_tracked(array):
@@ -177,7 +182,7 @@ def certainly_all(condition: Any) -> bool:
     >>> certainly_all(np.array([True, False])), certainly_all(np.array([True, True]))
     (False, True)
     """
-    if library_of(condition, "condition").is_tracked(condition):
+    if is_reading() or library_of(condition, "condition").is_tracked(condition):
         return False
     if kind_of(condition) == "torch":
         import torch
