@@ -129,8 +129,8 @@ def test_dropout_that_is_no_probability(dropout: float) -> None:
         MultiHeadAttention(16, 4, dropout=dropout)
 
 
-@pytest.mark.parametrize("dropout", ["0.1", "0", "", b"1"])
-def test_dropout_that_is_a_text(dropout: Any) -> None:
+@pytest.mark.parametrize("dropout", ["0.1", "0", "", b"1", None])
+def test_dropout_that_is_no_number(dropout: Any) -> None:
     x = normal(2, 4, 6, 8)
     with pytest.raises(TypeError):
         theirs(x, x, x, dropout_p=dropout)

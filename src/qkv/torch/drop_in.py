@@ -100,9 +100,8 @@ def scaled_dot_product_attention(
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if flag is not True and flag is not False and not isinstance(flag, torch.SymBool):
             checked_flag(name, flag)
-    if isinstance(dropout_p, str | bytes) or (
-        isinstance(dropout_p, torch.Tensor | np.ndarray) and dropout_p.ndim
-    ):
+    is_array = isinstance(dropout_p, torch.Tensor | np.ndarray) and dropout_p.ndim
+    if dropout_p is None or isinstance(dropout_p, str | bytes) or is_array:
         raise ArgumentError(
             "dropout_p is not a single number.", action="Pass a number from 0 to 1."
         )
