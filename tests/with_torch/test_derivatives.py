@@ -374,6 +374,14 @@ def test_the_third_derivative_is_refused() -> None:
 
     with pytest.raises(qkv.UnsupportedError, match="third derivative"):
         jacrev(second)(query)
+    with pytest.raises(qkv.UnsupportedError, match="third derivative"):
+        jvp(second, (query,), (query,))
+
+
+def test_the_tangent_of_a_tangent_is_refused_and_the_hessian_named_instead() -> None:
+    query, key, value = (t[:1, :2, :2] for t in operands())
+    with pytest.raises(qkv.UnsupportedError, match=r"tangent of a tangent[\s\S]*hessian"):
+        jacfwd(jacfwd(lambda x: ours(x, key, value).sum()))(query)
 
 
 INSIDE: dict[str, Callable[..., Any]] = {

@@ -4,7 +4,7 @@
     Attention        out, lse, lse_rest, unrounded             Backward, Tangent
     AttentionUnseen  the same where nobody sees it             Backward
     Backward         gradients of the inputs, along grad_out   Second, Backward
-    Tangent          change of out, along the inputs' change   Second, Backward
+    Tangent          change of out, along the inputs' change   Second, Backward; not of tangents
     Second           gradients of <grad_out, Tangent>          third derivatives are refused
 
 Backward is linear in grad_out, and the gradient of <grad_out, out> in everything else, whose second
@@ -256,6 +256,15 @@ class _Tangent(Function):
         return *[None] * (2 + RESULTS), *linear, *grads
 
     @staticmethod
+    def jvp(ctx: Any, *changes: Tensor | None) -> Any:
+        raise UnsupportedError(
+            "the tangent of a tangent of attention was asked for; qkv has tangents of gradients, "
+            "and gradients of tangents.",
+            action="Take one of the two derivatives in reverse mode, as in "
+            "torch.func.jacfwd(torch.func.jacrev(f)), which is torch.func.hessian(f).",
+        )
+
+    @staticmethod
     def vmap(info: Any, in_dims: Any, structure: Any, directions: Any, *tensors: Tensor) -> Any:
         fixed, along = (structure, directions), len(directions)
         first = RESULTS + 3 + along
@@ -290,10 +299,11 @@ class _Second(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        raise UnsupportedError(
-            "the third derivative of attention was asked for; qkv has two.",
-            action='Use backend "math" of torch\'s own attention for more, on short inputs.',
-        )
+        _refuse_third_derivatives()
+
+    @staticmethod
+    def jvp(ctx: Any, *changes: Tensor | None) -> Any:
+        _refuse_third_derivatives()
 
     @staticmethod
     def vmap(
@@ -302,6 +312,13 @@ class _Second(Function):
         fixed, first = (structure, directions, wanted), 5 + len(directions)
         along = len(directions) + len(wanted)
         return _batched(_Second, info, in_dims, t, fixed, first=first, along=along)
+
+
+def _refuse_third_derivatives() -> None:
+    raise UnsupportedError(
+        "the third derivative of attention was asked for; qkv has two.",
+        action='Use backend "math" of torch\'s own attention for more, on short inputs.',
+    )
 
 
 def _batched(
