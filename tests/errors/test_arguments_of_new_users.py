@@ -20,6 +20,14 @@ def test_a_scale_in_words(scale: Any) -> None:
             function(X, X, X, scale=scale)
 
 
+@pytest.mark.parametrize("scale", [np.full(2, 0.1), [0.1, 0.1]])
+def test_scales_of_heads_are_told_what_to_do(scale: Any) -> None:
+    """They were once told that they are not finite, and to be left out."""
+    for function in (qkv.attention, qkv.plan, qkv.inspect):
+        with pytest.raises(qkv.ArgumentError, match=r"(?s)is not one finite number.*Multiply"):
+            function(X, X, X, scale=scale)
+
+
 @pytest.mark.parametrize("scale", [0.1, np.float64(0.1), np.array(0.1)])
 def test_numbers_are_scales(scale: Any) -> None:
     twice = qkv.attention(X * np.float64(0.1), X, X, scale=1.0, backend="blocked")

@@ -323,6 +323,12 @@ def _scale(scale: Any, head_dim: int) -> float:
         number = float(scale if is_number else "nan")
     except (OverflowError, TypeError, ValueError):
         number = float("nan")
+    is_array = isinstance(scale, (list, tuple)) or (hasattr(scale, "ndim") and scale.ndim > 0)
+    if is_array and not np.isfinite(number):
+        raise ArgumentError(
+            f"scale={shown(scale)} is not one finite number for all heads.",
+            action="Multiply the rows of query by the scales of their heads, and pass scale=1.0.",
+        )
     if not np.isfinite(number):
         raise ArgumentError(
             f"scale={shown(scale)} is not a finite number.",
