@@ -291,6 +291,29 @@ def test_a_rank_that_dies_or_stops_is_named(tmp_path: Path, fault: signal.Signal
         ranks.close()
 
 
+def calling_again(rank: int, ranks: int) -> list[str]:
+    """The errors of two calls that the other rank of the group never makes."""
+    import torch.distributed as dist
+
+    from qkv.distributed import attention
+
+    group, said = dist.new_group([0, 2]), []
+    if rank == 0:
+        q, k, v = (t.float() for t in operands()[:3])
+        said = [error_of(attention, q, k, v, mesh=group, timeout=1.0) for _ in range(2)]
+    dist.barrier()
+    return said
+
+
+def test_a_call_after_a_timeout_says_so_and_which_processes_are_meant(group: Any) -> None:
+    """It once said that a rank had not answered within 300 s, after 0.0 s."""
+    first, second = group(RANKS)(calling_again)[0]
+    assert "rank 1 did not answer rank 0 within 1 s" in first
+    assert "rank 1 did not answer rank 0 in time in an earlier call" in second
+    for said in (first, second):
+        assert "2, which are ranks 0, 2 of all processes" in said
+
+
 def leaving_out(rank: int, ranks: int, what: str) -> str:
     """The error of a backward pass that rank 1 leaves out for something else."""
     from qkv.distributed import attention

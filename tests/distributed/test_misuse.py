@@ -133,6 +133,12 @@ def misused(rank: int, ranks: int, what: str) -> str:
             keywords["mesh"] = dist.new_group([0])
         case "another mesh":
             keywords["mesh"] = DeviceMesh("cpu", [0])
+        case "destroyed group" | "group of a mesh destroyed":
+            keywords["mesh"] = ended = dist.new_group()
+            if "mesh" in what:
+                keywords["mesh"], keywords["dim"] = init_device_mesh("cpu", (ranks, 1)), 1
+                ended = keywords["mesh"].get_group(1)
+            dist.destroy_process_group(ended)
         case "order":
             keywords["order"] = "zigzag" if rank == 1 else None
         case "cap":
@@ -165,6 +171,8 @@ def misused(rank: int, ranks: int, what: str) -> str:
         ("no such dimension", "dim='rows' does not name one dimension of the mesh"),
         ("two dimensions", "dim=None does not name one dimension of the mesh"),
         ("no group", "mesh='rows' is neither a DeviceMesh nor a ProcessGroup"),
+        ("destroyed group", "mesh is a process group that was destroyed"),
+        ("group of a mesh destroyed", "mesh has a process group that was destroyed"),
         ("order", "order='zigzag' is not a qkv.distributed.Order"),
         ("cap", "a gradient of cap of Softcap is wanted"),
         ("torch.func", "torch.func or forward mode follows query"),

@@ -76,6 +76,10 @@ def group_of(mesh: Any, dim: Any) -> Any:
             f"mesh={shown(mesh)} is neither a DeviceMesh nor a ProcessGroup.",
             action="Pass one of these, or leave it out for all processes.",
         )
+    try:
+        dist.get_rank(group)
+    except ValueError as error:
+        raise _destroyed("is") from error
     return group
 
 
@@ -92,7 +96,17 @@ def _along(mesh: Any, dim: Any) -> Any:
         )
     if mesh.get_coordinate() is None:
         raise _not_a_member("the mesh")
-    return mesh.get_group(int(dim) if is_place else dim)
+    try:
+        return mesh.get_group(int(dim) if is_place else dim)
+    except RuntimeError as error:
+        raise _destroyed("has") from error
+
+
+def _destroyed(verb: str) -> ArgumentError:
+    return ArgumentError(
+        f"mesh {verb} a process group that was destroyed.",
+        action="Make a new one after torch.distributed.init_process_group().",
+    )
 
 
 def _not_a_member(what: str) -> ArgumentError:
@@ -183,18 +197,29 @@ class Links:
         who = f"{number} {', '.join(map(str, names))}" if names else "another rank"
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         slow = "imed out" in str(error) or "imeout" in str(error)
-        fact = f"did not answer rank {self.rank} within {self.timeout:g} s" if slow else (
-            f"closed {'their links' if len(names) > 1 else 'its link'} to rank {self.rank}"
-        )  # fmt: skip
+        if slow and seconds < self.timeout / 2:  # torch closes a link after a timeout.
+            fact = f"did not answer rank {self.rank} in time in an earlier call"
+        elif slow:
+            fact = f"did not answer rank {self.rank} within {self.timeout:g} s"
+        else:
+            links = "their links" if len(names) > 1 else "its link"
+            fact = f"closed {links} to rank {self.rank}"
         return DistributedError(
             f"{who} {fact}.",
             [
                 ("waited", f"{seconds:.1f} s"),
-                ("ranks in the group", str(self.ranks)),
+                ("ranks in the group", self._in_words()),
                 ("torch says", first_line[:200]),
             ],
             f"Look at the error of {who}, then start all ranks anew; the group is of no more use.",
         )
+
+    def _in_words(self) -> str:
+        """How many ranks the group has, and which they are of all processes, if not all."""
+        if self.ranks == dist.get_world_size():
+            return str(self.ranks)
+        of_all = ", ".join(map(str, dist.get_process_group_ranks(self.group)))
+        return f"{self.ranks}, which are ranks {of_all} of all processes"
 
 
 @dataclass(frozen=True, slots=True)
