@@ -111,6 +111,12 @@ def test_operands_in_the_type_that_autocast_asks_for(group: Any) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
 
 
+def trained(*given: Any, **options: Any) -> None:
+    from qkv.distributed import attention
+
+    attention(*given, **options).sum().backward()
+
+
 def misused(rank: int, ranks: int, what: str) -> str:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -141,6 +147,11 @@ def misused(rank: int, ranks: int, what: str) -> str:
             dist.destroy_process_group(ended)
         case "order":
             keywords["order"] = "zigzag" if rank == 1 else None
+        case "gradients of rows":  # That of the sinks is wanted on both ranks.
+            variants = [qkv.Sinks(torch.zeros(8, dtype=torch.float64, requires_grad=True))]
+            query.requires_grad_(rank == 1)
+            keywords = {"timeout": 5, "strategy": "ulysses"}
+            call = trained
         case "cap":
             variants = [qkv.Softcap(torch.nn.Parameter(torch.tensor(3.0)))]
         case "torch.func":
@@ -174,6 +185,7 @@ def misused(rank: int, ranks: int, what: str) -> str:
         ("destroyed group", "mesh is a process group that was destroyed"),
         ("group of a mesh destroyed", "mesh has a process group that was destroyed"),
         ("order", "order='zigzag' is not a qkv.distributed.Order"),
+        ("gradients of rows", "whether gradients are wanted differs between ranks"),
         ("cap", "a gradient of cap of Softcap is wanted"),
         ("torch.func", "torch.func or forward mode follows query"),
         ("decode", "timeout=0 is not a number of seconds"),

@@ -182,7 +182,9 @@ def agreed_call(
             "own rows": [],
             "what variants and options come to": fingerprint(whole.problem),
             "own what variants and options come to": _in_words(whole.variants, options),
-            "whether gradients are wanted": _wanted_gradients(shards.tensors, arrays),
+            "whether gradients are wanted": _wanted_gradients(
+                shards.tensors, arrays, exchanged=spread.heads.ranks > 1
+            ),
         }
     where.everyone(second, device)
     return built
@@ -197,12 +199,18 @@ def _in_words(variants: Sequence[tuple[Any, Any]], options: OptionValues) -> str
     return ", ".join(one[:100] for one in given)[:400]
 
 
-def _wanted_gradients(tensors: Sequence[torch.Tensor], arrays: VariantArrays) -> str:
-    """Whether a backward pass may follow, and the places of arrays that have gradients too."""
-    every = (*tensors, *arrays.tensors)
-    if not torch.is_grad_enabled() or not any(of.requires_grad for of in every):
+def _wanted_gradients(
+    tensors: Sequence[torch.Tensor], arrays: VariantArrays, *, exchanged: bool
+) -> str:
+    """Whether a backward pass may follow, and the places of arrays that have gradients too.
+
+    Where heads are exchanged, the gradients of rows are as well, unless no rows have any.
+    """
+    of_rows = any(of.requires_grad for of in tensors)
+    if not torch.is_grad_enabled() or not (of_rows or arrays.places):
         return "no"
-    return f"yes, also of arrays {list(arrays.places)}" if arrays.places else "yes"
+    also = "also" if of_rows or not exchanged else "only"
+    return f"yes, {also} of arrays {list(arrays.places)}" if arrays.places else "yes"
 
 
 def _built(
