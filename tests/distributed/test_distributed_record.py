@@ -249,6 +249,38 @@ def test_a_value_that_is_not_finite_reaches_every_rank(group: Any) -> None:
     assert np.isnan(group(3)(decode_far_apart)).all()
 
 
+def look_after_writing(rank: int, ranks: int) -> tuple[torch.Tensor, ...]:
+    """Statistics of a record after everything that it was made of was written to."""
+    from qkv.distributed import inspect
+
+    rows = slice(rank * LENGTH // ranks, (rank + 1) * LENGTH // ranks)
+    shards = [t[..., rows, :].clone() for t in operands()[:3]]
+    bias, offsets = CASES["bias"].arrays[0].clone(), np.array([0, 3])
+    variants = qkv.Causal(), qkv.Bias(bias)
+    record = inspect(*shards, *variants, q_offset=offsets, backend="blocked", timeout=60)
+    for tensor in (*shards, bias):
+        tensor.fill_(9.0)
+    offsets[:] = 50
+    every = slice(0, LENGTH)
+    return record.received(), record.top(5)[1], record.tile(every, every)
+
+
+def test_a_record_keeps_copies_of_what_it_was_made_of(group: Any) -> None:
+    """It once computed weights of what was written to the buffers later, with the old lse."""
+    found = group(2)(look_after_writing)
+    query, key, *_ = operands()
+    scores = query @ key.repeat_interleave(HEADS // KV_HEADS, dim=1).mT / query.shape[-1] ** 0.5
+    rows, keys = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
+    allowed = keys <= rows + torch.tensor([0, 3])[:, None, None, None]
+    scores = (scores + CASES["bias"].arrays[0]).masked_fill(~allowed, -torch.inf)
+    weights = torch.softmax(scores, -1)
+    received, best = (torch.cat([of[n] for of in found], axis) for n, axis in ((0, -1), (1, -2)))
+    torch.testing.assert_close(received, weights.sum(-2))
+    torch.testing.assert_close(best, weights.topk(5, dim=-1).values)
+    for of in found:
+        torch.testing.assert_close(of[2], weights)
+
+
 def look_far_down(rank: int, ranks: int) -> tuple[torch.Tensor, ...]:
     from qkv.distributed import Order, inspect
 

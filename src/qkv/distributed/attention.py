@@ -9,6 +9,7 @@ from typing import Any, Unpack
 import torch
 
 from qkv.arguments.readable_checks import checked_flag
+from qkv.arrays.copies import own_copy
 from qkv.arrays.torch_arrays import TorchArrays
 from qkv.bridges.learnable import with_scale
 from qkv.bridges.torch.operands import autocast, is_tracked
@@ -17,7 +18,7 @@ from qkv.distributed.calls.agreed_call import Place, agreed_call, check_strategy
 from qkv.distributed.calls.dtensors import placed, refuse_transformed
 from qkv.distributed.calls.heads import from_heads, to_heads
 from qkv.distributed.calls.sharded_call import attend_sharded
-from qkv.distributed.inspection.record import DistributedRecord, ShardOperands
+from qkv.distributed.inspection.record import DistributedRecord, ShardOperands, with_own_arrays
 from qkv.distributed.messages.links import TIMEOUT, outside_of_graphs
 from qkv.distributed.orders.order import Order
 from qkv.errors import ArgumentError
@@ -181,7 +182,9 @@ def inspect(
 
     Notes
     -----
-    No rank holds more than the keys of two others and a block of weights.
+    No rank holds more than the keys of two others and a block of weights. A record keeps copies of
+    the rank's rows and of the arrays of variants, so that what is done to these later does not
+    change it.
 
     Examples
     --------
@@ -205,7 +208,8 @@ def inspect(
     call, _ = agreed_call(
         where, shards, variants, values, "ring", order, kv_order, function="inspect"
     )
-    q, k, v = (tensor.detach() for tensor in shards.tensors)
+    call.ring.parts.whole = with_own_arrays(call.ring.parts.whole)
+    q, k, v = map(own_copy, shards.tensors)
     operands = ShardOperands(_LIBRARY.view(q, "query"), k, v)
     merged = call.ring.forward(operands.query, k, v, statistics=True)
     sinks = call.sinks

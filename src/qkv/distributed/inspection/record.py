@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from qkv.arguments.declarations import is_integer, shown
+from qkv.arrays.copies import own_copy
 from qkv.backends import Inspectable, choose
 from qkv.distributed.calls.agreed_call import Place
 from qkv.distributed.calls.parts import ShardRows
@@ -22,7 +24,7 @@ from qkv.problem.part import PartOf
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem
 
-__all__ = ["DistributedRecord", "ShardOperands"]
+__all__ = ["DistributedRecord", "ShardOperands", "with_own_arrays"]
 
 Array = NDArray[Any]
 _BLOCK = 512
@@ -239,6 +241,15 @@ class DistributedRecord:
                         with np.errstate(all="ignore"):
                             weights = np.where(np.isneginf(s), 0.0, np.exp(s - lse))
                         yield index, head, here, columns, weights
+
+
+def with_own_arrays(whole: Problem) -> Problem:
+    """The same with copies of the arrays of variants and offsets, which callers may write to."""
+    of = whole.operands
+    tables = {name: own_copy(table) for name, table in of.tables.items()}
+    positions, angles = deepcopy((of.positions, of.angles))
+    operands = replace(of, tables=tables, positions=positions, angles=angles)
+    return replace(whole, operands=operands)
 
 
 def _merge_best(numbers: Array, best: Array, others: Array, weights: Array) -> None:
