@@ -259,6 +259,14 @@ def test_orders_of_wrong_arguments() -> None:
         lambda: balanced(8, "2"),
         lambda: plan(x, x, x, ranks="2"),
         lambda: plan(x, x, x, order="zigzag"),
+        lambda: Order("mine", 8, (range(4), range(4, 8))),
+        lambda: Order("mine", 8, None),
+        lambda: Order("mine", "8", ((range(8),),)),
+        lambda: Order.of_sizes([2.5, 5.5]),
+        lambda: Order.of_sizes([9, -1]),
+        lambda: order.shard([1, 2, 3, 4, 5, 6, 7, 8], 0, -1),
+        lambda: order.shard(x, 0, "rows"),
+        lambda: order.unshard([[1, 2, 3, 4], [5, 6, 7, 8]], -1),
     ):
         with pytest.raises(qkv.ArgumentError):
             call()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arguments.declarations import checked_integer, checked_size
+from qkv.arguments.declarations import checked_integer, checked_size, shown
 from qkv.distributed.orders.arrays import concatenated, taken
 from qkv.errors import ArgumentError, ShapeError
 
@@ -60,7 +60,12 @@ class Order:
     runs: tuple[tuple[range, ...], ...]
 
     def __post_init__(self) -> None:
-        held = np.zeros(self.length, np.int64)
+        if not _are_runs(self.runs):
+            raise ArgumentError(
+                f"runs={shown(self.runs)} does not hold a tuple of ranges for each rank.",
+                action="Write it like ((range(0, 4),), (range(4, 8),)), for two ranks.",
+            )
+        held = np.zeros(checked_size("length", self.length, 0), np.int64)
         for run in (run for rank in self.runs for run in rank):
             if len(run) and not (run.start >= 0 and run[-1] < self.length and run.step > 0):
                 raise ArgumentError(
@@ -114,6 +119,7 @@ class Order:
         ShapeError
             If the array does not have `length` rows along the axis.
         """
+        _check_array(array, axis)
         if not -array.ndim <= axis < array.ndim:
             raise ShapeError(
                 f"the array has no axis {axis}.",
@@ -137,6 +143,8 @@ class Order:
         ShapeError
             If a shard does not have the rows of its rank.
         """
+        for shard in shards:
+            _check_array(shard, axis)
         sizes = [shard.shape[axis] for shard in shards]
         if sizes != [self.rows(rank) for rank in range(self.ranks)]:
             raise ShapeError(
@@ -180,6 +188,7 @@ class Order:
     @classmethod
     def of_sizes(cls, sizes: Sequence[int]) -> Order:
         """Neighbouring rows, in the order of ranks, as many as `sizes` says."""
+        sizes = [checked_size(f"sizes[{rank}]", size, 0) for rank, size in enumerate(sizes)]
         ends = np.cumsum([0, *sizes]).tolist()
         runs = tuple((range(a, b),) for a, b in pairwise(ends))
         return cls("contiguous", int(ends[-1]), runs)
@@ -191,6 +200,23 @@ def assigned(name: str, blocks: Sequence[range], owners: Sequence[int], ranks: i
     for block, owner in zip(blocks, owners, strict=True):
         held[owner].append(block)
     return Order(name, sum(map(len, blocks)), tuple(_joined(tuple(runs)) for runs in held))
+
+
+def _are_runs(given: Any) -> bool:
+    """Whether there are ranges for each of some ranks."""
+    ranks = given if isinstance(given, (tuple, list)) else [given]
+    are_sequences = all(isinstance(rank, (tuple, list)) for rank in ranks)
+    return are_sequences and all(isinstance(run, range) for rank in ranks for run in rank)
+
+
+def _check_array(array: Any, axis: Any) -> None:
+    """Refuse what is not an array, and an axis that is not a number."""
+    checked_integer("axis", axis)
+    if not (hasattr(array, "ndim") and hasattr(array, "shape")):
+        raise ArgumentError(
+            f"{shown(array)} is a {type(array).__name__}, not an array.",
+            action="Pass an array of NumPy or JAX, or a tensor.",
+        )
 
 
 def _runs_of(numbers: Array) -> tuple[range, ...]:
