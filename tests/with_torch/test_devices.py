@@ -382,6 +382,54 @@ def test_nothing_leaks_from_behind_a_mask() -> None:
     assert all(t.isfinite().all() for t in (out, *gradients))
 
 
+HIDING = {
+    "softcap": (qkv.Causal(), qkv.Softcap(5.0)),
+    "score mod": (qkv.Causal(), qkv.ScoreMod(lambda s, b, h, i, j: s * torch.exp(s - 2))),
+    "only a score mod": (
+        qkv.ScoreMod(lambda s, b, h, i, j: torch.where(j <= i, 5 * torch.tanh(s / 5), -torch.inf)),
+    ),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("variants", HIDING.values(), ids=HIDING)
+@pytest.mark.parametrize("transformed", [False, True])
+def test_forbidden_products_reach_no_gradient_of_a_score_mod(
+    transformed: bool, variants, device: str
+) -> None:
+    """Gradients of all queries were NaN, since 0 was multiplied with the slope of a mod at NaN."""
+    query, key, value = torch.randn(3, 1, 2, 6, 8, device=device)
+    spoiled = key.clone()
+    spoiled[:, :, 5] = torch.nan
+
+    def gradients(keys: torch.Tensor) -> torch.Tensor:
+        def total(query: torch.Tensor) -> torch.Tensor:
+            out = qkv.attention(query, keys, value, *variants, q_offset=0, backend="torch")
+            return out[:, :, :5].square().sum()
+
+        if transformed:
+            return torch.func.grad(total)(query)[:, :, :5]
+        leaf = query.clone().requires_grad_()
+        return torch.autograd.grad(total(leaf), leaf)[0][:, :, :5]
+
+    assert_close(gradients(spoiled), gradients(key))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_are_not_finite_have_gradients_of_nan(device: str) -> None:
+    """Gradients of such rows were 0, as if nothing depended on them."""
+    query, key, value = torch.randn(3, 1, 2, 6, 8, device=device)
+    query[:, 0, 3], key[:, 1, 2] = torch.nan, torch.nan
+    query.requires_grad_(), key.requires_grad_()
+    bias = torch.zeros(6, 6, device=device)
+    qkv.attention(query, key, value, bias.add(0.5), backend="torch").sum().backward()
+    assert query.grad is not None
+    assert key.grad is not None
+    assert query.grad[:, 0, 3].isnan().all()
+    assert not query.grad[:, 0, :3].isnan().any()
+    assert key.grad.isnan().all()
+
+
 def test_memory_does_not_grow_with_the_square(monkeypatch: pytest.MonkeyPatch) -> None:
     from qkv.backends.torch import attention
 

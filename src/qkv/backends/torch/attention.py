@@ -15,6 +15,7 @@ from qkv.arrays.torch_arrays import TorchArrays
 from qkv.backends.torch import PAIRS
 from qkv.backends.torch.expressions import TensorEvaluation
 from qkv.partial import Partial
+from qkv.problem.language.expressions import SCORE, TRUE
 from qkv.problem.philox import dropout_factors
 from qkv.problem.spec import Problem
 
@@ -105,8 +106,11 @@ class TensorAttention:
         groups = spec.num_kv_heads, spec.group_size
         grouped = self.query[:, :, start:stop].unflatten(1, groups)
         key = self.key[:, :, None]
-        scaled = (_finite(grouped) @ _finite(key).mT * scale).flatten(1, 2)
-        if self.hides_values or not are_finite(grouped, key):
+        # Transforms cannot follow functions of one's own.
+        finite = _finite if self.hides_values else _FiniteRows.apply
+        scaled = (finite(grouped) @ finite(key).mT * scale).flatten(1, 2)
+        is_finite = not self.hides_values and are_finite(grouped, key)
+        if not is_finite:
             # Products that are not finite have the gradient of those of `_finite` rows, because in
             # their own gradient 0 * NaN would reach forbidden pairs.
             raw = (grouped.detach() @ key.detach().mT * scale).flatten(1, 2)
@@ -115,12 +119,21 @@ class TensorAttention:
             scaled = torch.where(
                 scaled.isfinite() & ~raw.isfinite(), raw_with_gradient, scaled_or_nan
             )
-        indices = self._indices(start, stop) | {"score": scaled}
-        evaluation = TensorEvaluation(indices, self.tables, self.dtype)
-        allowed = evaluation.value(spec.mask)
-        # A score mod may give integers.
-        scores = torch.where(allowed, evaluation.value(spec.score).to(self.dtype), -torch.inf)
-        scores = scores.expand(scaled.shape)
+        indices = self._indices(start, stop)
+        allowed = TensorEvaluation(indices, self.tables, self.dtype).value(spec.mask)
+
+        def modified(products: Tensor) -> Tensor:
+            variables = indices | {"score": products}
+            scores = TensorEvaluation(variables, self.tables, self.dtype).value(spec.score)
+            return scores.to(self.dtype)  # A score mod may give integers.
+
+        if spec.score != SCORE and not (is_finite and spec.mask == TRUE):
+            if not is_finite:
+                with torch.no_grad():
+                    allowed = allowed & ~torch.isneginf(modified(scaled))
+            # Mods are differentiated at 0 where a pair is forbidden: 0 * NaN would be NaN.
+            scaled = torch.where(allowed, scaled, 0.0)
+        scores = torch.where(allowed, modified(scaled), -torch.inf).expand(scaled.shape)
         weights, lse = softmax(scores, self.sinks)
         if self.problem.operands.dropout is not None:
             weights = weights * self._dropout_factors(start, stop)
@@ -206,6 +219,18 @@ class TensorAttention:
 def _finite(rows: Tensor) -> Tensor:
     """These rows with 0 for what is not finite."""
     return torch.where(rows.isfinite(), rows, 0.0)
+
+
+class _FiniteRows(torch.autograd.Function):
+    """`_finite`, with the gradient of what is not finite too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        return _finite(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad
 
 
 def are_finite(*tensors: Tensor) -> bool:
