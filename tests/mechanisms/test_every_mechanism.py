@@ -23,6 +23,7 @@ from qkv.mechanisms import (
     Longformer,
     MultiHead,
     MultiHeadLatent,
+    MultiQuery,
     RelativeBias,
     Ring,
     Rotary,
@@ -235,6 +236,14 @@ def test_weights_follow_the_seed_and_may_be_given(name: str) -> None:
     kind = next(key for key in first.weights if key.endswith("q_proj.weight"))
     other = MultiHead(8, 2, seed=1)
     assert not np.array_equal(first.weights[kind], other.weights["q_proj.weight"])
+
+
+def test_the_one_key_head_of_multi_query_may_be_left_open() -> None:
+    """None is what other classes take for their default, and was refused as a number of heads."""
+    left_open, given = (MultiQuery(8, 2, num_kv_heads=heads) for heads in (None, 1))
+    assert left_open.num_kv_heads == given.num_kv_heads == 1
+    with pytest.raises(ArgumentError, match="num_kv_heads=2; multi-query attention has one"):
+        MultiQuery(8, 2, num_kv_heads=2)
 
 
 def test_weights_of_another_name_or_shape_are_refused() -> None:

@@ -33,7 +33,7 @@ class MultiQuery(ProjectedAttention):
     Raises
     ------
     ArgumentError
-        If num_kv_heads is given.
+        If num_kv_heads is another number than 1.
 
     Notes
     -----
@@ -53,11 +53,12 @@ class MultiQuery(ProjectedAttention):
     formula = "[head_0, head_1, ...] W_o, head_h = softmax(Q_h K^T / sqrt(d)) V"
 
     def __init__(self, embed_dim: Size, num_heads: Size, **options: Unpack[Options]) -> None:
-        if options.setdefault("num_kv_heads", 1) != 1:
+        if options.get("num_kv_heads") not in (None, 1):
             raise ArgumentError(
                 f"num_kv_heads={options['num_kv_heads']}; multi-query attention has one.",
                 action="Use GroupedQuery for more.",
             )
+        options["num_kv_heads"] = 1
         super().__init__(embed_dim, num_heads, **options)
 
     @classmethod
