@@ -430,6 +430,23 @@ def test_rows_that_are_not_finite_have_gradients_of_nan(device: str) -> None:
     assert key.grad.isnan().all()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kv_len", [0, 3, 6])
+def test_a_sink_of_infinity_takes_all(kv_len: int, device: str) -> None:
+    """The output was NaN, since infinity was subtracted from infinity."""
+    query, key, value = torch.randn(3, 1, 2, 6, 8, device=device)
+    query.requires_grad_()
+    sinks = torch.tensor([torch.inf, 0.5], device=device, requires_grad=True)
+    variants = (qkv.Sinks(sinks), qkv.KeyLengths(kv_len))
+    out, lse = qkv.attention(query, key, value, *variants, return_lse=True, backend="torch")
+    assert (out[:, 0] == 0).all()
+    assert lse[:, 0].isposinf().all()
+    assert lse[:, 1].isfinite().all()
+    gradients = torch.autograd.grad(out.sum(), (query, sinks))
+    assert all(g.isfinite().all() for g in gradients)
+    assert (gradients[0][:, 0] == 0).all()
+
+
 def test_memory_does_not_grow_with_the_square(monkeypatch: pytest.MonkeyPatch) -> None:
     from qkv.backends.torch import attention
 

@@ -281,11 +281,16 @@ def softmax(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor
     """
     kv_len, forbidden = scores.shape[-1], torch.isneginf(scores)
     if sinks is not None:
-        column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+        # A sink of infinity takes all weight, as the largest number does; inf - inf would be NaN.
+        largest = torch.where(torch.isposinf(sinks), torch.finfo(sinks.dtype).max, sinks)
+        column = largest[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], -1)
     if scores.shape[-1] == 0:
         return scores, scores.new_full(scores.shape[:-1], -torch.inf)
     empty = torch.isneginf(scores).all(-1)
     safe = torch.where(empty[..., None], 0.0, scores)
     weights = torch.where(forbidden, 0.0, safe.softmax(-1)[..., :kv_len])
-    return weights, torch.where(empty, -torch.inf, safe.logsumexp(-1))
+    lse = torch.where(empty, -torch.inf, safe.logsumexp(-1))
+    if sinks is not None:
+        lse = lse + torch.where(torch.isposinf(sinks), torch.inf, 0.0)[:, None]
+    return weights, lse
