@@ -79,7 +79,7 @@ def test_what_is_no_base(base, words) -> None:
         qkv.RoPE(base=base)
 
 
-@pytest.mark.parametrize("seed", [1.7, -1, 2**64])
+@pytest.mark.parametrize("seed", [1.7, -1, 2**64, np.array([0, 1], np.uint32), [], "1"])
 def test_what_is_no_seed(seed) -> None:
     with pytest.raises(ArgumentError, match="not a whole number of 64 bits"):
         qkv.Dropout(0.5, seed)

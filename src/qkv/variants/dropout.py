@@ -83,9 +83,10 @@ class Dropout(Variant):
             if np.size(given) == 1 and hasattr(given, "item"):
                 given = given.item()
             seed = -1 if isinstance(given, bool | np.bool_) else int(given)
+            fits = bool(seed == given) and 0 <= seed < 2**64
         except (TypeError, ValueError, OverflowError):
-            seed = -1
-        if seed != given or not 0 <= seed < 2**64:
+            seed, fits = -1, False
+        if not fits:
             raise ArgumentError(
                 f"Dropout seed={shown(self.seed)} is not a whole number of 64 bits.",
                 action="Pass an integer from 0 to 2**64 - 1.",
