@@ -260,6 +260,11 @@ def test_wrong_forms() -> None:
     small = pages.astype(np.int8)
     refused(DTypeError, "float32 scales", qkv.Quantized(small, scales.astype(float)))
     refused(ShapeError, "Pass values", qkv.Quantized(small, scales[:, :1]))
+    refused(
+        DTypeError,
+        "offset of key pages is a list",
+        qkv.Paged(qkv.Quantized(small, scales, [0.0]), table),
+    )
     refused(ShapeError, "there are 0 pages", qkv.Paged(pages[:0], table))
     refused(DTypeError, "int8; attention takes", small)
     refused(ShapeError, "does not|do not broadcast", qkv.Paged(pages, table[:2]))

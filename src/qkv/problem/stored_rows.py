@@ -276,11 +276,15 @@ def as_stored_rows(
 def _parts(given: Quantized, role: str, layout: str) -> tuple[Array, Array, None, Array | None]:
     """Checked values, scales and offset of `StoredRows`, without a table."""
     values, scales, offset = given.values, given.scales, given.offset
-    for name, array in (("values", values), ("scales", scales)):
+    for name, array in (("values", values), ("scales", scales), ("offset", offset)):
+        if name == "offset" and array is None:
+            continue
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
             raise DTypeError(
                 f"{name} of {role} is a {type(array).__name__}, not an array.",
-                action="Pass what qkv.cache.quantize returns.",
+                action="Pass a float32 array (num_kv_heads, dim)."
+                if name == "offset"
+                else "Pass what qkv.cache.quantize returns.",
             )
 
     def seen() -> list[tuple[str, str]]:
