@@ -256,6 +256,8 @@ def test_tokens_name_queries_and_keys() -> None:
         ({"cotangent": np.ones((3, 3))}, qkv.ArgumentError, "grad is False"),
         ({"cotangent": np.ones((3, 2)), "grad": True}, qkv.ShapeError, r"\(3, 2\).*\(3, 3\)"),
         ({"cotangent": np.ones((3, 3), int), "grad": True}, qkv.DTypeError, "int64"),
+        ({"projections": (np.eye(3),) * 4}, qkv.ArgumentError, "is a tuple, not a Projections"),
+        ({"mechanism": "causal"}, qkv.ArgumentError, "is a str, not a TracedMechanism"),
         ({"backend": "none"}, qkv.ArgumentError, "no backend 'none'"),
         ({"layout": "lbhd"}, qkv.ArgumentError, "layout"),
         ({"scale": np.nan}, qkv.ArgumentError, "scale"),

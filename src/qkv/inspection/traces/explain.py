@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Unpack
 
 import numpy as np
@@ -127,6 +128,15 @@ def explain(
     """
     if cotangent is not None and not grad:
         raise ArgumentError("a cotangent was given, but grad is False.", action="Pass grad=True.")
+    for name, given, kind in (
+        ("projections", projections, Projections),
+        ("mechanism", mechanism, TracedMechanism),
+    ):
+        if given is not None and not isinstance(given, kind):
+            raise ArgumentError(
+                f"{name} is a {type(given).__name__}, not a {kind.__name__}.",
+                action=f"Pass {kind.__name__}({', '.join(f.name for f in fields(kind))}).",
+            )
     call = checked(query, key, value, variants, option_values("explain", options))
     if isinstance(call, DeviceCall):  # The values will be read.
         call = call.on_host()
