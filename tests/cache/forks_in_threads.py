@@ -48,7 +48,7 @@ def rows_of(tokens: np.ndarray, of_library: Callable[[np.ndarray], Any]) -> tupl
 def tokens_in(rows: Any, lengths: np.ndarray) -> list[list[float]]:
     """The tokens of each sequence, read through the page table; an error if heads disagree."""
     found = []
-    for stored, sign in zip(rows, (1, -1), strict=True):
+    for stored, sign in ((rows.key, 1), (rows.value, -1)):
         if isinstance(stored.pages, qkv.Quantized):
             given = stored
         else:

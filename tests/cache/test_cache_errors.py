@@ -25,7 +25,7 @@ def state(cache: Any) -> list[Any]:
     """Everything that can be seen of a cache."""
     rows = cache.read()
     seen = [cache.lengths, cache.nbytes, rows.q_offset, [str(m) for m in rows.masks]]
-    for stored in rows:
+    for stored in (rows.key, rows.value):
         arrays = (stored.pages, stored.page_table) if isinstance(stored, qkv.Paged) else (stored,)
         for array in arrays:
             quantized = isinstance(array, qkv.Quantized)
@@ -200,6 +200,14 @@ def test_no_room() -> None:
         cache.append(KEY[:, :, :2], VALUE[:, :, :2])
     same(before, state(cache))
     cache.append(ONE, WIDE)
+
+
+@pytest.mark.parametrize("cache", [PagedCache(page_size=4), RollingCache(3), ContiguousCache()])
+def test_rows_with_masks_do_not_unpack(cache: Any) -> None:
+    lengths = [7, 2] if isinstance(cache, ContiguousCache) else None
+    rows = cache.append(KEY, VALUE, lengths)
+    with pytest.raises(qkv.UnsupportedError, match="key and value alone do not say"):
+        qkv.attention(np.ones((2, 2, 1, 4), np.float32), *rows)
 
 
 def test_a_window_that_is_gone() -> None:

@@ -22,7 +22,7 @@ def contents(cache: PagedCache) -> list[list[float]]:
     """The tokens of each sequence, read through the page table that is handed out."""
     rows = cache.read()
     found = []
-    for stored in rows:
+    for stored in (rows.key, rows.value):
         flat = stored.pages[stored.page_table][:, :, 0, :, 0].reshape(len(cache.lengths), -1)
         found.append([row[:n].tolist() for row, n in zip(flat, cache.lengths, strict=True)])
     keys, values = found

@@ -90,7 +90,7 @@ class Rows:
     -----
     Rows are views of the cache: use them before the cache is changed again. The cache is there for
     as long as they are. They unpack into key and value, `key, value = cache.append(...)`, if they
-    are in one part.
+    are in one part without masks: key and value alone do not say which rows may be read.
 
     Examples
     --------
@@ -132,8 +132,14 @@ class Rows:
         return self._only.kv_offset
 
     def __iter__(self) -> Iterator[Any]:
-        """Key and value of the only part."""
+        """Key and value of the only part, which has no masks."""
         only = self._only
+        if only.masks:
+            raise UnsupportedError(
+                "key and value alone do not say which of these rows may be read.",
+                [("masks", ", ".join(map(repr, only.masks)))],
+                "Call rows.attention(query, ...), or pass rows.key, rows.value and *rows.masks.",
+            )
         return iter((only.key, only.value))
 
     @property
