@@ -107,3 +107,13 @@ def test_tokens_in_the_middle_have_no_position_in_each_segment() -> None:
     for batch in range(2):
         right = expected("causal", batch, LENGTH)[:, :2]
         np.testing.assert_allclose(first[batch], right, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("last", [np.int64(2**63 - 1), np.uint64(2**64 - 1)])
+def test_the_largest_ids(last: Any) -> None:
+    """The rows behind the last token had an id of their own that was larger than all others."""
+    ids = np.array([0] * 4 + [last] * 7, last.dtype)
+    rows = qkv.cache.PagedCache(page_size=4).append(K, V)
+    out = rows.attention(Q, qkv.Segments(ids), qkv.Causal())
+    segments = qkv.Segments(np.array([0] * 4 + [1] * 7))
+    np.testing.assert_allclose(out, qkv.attention(Q, K, V, segments, qkv.Causal()), atol=1e-12)

@@ -8,6 +8,7 @@ matters; but arrays must have a column for each of them, and segments must not c
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -57,13 +58,16 @@ def _segments(variant: qkv.Segments, tokens: int, rows: int, lens: Any) -> qkv.S
     kv_ids = q_ids if variant.kv_ids is None else as_array("kv_ids", variant.kv_ids)
     if kv_ids.dtype.kind not in "iu" or q_ids.dtype.kind not in "iu" or not kv_ids.ndim:
         return variant
-    kv_ids = kv_ids.astype(np.int64)
+    kv_ids = kv_ids.astype(np.int64 if kv_ids.dtype.kind == "i" else np.uint64)
     fill = max(int(ids.max(initial=0)) for ids in (q_ids, kv_ids)) + 1
+    if fill > np.iinfo(kv_ids.dtype).max:
+        used = {int(number) for ids in (q_ids, kv_ids) for number in ids.flat}
+        fill = next(number for number in count() if number not in used)
     longer = _longer(kv_ids, tokens, rows, fill=fill)
     if longer is None:
         return variant
     behind = np.arange(rows) >= lens[..., None]
-    return replace(variant, kv_ids=np.where(behind, fill, longer))
+    return replace(variant, kv_ids=np.where(behind, kv_ids.dtype.type(fill), longer))
 
 
 def _longer(array: Any, before: int, after: int, *, fill: Any) -> Any:
