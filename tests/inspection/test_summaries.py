@@ -182,6 +182,12 @@ def test_what_a_mask_hides_is_no_reason_beside_scores_that_overflow() -> None:
     assert "2 query rows (of head 1: 0, 1) have" in by_scores
 
 
+def test_queries_that_see_no_key() -> None:
+    record = qkv.inspect(Q, K, V, qkv.GlobalTokens([99]))
+    assert "No query sees a key" in str(record)
+    assert "No query sees" not in str(qkv.inspect(Q, K, V, qkv.KeyLengths(1)))
+
+
 def test_scores_that_overflow_say_that_explain_does_not() -> None:
     record = qkv.inspect(Q * np.float32(1e20), K * np.float32(1e20), V)
     (reason,) = record.non_finite.reasons

@@ -51,6 +51,8 @@ def summary_of_heads(
         table += [Text(_legend(page, shown), style="dim"), Text()]
         if np.isnan(statistics.entropy).any():
             reasons.append("Means are those of the other rows.")
+    elif not reasons:
+        reasons.append("No query sees a key: masks or scores of -inf forbid all pairs.")
     return page.render(
         *heading(page, shown),
         Text(),
