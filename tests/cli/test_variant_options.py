@@ -177,6 +177,7 @@ BAD = {
     "a probability": (["--dropout", "2,0"], ["--dropout 2,0", "p=2.0", "P,SEED"]),
     "no seed": (["--dropout", "0.5"], ["--dropout", "'0.5'", "P,SEED"]),
     "no blocks": (["--random-blocks", "0,3"], ["--random-blocks", "block_size=0", "SIZE"]),
+    "two seeds": (["--random-blocks", "2,3,0,1"], ["--random-blocks", "'2,3,0,1'", "SEED"]),
     "no file": (["--bias", "none.npy"], ["--bias none.npy", "No such file", ".npy"]),
     "another file": (["--bias", "text.npy"], ["--bias text.npy", "not an array", ".npy"]),
     "several arrays": (["--t5", "two.npz"], ["--t5 two.npz", "several", "num_buckets"]),
@@ -214,6 +215,10 @@ def test_a_file_after_an_option_that_may_stand_alone_is_a_file(
 ) -> None:
     assert printed(capsys, "plan", "--rope", "qkv.npz")["problem"].startswith("RoPE()")
     assert "q_len=9" in printed(capsys, "plan", "--alibi", "--rope", "qkv.npz")["problem"]
+    assert "q_len=9" in printed(capsys, "plan", "--alibi", "./qkv.npz")["problem"]
+    assert printed(capsys, "plan", "--alibi", ".5", "qkv.npz")["problem"].startswith(
+        "ALiBi(slopes=0.5)"
+    )
 
 
 @pytest.mark.parametrize(

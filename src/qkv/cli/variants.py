@@ -71,7 +71,8 @@ def _rope(text: str) -> Any:
 
 
 def _random_blocks(text: str) -> Any:
-    size, count, seed = (*_integers(text), 0)[:3]
+    numbers = _integers(text)
+    size, count, seed = (*numbers, 0) if len(numbers) == 2 else numbers
     return qkv.RandomBlocks(size, count, seed)
 
 
@@ -191,7 +192,7 @@ def words(argv: Sequence[str]) -> list[str]:
     """The command line with each option of the table and its value as one word.
 
     A value may begin with a minus, which argparse takes for another option; one that may be left
-    out begins with a digit, so that a file name after the option is not taken for it.
+    out begins with a number, so that a file name after the option is not taken for it.
     """
     done: list[str] = []
     waiting = list(argv)
@@ -200,8 +201,8 @@ def words(argv: Sequence[str]) -> list[str]:
         option = _BY_FLAG.get(word)
         if option is not None and option.takes and waiting:
             following = waiting[0]
-            number = following.lstrip("-")[:1]
-            if number.isdigit() or number == "." or not (option.optional or following[:1] == "-"):
+            number = following.lstrip("-").removeprefix(".")[:1]
+            if number.isdigit() or not (option.optional or following[:1] == "-"):
                 word = f"{word}={waiting.pop(0)}"
         if option is not None and option.optional and option.takes and "=" not in word:
             word += "="
