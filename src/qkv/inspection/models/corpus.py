@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -235,7 +235,7 @@ def _totals(
     return sums, counts, names, number
 
 
-@cache
+@lru_cache(maxsize=256)
 def quantile(confidence: float, degrees: int) -> float:
     """q with `P(|T| <= q) = confidence` for T of Student's distribution; NaN without degrees.
 
