@@ -264,6 +264,9 @@ test("of what a text may mean, the right one counts, then one of the form that i
   assert.deepEqual(said("0,2 0,8"), { right: false, why: "2 of 2 numbers are off; the furthest is 0.8 at index 1.", checked: true });
   assert.deepEqual(said("0.25"), { right: false, why: "one number is given; 2 numbers are asked for.", checked: false });
   assert.deepEqual(said("1e400, 1"), { right: false, why: "not everything in this has a value that is a finite number.", checked: false });
+  const one = { right: [{ why: "so it is.", numbers: 32 }], mistakes: [], near: 0.0051 };
+  assert.equal(check({ name: "003.9", numbers: one }, "[32]").right, true);
+  assert.equal(check({ name: "003.9", numbers: one }, "[32, 1]").why, "2 numbers are given; one number is asked for.");
   assert.match(said("yes, no").why, /yes and no are given; 2 numbers/);
   assert.equal(check({ name: "003.5", numbers: null }, "y n").right, true);
   assert.equal(check({ name: "003.5", numbers: null }, "n, n").right, false);

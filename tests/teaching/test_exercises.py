@@ -263,6 +263,7 @@ def test_the_solutions_are_right_as_they_are_typed(exercise: Any) -> None:
         ("003.8", "c = 11.39"),
         ("003.8", "2 * np.log(297)"),
         ("003.8", "11,388"),
+        ("003.8", "[11.387]"),
         ("003.10", "2.048.000.000"),
     ],
 )
@@ -295,6 +296,7 @@ def test_arrays_of_other_libraries_and_pictures_are_answers() -> None:
 
     assert check("003.6", torch.tensor(UNSCALED["weights"], requires_grad=True))
     assert check("003.6", torch.tensor(UNSCALED["weights"]).bfloat16())
+    assert check("003.9", np.array([32.0]))
     assert check("003.3", Figure().subplots().imshow(SHARED["weights"]))
 
 

@@ -40,7 +40,8 @@ function numbersOf(answer, wanted) {
   if (sizes === null) throw new FormError(`the rows of the answer differ in length; ${asked}`);
   const given = flat(answer);
   if (given.some((x) => typeof x !== "number")) throw new FormError(`${given.every((x) => typeof x === "boolean") ? "yes and no" : "words"} are given; ${asked}`);
-  if (String(sizes) !== String(wanted)) throw new FormError(`${inWords(sizes)} given; ${asked}`);
+  const isOne = !wanted.length && given.length === 1; // One number in brackets is one number.
+  if (!isOne && String(sizes) !== String(wanted)) throw new FormError(`${inWords(sizes)} given; ${asked}`);
   return given;
 }
 

@@ -150,6 +150,8 @@ def numbers_in(answer: Any, shape: tuple[int, ...]) -> Array:
             array.dtype.kind, f"an array of {array.dtype} is"
         )
         raise NotNumbersError(f"{words} given; {wanted}")
+    if not shape and array.size == 1:  # One number in brackets is one number.
+        array = array.reshape(())
     if array.shape != shape:
         raise NotNumbersError(f"{_in_words(array.shape)} given; {wanted}")
     numbers = array.astype(np.float64)
