@@ -78,6 +78,14 @@ def test_rows_without_a_scale() -> None:
 
 
 @pytest.mark.slow
+def test_where_numpy_raises_floating_point_errors() -> None:
+    key = np.full((1, 1, 20, 4), 1e-42, np.float32)
+    with np.errstate(all="raise"):
+        found = quantize(key)  # steps of subnormal rows underflow
+        ContiguousCache(dtype="int8").append(key, key)
+    assert found.values.all()
+
+
 @pytest.mark.parametrize("make", [ContiguousCache, PagedCache])
 def test_scores_and_outputs_change_as_stated(make: Any) -> None:
     rng = np.random.default_rng(1)

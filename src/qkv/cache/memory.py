@@ -141,7 +141,7 @@ class HostMemory:
         total = int(real.sum())
         if total < fewest:
             return None
-        with np.errstate(invalid="ignore", over="ignore"):
+        with np.errstate(all="ignore"):
             kept = np.where(real[..., None, :, None], rows.astype(np.float64), 0.0)
             mean = kept.sum((*range(kept.ndim - 3), -2)) / total
             offset = mean.astype(np.float32)
@@ -174,7 +174,7 @@ def _rounded(wide: Any) -> tuple[Any, Any]:
     Of one token, calls take longer than what they compute: these are the quickest of NumPy's.
     """
     # A row with NaN or infinity gets a scale that is not finite, so that it is read as NaN.
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(all="ignore"):
         scales = (np.maximum.reduce(np.abs(wide), axis=-1, initial=0) / 127).astype(np.float32)
         wide /= (scales + (scales == 0))[..., None]
         np.rint(wide, out=wide)
