@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -281,3 +283,28 @@ def test_whole_numbers_beyond_64_bits_are_floating_ones(name, backend) -> None:
 def test_whole_numbers_beyond_float64_are_refused() -> None:
     with pytest.raises(qkv.ArgumentError, match="1329 bits is beyond the range of float64"):
         qkv.attention(QUERY, KEY, VALUE, qkv.ScoreMod(lambda s, *_: s + 10**400))
+
+
+def test_an_array_is_gone_through_to_its_end() -> None:
+    """Python counts on while there is an entry, and NumPy goes through what it converts."""
+    program = """
+import numpy as np, qkv
+x = np.random.default_rng(0).normal(size=(2, 3, 4))
+weights = np.arange(6.0).reshape(2, 3)
+
+def of_rows(score, batch, head, q_pos, kv_pos):
+    first, second = weights
+    return score + sum(list(first)) * sum(row[kv_pos] for row in weights) + second[q_pos]
+
+out = qkv.attention(x, x, x, qkv.ScoreMod(of_rows))
+added = 3 * weights.sum(0) + weights[1][:, None]
+assert np.abs(out - qkv.attention(x, x, x, qkv.Bias(added))).max() < 1e-12
+row = weights[0]
+try:
+    qkv.attention(x, x, x, qkv.ScoreMod(lambda s, b, h, i, j: s + np.asarray(row)[j]))
+except qkv.ArgumentError as error:
+    print(error)
+"""
+    run = [sys.executable, "-c", program]
+    ran = subprocess.run(run, capture_output=True, text=True, timeout=60, check=True)
+    assert "was not found among what the function captures" in ran.stdout

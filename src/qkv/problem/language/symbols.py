@@ -8,7 +8,7 @@ formula in its paper, and builds a node of `qkv.problem.language.expressions`:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -231,6 +231,10 @@ class Table(_Whole):
     def __len__(self) -> int:
         return self.shape[0]
 
+    def __iter__(self) -> Iterator[Any]:
+        # By `__getitem__` alone, which has no last index, Python would never come to an end.
+        return (self[i] for i in range(len(self)))
+
     def __getitem__(self, index: Any) -> Any:
         indices = index if isinstance(index, tuple) else (index,)
         if 0 < len(indices) < len(self.shape):
@@ -276,6 +280,10 @@ class _Row(_Whole):
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        # By `__getitem__` alone, which has no last index, Python would never come to an end.
+        return (self[i] for i in range(len(self)))
 
     def __getitem__(self, index: Any) -> Any:
         more = index if isinstance(index, tuple) else (index,)
