@@ -216,6 +216,7 @@ def test_ranks(output_of) -> None:
     ("words", "said"),
     [
         (["--link", "10"], "--link is of a sequence"),
+        (["--link", "0"], "--link is of a sequence"),
         (["--order", "bogus"], "--order is of a sequence"),
         (["--ranks", "4", "--steps"], "--steps does not go with --ranks"),
         (["--ranks", "4", "--source", "9"], "--source does not go with --ranks"),

@@ -244,6 +244,9 @@ def test_standard_input_that_cannot_be_read_whole(
     ("words", "said"),
     [
         (["lab", "--download", "--export", "p.html"], "--download goes with --model"),
+        (["lab", "--tokens", "0", "--export", "p.html"], "--tokens goes with --model"),
+        (["inspect", "--html", ""], "argument --html: give the name of a file"),
+        (["inspect", "--model", "tiny", "--save", ""], "argument --save: give the name of a file"),
         (["lab", "--port", "8000", "--export", "p.html"], "--port 8000 is of a page"),
         (["explain", "--json", "--top", "2"], "--top 2 shortens the text"),
     ],

@@ -85,7 +85,7 @@ def test_explain_a_mechanism(name: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_explain_refuses_what_does_not_go_with_a_mechanism(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for word in ("--causal", "--scale=2", "--head=1", "file.npz"):
+    for word in ("--causal", "--scale=2", "--scale=0", "--head=1", "--head=0", "file.npz"):
         assert main(["explain", "--mechanism", "flash", word]) == 2
         named = "FILE" if word == "file.npz" else word.partition("=")[0]
         assert f"{named} does not go with --mechanism" in capsys.readouterr().err

@@ -159,11 +159,16 @@ def _add_inspect(commands: _Commands) -> None:
         "--top", type=int, metavar="K", help="pairs, or keys, to show of each head"
     )
     inspect.add_argument(
-        "--html", metavar="FILE", help="also write a page of all heads, which works offline"
+        "--html",
+        type=_to_file,
+        metavar="FILE",
+        help="also write a page of all heads, which works offline",
     )
     kinds = "Which kind each head is: induction, duplicate, previous, own or sink."
     model = _add_model(inspect, "a whole model, or one layer with --layer", kinds)
-    model.add_argument("--save", metavar="FILE", help="also write all numbers, as safetensors")
+    model.add_argument(
+        "--save", type=_to_file, metavar="FILE", help="also write all numbers, as safetensors"
+    )
 
 
 def _add_explain(commands: _Commands) -> None:
@@ -295,6 +300,12 @@ def _to_offset(text: str) -> int | str:
         return int(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError("give an integer, start or end") from error
+
+
+def _to_file(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("give the name of a file")
+    return text
 
 
 def _to_row(text: str) -> int | None:

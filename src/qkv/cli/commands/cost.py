@@ -84,7 +84,8 @@ def _refuse_what_is_ignored(options: argparse.Namespace) -> None:
 
     spread = options.ranks is not None
     for name in ("steps", "source") if spread else ("link", "order"):
-        if getattr(options, name) not in (None, False):
+        value = getattr(options, name)
+        if value is not None and value is not False:
             raise ArgumentError(
                 f"--{name} does not go with --ranks, which counts attention over ranks alone."
                 if spread

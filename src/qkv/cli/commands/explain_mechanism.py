@@ -19,7 +19,8 @@ _OWN = {"mechanism", "query", "json"}
 def run(options: argparse.Namespace) -> str:
     """The output of the command."""
     for name, value in vars(options).items():
-        if value and name not in _OWN and value != options.parser.get_default(name):
+        is_given = value is not None and value is not False and value != ()
+        if is_given and name not in _OWN and value != options.parser.get_default(name):
             shown = {"file": "FILE"}.get(name, "--" + name.replace("_", "-"))
             if name == "variants":
                 shown = value[0].option.flag

@@ -56,7 +56,8 @@ def run(options: argparse.Namespace) -> str:
     sentence_is_text(options)
     if options.model is None:
         for name in ("text", "tokens", "download"):
-            if getattr(options, name) not in (None, False):
+            value = getattr(options, name)
+            if value is not None and value is not False:
                 raise ArgumentError(f"--{name} goes with --model.", action="See qkv lab --help.")
     elif options.file is not None:
         raise ArgumentError("FILE and --model are two things to show.", action="Pass one of them.")
