@@ -28,6 +28,7 @@ if not torch.accelerator.is_available():
 
 CALLED: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
     "nothing": ((None,), qkv.DTypeError, "query is a NoneType, not a tensor"),
+    "mask": ((ROWS, qkv.Causal()), qkv.DTypeError, r"Variants.*\(query, key, value, Causal\(\)\)"),
     "nested": ((NESTED,), qkv.DTypeError, "query is a nested tensor.*to_padded_tensor"),
     "no dimension": ((torch.tensor(1.0),), qkv.ShapeError, "query has 0 dimensions"),
     "one dimension": ((torch.ones(8),), qkv.ShapeError, "query has 1 dimensions"),

@@ -13,6 +13,7 @@ from qkv.arguments.declarations import shown
 from qkv.arrays.torch_arrays import check_dense
 from qkv.call.binding.unknown_keywords import keyword_error
 from qkv.errors import ArgumentError, DTypeError, KeywordError, ShapeError
+from qkv.variants.base import Variant
 
 __all__ = [
     "Device",
@@ -64,10 +65,12 @@ def require_tensors(**given: Any) -> None:
     """Refuse what is not a tensor, or one whose rows have lengths of their own."""
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
-            raise DTypeError(
-                f"{name} is a {type(tensor).__name__}, not a tensor.",
-                action=f"Pass torch.as_tensor({name}), or call qkv.attention.",
-            )
+            action = f"Pass torch.as_tensor({name}), or call qkv.attention."
+            if isinstance(tensor, Variant) and name in ("key", "value"):
+                action = (
+                    f"Variants follow key and value: layer(query, key, value, {shown(tensor)})."
+                )
+            raise DTypeError(f"{name} is a {type(tensor).__name__}, not a tensor.", action=action)
         if tensor.is_nested:
             check_dense(tensor, name)
 
