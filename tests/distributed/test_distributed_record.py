@@ -266,7 +266,7 @@ def look_after_writing(rank: int, ranks: int) -> tuple[torch.Tensor, ...]:
 
 
 def test_a_record_keeps_copies_of_what_it_was_made_of(group: Any) -> None:
-    """It once computed weights of what was written to the buffers later, with the old lse."""
+    """A record once computed weights of what was written to the buffers later, with the old lse."""
     found = group(2)(look_after_writing)
     query, key, *_ = operands()
     scores = query @ key.repeat_interleave(HEADS // KV_HEADS, dim=1).mT / query.shape[-1] ** 0.5

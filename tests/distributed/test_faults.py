@@ -306,7 +306,7 @@ def calling_again(rank: int, ranks: int) -> list[str]:
 
 
 def test_a_call_after_a_timeout_says_so_and_which_processes_are_meant(group: Any) -> None:
-    """It once said that a rank had not answered within 300 s, after 0.0 s."""
+    """The message once was that a rank had not answered within 300 s, after 0.0 s."""
     first, second = group(RANKS)(calling_again)[0]
     assert "rank 1 did not answer rank 0 within 1 s" in first
     assert "rank 1 did not answer rank 0 in time in an earlier call" in second

@@ -22,7 +22,7 @@ def test_a_scale_in_words(scale: Any) -> None:
 
 @pytest.mark.parametrize("scale", [np.full(2, 0.1), [0.1, 0.1]])
 def test_scales_of_heads_are_told_what_to_do(scale: Any) -> None:
-    """They were once told that they are not finite, and to be left out."""
+    """Such scales were once called not finite, and were to be left out."""
     for function in (qkv.attention, qkv.plan, qkv.inspect):
         with pytest.raises(qkv.ArgumentError, match=r"(?s)is not one finite number.*Multiply"):
             function(X, X, X, scale=scale)
