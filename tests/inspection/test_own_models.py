@@ -193,7 +193,7 @@ def test_one_is_no_plural() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 2, 3, 4), (1, 0, 3, 4)])
 def test_a_page_of_no_head_is_refused(shape: tuple[int, ...]) -> None:
-    """Its first row was read, an IndexError."""
+    """Reading row 0 of nothing was an IndexError."""
     record = record_of(np.zeros(shape))
     with pytest.raises(qkv.ArgumentError, match="there is no head of layer 0 to show"):
         record.to_html()
