@@ -98,7 +98,7 @@ function useBestKeys({ layer, head, query, qLen }) {
   return useAsk(query === undefined ? null : "head", qLen > PAGE ? { layer, head, first, count: PAGE } : { layer, head });
 }
 
-function TopKeys({ best: { result, error }, query, tokens, qLen, kvLen }) {
+function TopKeys({ best: { result, error }, query, tokens, queryTokens, qLen }) {
   const { set } = useLab();
   if (error) return html`<${Failure} error=${error} />`;
   if (!result) return html`<${Waiting} what="the best keys" />`;
@@ -109,19 +109,20 @@ function TopKeys({ best: { result, error }, query, tokens, qLen, kvLen }) {
   const rest = Math.max(0, 1 - rows.reduce((sum, [, weight]) => sum + weight, 0));
   return html`<${Block} title="Where one query looks" rows=${() => [["key", "token", "weight"], ...rows.map(([key, weight]) => [key, name(key), weight])]}>
     <div class="row"><${Whole} label=${`Query, 0 to ${qLen - 1}`} value=${query} least=${0} most=${qLen - 1} onChange=${(to) => set({ query: to, kkey: UNCHOSEN })} />
+      ${queryTokens && queryTokens !== tokens && html`<p data-name="query-token">query <${Token} text=${queryTokens[query]} /></p>`}
       ${isThere && html`<p>entropy <b data-name="head-entropy"><${Num} x=${result.entropy[at]} /></b> nats</p>`}</div>
-    ${tokens && html`<${Words} tokens=${tokens} query=${query} strength=${new Map(rows)} onChoose=${qLen === kvLen ? (to) => set({ query: to, kkey: UNCHOSEN }) : undefined} />`}
+    ${tokens && html`<${Words} tokens=${tokens} query=${query} strength=${new Map(rows)} onChoose=${queryTokens === tokens ? (to) => set({ query: to, kkey: UNCHOSEN }) : undefined} />`}
     ${!isThere && html`<${Failure} error=${{ message: `Of each head the first ${result.first + result.count} of ${qLen} queries are in this page.`, action: "The others need Python: run qkv lab." }} />`}
     ${rows.length > 0 && html`<${Bars} label="Best keys" bars=${rows.map(([key, weight]) => ({ name: html`<span class="faint">${key}</span> ${tokens && html`<${Token} text=${name(key)} />`}`, value: weight, note: html`<${Num} x=${weight} />` }))} />
     <p class="faint">Weights of this one query; all other keys, and a learned sink if there is one, share <${Num} x=${rest} />.</p>`}</${Block}>`;
 }
 
 /** Lines to the best keys of the queries around one. */
-function BestLines({ best: { result }, query, tokens, qLen, kvLen }) {
+function BestLines({ best: { result }, query, tokens, queryTokens, kvLen }) {
   const { set } = useLab();
   if (!result || query >= result.first + result.count) return null;
   const { first, count, top_keys: keys, top_weights: weights } = result;
-  return html`<${Lines} first=${first} stop=${first + count} kvLen=${kvLen} query=${query} queryTokens=${qLen === kvLen ? tokens : null} keyTokens=${tokens}
+  return html`<${Lines} first=${first} stop=${first + count} kvLen=${kvLen} query=${query} queryTokens=${queryTokens} keyTokens=${tokens}
     read=${(each) => keys[each - first].map((key, i) => [key, weights[each - first][i]])} onChoose=${(to) => set({ query: to, kkey: UNCHOSEN })}
     note=${`Of each query the ${keys[0]?.length ?? 0} best keys have lines.`} />`;
 }
@@ -194,6 +195,7 @@ export function Inspect() {
   if (!model) return html`<${Waiting} what="the record" />`;
   // Layers of another sequence than the text, as in a decoder, have tokens of their own, or none.
   const { index: layer, q_len: qLen, kv_len: kvLen, tokens = model.tokens } = current;
+  const queryTokens = "q_tokens" in current ? current.q_tokens : qLen === kvLen ? tokens : null;
   // Where no key was chosen, the query's best.
   const key = inside(view.kkey !== UNCHOSEN ? view.kkey : best.result?.top_keys[query - best.result.first]?.[0] ?? 0, kvLen);
   const scores = model.scores.filter((name) => layers.some(({ heads }) => heads.some((each) => Number.isFinite(each[name]))));
@@ -219,9 +221,9 @@ export function Inspect() {
       <${Select} label="Head" value=${head} onChange=${(to) => set({ head: Number(to), kkey: UNCHOSEN })} options=${current.heads.map((each, i) => [i, each.kind ? `${i}: ${each.kind}` : String(i)])} /></div>
     ${kind && html`<p class="faint">On average over ${withSuchAKey(current.counted[kind], "query", "queries")}, it puts ${model.threshold} or more of its weight on ${model.meanings[kind]}, which is what the word says and no more.</p>`}
     <div class="two">
-      ${hasMap ? html`<${WeightMap} key=${client.opening} name=${nameOf(layers, layer, head)} layer=${layer} head=${head} query=${query} chosenKey=${key} qLen=${qLen} kvLen=${kvLen} levels=${current.levels} tokens=${tokens} onOpen=${read} />` : html`<p class="faint">The map of weights is not in this page; it needs Python: <code>qkv lab</code>.</p>`}
-      <div ref=${text}><${TopKeys} best=${best} query=${query} tokens=${tokens} qLen=${qLen} kvLen=${kvLen} />
-        <${BestLines} best=${best} query=${query} tokens=${tokens} qLen=${qLen} kvLen=${kvLen} /></div></div>
+      ${hasMap ? html`<${WeightMap} key=${client.opening} name=${nameOf(layers, layer, head)} layer=${layer} head=${head} query=${query} chosenKey=${key} qLen=${qLen} kvLen=${kvLen} levels=${current.levels} tokens=${tokens} queryTokens=${queryTokens} onOpen=${read} />` : html`<p class="faint">The map of weights is not in this page; it needs Python: <code>qkv lab</code>.</p>`}
+      <div ref=${text}><${TopKeys} best=${best} query=${query} tokens=${tokens} queryTokens=${queryTokens} qLen=${qLen} />
+        <${BestLines} best=${best} query=${query} tokens=${tokens} queryTokens=${queryTokens} kvLen=${kvLen} /></div></div>
     <${DataTable} title="All heads in numbers" sortable=${true} columns=${["head", "kind", ...scores.map(worded)]} under=${["", "", ...scores.map((name) => (name === "max_logit" ? "largest" : `of ${current.counted[name]}`))]}
       rows=${layers.flatMap((each) => each.heads.map((one, i) => ({ key: `${each.index}.${i}`, class: each.index === layer && i === head ? "here" : "", cells: [layers.length > 1 ? `${each.index}.${i}` : i, one.kind ?? "", ...scores.map((name) => ({ x: one[name] }))] })))}
       note="Each column is a mean over the queries that have such a key; under its name stands how many they are. The columns of a row are means over different queries, so they are not parts of one whole." />

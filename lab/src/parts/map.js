@@ -37,7 +37,7 @@ function Axes({ sight: { x, y, scale, width, height }, qLen, kvLen, queryNames, 
       ${down.map((at) => html`<text key=${at} x=${SPACE - 5} y=${(at + 0.5 - y) * scale} dy="0.35em" text-anchor="end">${label(queryNames, at, 6)}</text>`)}</svg>`;
 }
 
-export function WeightMap({ name: headName, layer, head, query, chosenKey: key, qLen, kvLen, levels, tokens, onOpen }) {
+export function WeightMap({ name: headName, layer, head, query, chosenKey: key, qLen, kvLen, levels, tokens, queryTokens, onOpen }) {
   const { view, set, client, theme, announce } = useLab();
   const canvas = useRef(null);
   const [size, setSize] = useState([640, 480]);
@@ -115,8 +115,7 @@ export function WeightMap({ name: headName, layer, head, query, chosenKey: key, 
   }, [layer, head, readQuery, readKey]);
 
   const name = (index, names = tokens) => (names?.[index] === undefined ? String(index) : `${shown(names[index])} ${index}`);
-  // Tokens are those of the keys.
-  const queryName = (index) => name(index, qLen === kvLen ? tokens : null);
+  const queryName = (index) => name(index, queryTokens);
   const isExact = exact && exact.query === readQuery && exact.key === readKey && exact.layer === layer && exact.head === head;
   useEffect(() => {
     if (isExact && document.activeElement === canvas.current) announce(`query ${queryName(query)}, key ${name(key)}: ${numbersOfJson(exact.weight).toPrecision(4)}`);

@@ -5,7 +5,7 @@ import { shown } from "../drawing/format.js";
 
 const AROUND = 250;
 
-/** The text as its tokens; each is shaded by the weight that the chosen query puts on it. */
+/** The text as its tokens; each is shaded by the weight that the chosen query puts on it, which is one of them if it can be chosen. */
 export function Words({ tokens, query, strength, onChoose }) {
   const list = useRef(null);
   useLayoutEffect(() => {
@@ -15,7 +15,9 @@ export function Words({ tokens, query, strength, onChoose }) {
     const [box, word] = [list.current, here].map((each) => each.getBoundingClientRect());
     if (word.top < box.top || word.bottom > box.bottom) list.current.scrollTop += word.top - box.top - (box.height - word.height) / 2;
   }, [query, tokens]);
-  const [low, high] = tokens.length <= 2 * AROUND ? [0, tokens.length] : [Math.max(0, query - AROUND), Math.min(tokens.length, query + AROUND + 1)];
+  // A query of another text has no place in this one; its best key has.
+  const middle = onChoose ? query : [...strength.keys()][0] ?? 0;
+  const [low, high] = tokens.length <= 2 * AROUND ? [0, tokens.length] : [Math.max(0, middle - AROUND), Math.min(tokens.length, middle + AROUND + 1)];
   const move = (event) => {
     const to = { ArrowLeft: query - 1, ArrowRight: query + 1, Home: 0, End: tokens.length - 1 }[event.key];
     if (to === undefined || !onChoose) return;

@@ -220,3 +220,29 @@ def test_a_record_without_keys_or_queries_says_so(
     assert f"{q_len} queries, {kv_len} keys" in said
     assert said.endswith(f"Without {missing} there are no weights to show.")
     assert lab.errors == []
+
+
+def test_queries_of_another_text_are_not_named_by_the_keys(opened: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    record = qkv.ModelRecord("translator")
+    record.texts, record.decoder_texts = list("source"), list("target")
+    for of_queries in ("decoder_input_ids", None):
+        query, key = (rng.normal(size=(1, 2, 6, 8)) for _ in range(2))
+        sequences = of_queries, "input_ids"
+        record.add(query, key, name="cross", one_sequence=False, sequences=sequences)
+    path = tmp_path / "page.html"
+    path.write_text(record.to_html(), encoding="utf-8")
+    lab = opened(path)
+
+    def sides(layer: int) -> tuple[str, str]:
+        page = lab.open("inspect", layer=layer, query=3)
+        page.wait_for_selector(".lines text.from")
+        assert page.inner_text(".words") == "source"
+        assert not page.query_selector_all(".words .here")
+        queries, keys = (page.locator(f".lines text.{side}") for side in ("from", "to"))
+        return "".join(queries.all_text_contents()), "".join(keys.all_text_contents())
+
+    assert sides(0) == ("target", "source")
+    assert lab.page.inner_text("[data-name=query-token]") == "query g"
+    assert sides(1) == ("012345", "source")
+    assert not lab.page.query_selector("[data-name=query-token]")

@@ -67,6 +67,8 @@ class HeadLayer:
         Computes weights, if query and key were kept.
     texts : sequence of str or None
         Its key tokens, where they are not those of the whole; empty if they are not known.
+    q_texts : sequence of str or None
+        Its query tokens, where queries and keys are of two sequences; empty if they are not known.
     """
 
     index: int
@@ -82,6 +84,7 @@ class HeadLayer:
     top: Callable[[int, int, int], tuple[Array, Array]]
     replay: Replay | None
     texts: Sequence[str] | None = None
+    q_texts: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,16 +183,22 @@ def heads_of_model(record: ModelRecord, about: str = "") -> Heads:
                 [("num_heads", str(num_heads)), ("batch_size", str(batch_size))],
                 "Record arrays with a batch row and a head.",
             )
-    layers = [_layer_of_model(layer, _texts(record, layer)) for layer in record]
+    layers = [
+        _layer_of_model(layer, _texts(record, layer), _query_texts(record, layer))
+        for layer in record
+    ]
     said = " ".join([*([about] if about else []), *record.sentences()])
     return Heads(record.model, "model", "qkv", SCORES, record.texts, layers, said)
 
 
 def _own_tokens(layer: HeadLayer) -> dict[str, Any]:
     """The tokens of a layer that reads others than the rest, None if they are not known."""
-    if layer.texts is None:
-        return {}
-    return {"tokens": [shown(text) for text in layer.texts] or None}
+    texts = {"tokens": layer.texts, "q_tokens": layer.q_texts}
+    return {
+        name: [shown(text) for text in own] or None
+        for name, own in texts.items()
+        if own is not None
+    }
 
 
 def _texts(record: ModelRecord, layer: LayerRecord) -> Sequence[str] | None:
@@ -199,7 +208,18 @@ def _texts(record: ModelRecord, layer: LayerRecord) -> Sequence[str] | None:
     return record.texts_of(layer.sequences[1]) or ()
 
 
-def _layer_of_model(layer: LayerRecord, texts: Sequence[str] | None) -> HeadLayer:
+def _query_texts(record: ModelRecord, layer: LayerRecord) -> Sequence[str] | None:
+    """The query tokens of a layer whose keys are of another sequence."""
+    of_queries, of_keys = layer.sequences
+    if of_queries == of_keys:
+        return None
+    texts, q_len = record.texts_of(of_queries) or (), layer.scores.rows["entropy"].shape[-1]
+    return texts if len(texts) == q_len else ()
+
+
+def _layer_of_model(
+    layer: LayerRecord, texts: Sequence[str] | None, q_texts: Sequence[str] | None
+) -> HeadLayer:
     scores = layer.scores
     _, num_heads, q_len = scores.rows["entropy"].shape
     replay = None if scores.weights is None else scores.weights.replay
@@ -229,6 +249,7 @@ def _layer_of_model(layer: LayerRecord, texts: Sequence[str] | None) -> HeadLaye
         top,
         replay,
         texts,
+        q_texts,
     )
 
 
