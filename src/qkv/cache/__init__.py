@@ -18,7 +18,7 @@ memory          arrays of NumPy or torch, and the arithmetic of int8 and its sca
 stored_rows     what a cache hands out: `Rows`, the arguments of `qkv.attention`
 page_columns    variants over tokens, continued to the rows of pages
 query_positions where the queries over a cache stand
-arguments       lengths and indices, checked
+arguments       lengths and indices, checked; summary: a cache in one line
 """
 
 from qkv.cache.consecutive.contiguous import ContiguousCache

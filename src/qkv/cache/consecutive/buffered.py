@@ -12,6 +12,7 @@ from qkv.cache.consecutive.buffer import RowBuffer
 from qkv.cache.encoding import encoding_of
 from qkv.cache.new_tokens import Latest, NewTokens, RowFormat, new_tokens
 from qkv.cache.stored_rows import Rows, as_offset
+from qkv.cache.summary import summary_of
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.process.forks import RenewedLock, on_one_torch_thread
 
@@ -60,6 +61,9 @@ class BufferedCache(ABC):
         self._latest = Latest()
         self.dtype = dtype
         self.reset()
+
+    def __repr__(self) -> str:
+        return summary_of(self)
 
     def reset(self) -> None:
         """Forget all tokens, and give their memory back; any shapes may come next."""

@@ -20,6 +20,7 @@ from qkv.cache.encoding import encoding_of
 from qkv.cache.new_tokens import NewTokens, new_tokens
 from qkv.cache.pages.page_pool import EMPTY, Held, PagePool, Storage
 from qkv.cache.stored_rows import Part, Rows, as_offset
+from qkv.cache.summary import summary_of
 from qkv.errors import ArgumentError, ShapeError
 from qkv.process.forks import on_one_torch_thread
 
@@ -93,6 +94,9 @@ class PagedCache:
     def page_size(self) -> int:
         """Tokens in a page."""
         return self._pool.page_size
+
+    def __repr__(self) -> str:
+        return summary_of(self)
 
     @property
     def lengths(self) -> Lengths:
