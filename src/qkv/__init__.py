@@ -89,7 +89,6 @@ from qkv.variants import (
     Strided,
     Variant,
 )
-from qkv.variants.scores.score_mod import ExpressedScoreMod as _ExpressedScoreMod
 
 if _TYPE_CHECKING:
     from qkv.inspection.models.model_record import LayerRecord, ModelRecord
@@ -212,8 +211,8 @@ def _page(shown: _Any, tokens: _Sequence[str] | None) -> str:
 
 def _register_pytrees(tree_util: _Any) -> None:
     """Let JAX take variants apart, by code that is imported when JAX is."""
-    pytrees = _import_module("qkv.bridges.jax.pytrees")
-    pytrees.register(tree_util, (*_ALL, _ExpressedScoreMod))
+    kinds = *_ALL, _import_module("qkv.variants.scores.score_mod").ExpressedScoreMod
+    _import_module("qkv.bridges.jax.pytrees").register(tree_util, kinds)
 
 
 _watch()
