@@ -140,3 +140,17 @@ def test_one_entry_for_a_batch_that_is_not_there(variant: qkv.Variant) -> None:
     x = X[0]
     with pytest.raises(qkv.ShapeError, match=r"the batch \(\)(.|\n)*without its leading dimen"):
         qkv.attention(x, x, x, variant)
+
+
+def test_cotangents_are_two_arguments() -> None:
+    """A pair, as JAX takes it, was called ragged rows that want KeyLengths."""
+    x = np.ones((2, 3, 4))
+    (out, lse), pullback = qkv.vjp(x, x, x, return_lse=True)
+    with pytest.raises(qkv.ArgumentError, match=r"pullback\(grad_out, grad_lse\)"):
+        pullback((out, lse))
+
+
+def test_a_cache_names_the_order_of_bytes() -> None:
+    rows = np.ones((1, 2, 3, 4), ">f4")
+    with pytest.raises(qkv.DTypeError, match="in the machine's byte order"):
+        qkv.cache.ContiguousCache().append(rows, rows)

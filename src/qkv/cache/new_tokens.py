@@ -242,7 +242,7 @@ def _checked_format(
             raise DTypeError(
                 f"{name} has dtype {dtype}.",
                 _seen(key, value),
-                f"Pass one of {', '.join(_FLOATING)}.",
+                f"Pass one of {', '.join(_FLOATING)}, in the machine's byte order.",
             )
     if row_format.dtype[0] != row_format.dtype[1]:
         raise DTypeError(

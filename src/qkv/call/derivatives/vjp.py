@@ -9,6 +9,7 @@ from typing import Any, Unpack
 from qkv._dynamo import ends_graph
 from qkv.arguments.declarations import shown
 from qkv.arguments.readable_checks import checked_flag
+from qkv.arrays import is_array
 from qkv.arrays.views import view
 from qkv.call.attend import attend
 from qkv.call.binding.bound import BoundCall, bind
@@ -139,6 +140,11 @@ class Pullback:
 
     def __call__(self, grad_out: Any, grad_lse: Any = None, wrt: Iterable[Any] = ()) -> Gradients:
         """Gradients for cotangents of the output and of lse; see `qkv.vjp`."""
+        if isinstance(grad_out, tuple) and all(map(is_array, grad_out)):  # As JAX takes them.
+            raise ArgumentError(
+                f"grad_out is a tuple of {len(grad_out)} arrays.",
+                action="Pass the cotangents one by one, pullback(grad_out, grad_lse).",
+            )
         if not isinstance(wrt, Iterable):
             raise ArgumentError(
                 f"wrt is a {type(wrt).__name__}, not a list of variants.", action="Pass a list."
