@@ -8,6 +8,7 @@ inputs         what commands are given: arrays, texts and models
 parser         the commands and their options
 variants       variants as options
 model_options  a model, and what it reads, as options
+given          which options have a value
 enter_key      what Enter does while a command runs
 meant          which command may be meant by a word that is not one
 """

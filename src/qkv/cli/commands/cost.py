@@ -7,6 +7,8 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
+from qkv.cli.given import is_given
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
@@ -82,16 +84,14 @@ def run(options: argparse.Namespace) -> str:
 def _refuse_what_is_ignored(options: argparse.Namespace) -> None:
     from qkv.errors import ArgumentError
 
-    spread = options.ranks is not None
-    for name in ("steps", "source") if spread else ("link", "order"):
-        value = getattr(options, name)
-        if value is not None and value is not False:
-            raise ArgumentError(
-                f"--{name} does not go with --ranks, which counts attention over ranks alone."
-                if spread
-                else f"--{name} is of a sequence that is spread over ranks; there are none.",
-                action="Leave it out." if spread else "Add --ranks, or leave it out.",
-            )
+    names, action = ("steps", "source"), "Leave it out."
+    fact = "does not go with --ranks, which counts attention over ranks alone."
+    if options.ranks is None:
+        names, action = ("link", "order"), "Add --ranks, or leave it out."
+        fact = "is of a sequence that is spread over ranks; there are none."
+    for name in names:
+        if is_given(getattr(options, name)):
+            raise ArgumentError(f"--{name} {fact}", action=action)
 
 
 def _model(options: argparse.Namespace, machines: list[Machine]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from qkv.cli.given import is_given
 from qkv.cli.inputs.arrays import checked_index
 from qkv.errors import ArgumentError
 from qkv.mechanisms import example_tokens
@@ -19,8 +20,7 @@ _OWN = {"mechanism", "query", "json"}
 def run(options: argparse.Namespace) -> str:
     """The output of the command."""
     for name, value in vars(options).items():
-        is_given = value is not None and value is not False and value != ()
-        if is_given and name not in _OWN and value != options.parser.get_default(name):
+        if is_given(value) and name not in _OWN and value != options.parser.get_default(name):
             shown = {"file": "FILE"}.get(name, "--" + name.replace("_", "-"))
             if name == "variants":
                 shown = value[0].option.flag

@@ -10,6 +10,7 @@ from qkv.arguments.declarations import shown
 from qkv.cli.commands.inspect import require_top, run_layer
 from qkv.cli.commands.inspect_json import finite
 from qkv.cli.commands.lab import require_folder, require_place, write_page
+from qkv.cli.given import is_given
 from qkv.cli.inputs.arrays import checked_index
 from qkv.cli.inputs.model import about, inspect_model
 from qkv.cli.inputs.model_layer import model_layer, saved_layer
@@ -147,8 +148,7 @@ def _refuse_variants(options: argparse.Namespace, what: str, *others: str) -> No
 
 def _refuse(options: argparse.Namespace, names: dict[str, str], reason: str) -> None:
     for attribute, flag in names.items():
-        value = getattr(options, attribute, None)
-        if value is not None and value is not False:
+        if is_given(getattr(options, attribute, None)):
             raise ArgumentError(f"{flag} {reason}.", action=f"See {options.parser.prog} --help.")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qkv.cli.enter_key import is_interactive, on_enter
+from qkv.cli.given import is_given
 from qkv.cli.model_options import add_model_options
 from qkv.cli.variants import add_variants, command_line_of, variants_of
 from qkv.errors import AmbiguityError, ArgumentError, UnsupportedError
@@ -56,8 +57,7 @@ def run(options: argparse.Namespace) -> str:
     sentence_is_text(options)
     if options.model is None:
         for name in ("text", "tokens", "download"):
-            value = getattr(options, name)
-            if value is not None and value is not False:
+            if is_given(getattr(options, name)):
                 raise ArgumentError(f"--{name} goes with --model.", action="See qkv lab --help.")
     elif options.file is not None:
         raise ArgumentError("FILE and --model are two things to show.", action="Pass one of them.")

@@ -43,7 +43,7 @@ class InputArrays:
     options: Mapping[str, Any] = field(default_factory=dict)
     found: Inspected | None = None
     notes: tuple[str, ...] = ()
-    q_tokens: tuple[str, ...] | None = None
+    q_tokens: Sequence[str] | None = None
 
     @classmethod
     def from_file(cls, path: str) -> InputArrays:

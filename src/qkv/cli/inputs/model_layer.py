@@ -13,6 +13,7 @@ from qkv.cli.inputs.arrays import InputArrays, checked_index
 from qkv.cli.inputs.model import inspect_model
 from qkv.errors import ArgumentError
 from qkv.files.contents import shown
+from qkv.inspection.models.layer_texts import query_texts
 from qkv.inspection.models.model_record import LayerRecord, ModelRecord
 from qkv.inspection.rendering.progress_bar import Bar
 from qkv.inspection.summaries.terminal import Page
@@ -52,7 +53,7 @@ def model_layer(options: argparse.Namespace) -> InputArrays:
         inputs.variants,
         {name: option for name, option in inputs.options.items() if option is not None},
         notes=tuple(record.sentences()),
-        q_tokens=_other_queries(record, layer),
+        q_tokens=query_texts(record, layer),
     )
 
 
@@ -78,7 +79,7 @@ def saved_layer(record: ModelRecord, options: argparse.Namespace) -> InputArrays
         tokens=None if options.batch else _tokens(record, layer),
         title=_title(record, layer),
         notes=tuple(record.sentences()),
-        q_tokens=_other_queries(record, layer),
+        q_tokens=query_texts(record, layer),
     )
 
 
@@ -86,15 +87,6 @@ def _tokens(record: ModelRecord, layer: LayerRecord) -> tuple[str, ...] | None:
     """The texts of the keys in batch row 0, if they are known."""
     texts = record.texts_of(layer.sequences[1])
     return None if texts is None or len(texts) != layer.received.shape[-1] else tuple(texts)
-
-
-def _other_queries(record: ModelRecord, layer: LayerRecord) -> tuple[str, ...] | None:
-    """The texts of the queries in batch row 0, none if not known; None if they are as the keys."""
-    of_queries, of_keys = layer.sequences
-    if of_queries == of_keys:
-        return None
-    texts, count = record.texts_of(of_queries), layer.scores.rows["entropy"].shape[-1]
-    return tuple(texts) if texts is not None and len(texts) == count else ()
 
 
 def _title(record: ModelRecord, layer: LayerRecord) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -64,7 +64,7 @@ class ShownHeads:
         Which head and query of the call come first here.
     notes : tuple of str
         What there is to know of the text.
-    q_tokens : tuple of str, or None
+    q_tokens : sequence of str, or None
         Names of all queries, none where they are not known; None if they are among the keys.
     """
 
@@ -81,7 +81,7 @@ class ShownHeads:
     head: int = 0
     q_index: int = 0
     notes: tuple[str, ...] = ()
-    q_tokens: tuple[str, ...] | None = None
+    q_tokens: Sequence[str] | None = None
 
     @property
     def causal(self) -> bool:

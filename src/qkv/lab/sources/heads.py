@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from qkv.errors import ArgumentError
 from qkv.inspection.heads.head_scores import KINDS, LETTERS, MEANINGS, SCORES, THRESHOLD, kinds_of
 from qkv.inspection.heads.head_table import mean_of_known
+from qkv.inspection.models.layer_texts import query_texts
 from qkv.inspection.models.model_record import LayerRecord, ModelRecord
 from qkv.inspection.records.record import Record
 from qkv.inspection.rendering.tokens import printable, require_names
@@ -184,7 +185,7 @@ def heads_of_model(record: ModelRecord, about: str = "") -> Heads:
                 "Record arrays with a batch row and a head.",
             )
     layers = [
-        _layer_of_model(layer, _texts(record, layer), _query_texts(record, layer))
+        _layer_of_model(layer, _texts(record, layer), query_texts(record, layer))
         for layer in record
     ]
     said = " ".join([*([about] if about else []), *record.sentences()])
@@ -206,15 +207,6 @@ def _texts(record: ModelRecord, layer: LayerRecord) -> Sequence[str] | None:
     if layer.sequences[1] == "input_ids":
         return None
     return record.texts_of(layer.sequences[1]) or ()
-
-
-def _query_texts(record: ModelRecord, layer: LayerRecord) -> Sequence[str] | None:
-    """The query tokens of a layer whose keys are of another sequence."""
-    of_queries, of_keys = layer.sequences
-    if of_queries == of_keys:
-        return None
-    texts, q_len = record.texts_of(of_queries) or (), layer.scores.rows["entropy"].shape[-1]
-    return texts if len(texts) == q_len else ()
 
 
 def _layer_of_model(
