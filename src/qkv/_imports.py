@@ -16,7 +16,7 @@ __all__ = ["when_imported"]
 def when_imported(name: str, act: Callable[[Any], None]) -> None:
     """Call `act` with the module of this name: now if it has been imported, else when it is."""
     if name in sys.modules:
-        # It waits for another thread that is still importing it.
+        # `import_module` waits for a thread that is still importing it.
         act(import_module(name))
     elif not any(type(finder) is _Finder and finder.name == name for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder(name, act))

@@ -20,7 +20,9 @@ __all__ = ["register", "with_constants"]
 
 
 class Unfilled:
-    """A variant whose arrays are not arrays, as numbers or None, which say something of each leaf.
+    """A variant with numbers, None or the like in the places of its arrays.
+
+    JAX, or `jax.tree.map`, makes such trees to say something of each leaf.
 
     Attributes
     ----------
@@ -56,7 +58,8 @@ def _taken_apart(variant: Any) -> tuple[list[Any], Hashable]:
 def _put_together(structure: Any, leaves: Sequence[Any]) -> Any:
     following = iter(leaves)
     made = unflatten(structure, lambda: next(following))
-    # A number, None or a list would be structure, and an object in a function a constant of it.
+    # With a number, None or a list in a field, the variant would have another structure, and with
+    # an object in a function, too.
     if all(map(is_array, leaves)) or _taken_apart(made)[1] == structure:
         return made
     return Unfilled(structure, leaves)
