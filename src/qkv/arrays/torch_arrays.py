@@ -74,6 +74,11 @@ def check_loaded(module: torch.nn.Module, weights: Iterable[torch.Tensor]) -> No
         )
 
 
+def is_readable(array: torch.Tensor) -> bool:
+    """Whether a tensor has values, which torch does not hide while it traces or transforms."""
+    return type(array) in _PLAIN and not (array.is_meta or _is_transformed(array))
+
+
 class TorchArrays:
     """torch tensors, with bfloat16 through ml_dtypes; this module computes no gradients."""
 
@@ -150,12 +155,7 @@ class TorchArrays:
         """The values in main memory; see `ArrayLibrary.on_host`."""
         if not isinstance(array, torch.Tensor):
             return np.asarray(array)
-        hidden = (
-            type(array) not in (torch.Tensor, torch.nn.Parameter)
-            or array.is_meta
-            or _is_transformed(array)
-        )
-        if not hidden:
+        if is_readable(array):
             with torch._C._DisableFuncTorch():  # Its transforms wrap what operations return.
                 host = array.detach().cpu()
                 if type(host) is torch.Tensor:

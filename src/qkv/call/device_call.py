@@ -19,7 +19,7 @@ from qkv.partial import Partial
 from qkv.problem.spec import Problem
 
 __all__ = ["DeviceCall", "check_device_call", "is_device_call", "is_on_device",
-           "names_device_backend"]  # fmt: skip
+           "names_device_backend", "read_before"]  # fmt: skip
 
 Array = NDArray[Any]
 
@@ -95,6 +95,16 @@ def names_device_backend(structure: Structure) -> bool:
     return name != "auto" and device_backend(name) is not None
 
 
+def read_before(bound: BoundCall) -> list[int]:
+    """The leaves whose values `lower` of a variant reads, before any backend runs."""
+    by_value = bound.structure.by_value
+    if not by_value:
+        return []
+    owners = bound.unflatten().owners
+    # The class itself has to declare it, since `lower` of a derived class may read values.
+    return [n for n in by_value if n >= 3 and not vars(type(owners[n])).get("read_by_backend")]
+
+
 def check_device_call(bound: BoundCall, given: Sequence[Any] | None = None) -> DeviceCall:
     """Check a bound call of tensors and choose its backend; operands are not looked at.
 
@@ -105,16 +115,11 @@ def check_device_call(bound: BoundCall, given: Sequence[Any] | None = None) -> D
         The variants as the caller gave them.
     """
     library = library_of(bound.leaves[0], "query")
-    by_value = bound.structure.by_value
-    # The class itself has to declare it, since `lower` of a derived class may read values.
-    read_by_lower = [
-        not vars(type(owner)).get("read_by_backend") for owner in bound.unflatten().owners
-    ]
+    by_lower = read_before(bound)
     roles = bound.roles
     views = [library.described(leaf) for leaf in bound.leaves[:3]]
     for n, leaf in enumerate(bound.leaves[3:], start=3):
-        by_lower = n in by_value and read_by_lower[n]
-        views.append(library.on_host(leaf, roles[n], by_value=by_lower))
+        views.append(library.on_host(leaf, roles[n], by_value=n in by_lower))
     call = bound._replace(leaves=views).unflatten()
     options, problem = call.options, checked_problem(call, library)
     device = getattr(bound.leaves[0].device, "type", "cpu")

@@ -29,6 +29,7 @@ from qkv.bridges.torch.operands import (
     operand,
 )
 from qkv.bridges.torch.operations import functions
+from qkv.bridges.torch.operations.device_operators import attend_later, reads_later
 from qkv.bridges.torch.operations.operators import contiguous
 from qkv.call.attend import attend
 from qkv.call.binding.bound import BoundCall, Structure, bind
@@ -94,7 +95,11 @@ def attend_on_device(bound: BoundCall, return_lse: bool) -> Any:
         # Autocast converts the operands; scores and sums keep their own type.
         with torch.autocast(device, enabled=False):
             return attend_on_device(bound, return_lse)
-    out, lse = check_device_call(bound).attend(lse=return_lse)
+    if reads_later(bound):
+        _hold_if_seen(bound.structure)
+        out, lse = attend_later(bound, lse=return_lse)
+    else:
+        out, lse = check_device_call(bound).attend(lse=return_lse)
     return (out, lse) if return_lse else out
 
 

@@ -40,9 +40,12 @@ __all__ = [
     "attention_backward",
     "attention_second",
     "attention_tangent",
+    "check_shapes",
     "compute_attention",
     "compute_gradients",
     "contiguous",
+    "empty_dense",
+    "empty_results",
     "is_rounded",
 ]
 
@@ -101,8 +104,8 @@ def _(
     query: Tensor, key: Tensor, value: Tensor, _: Any, structure: str, backward: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layout = Structure.from_text(structure).layout
-    _check_shapes(query, key, value, layout)
-    out, lse = _empty_results(query, key, value, layout)
+    check_shapes(query, key, value, layout)
+    out, lse = empty_results(query, key, value, layout)
     dim = out.shape[-1] if backward and is_rounded(query) else 0
     return out, lse, torch.empty_like(lse), lse.new_empty(*out.shape[:-1], dim)
 
@@ -146,7 +149,7 @@ def attention_backward(
 @attention_backward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, arrays: Any, *given: Any) -> list[Tensor]:
     *_, wanted = given
-    return [_empty_dense(t) for t in (query, key, value, *(arrays[n] for n in wanted))]
+    return [empty_dense(t) for t in (query, key, value, *(arrays[n] for n in wanted))]
 
 
 def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
@@ -195,7 +198,7 @@ def attention_tangent(
 @attention_tangent.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     *_, structure, _ = given
-    return _empty_results(query, key, value, Structure.from_text(structure).layout)
+    return empty_results(query, key, value, Structure.from_text(structure).layout)
 
 
 @torch.library.custom_op("qkv::attention_second", mutates_args=(), device_types="cpu")
@@ -228,7 +231,7 @@ def attention_second(
 def _(query: Tensor, key: Tensor, value: Tensor, arrays: Any, *given: Any) -> list[Tensor]:
     grad_out, grad_lse, *_, wanted = given
     more = (arrays[n] for n in wanted)
-    return [_empty_dense(t) for t in (query, key, value, grad_out, grad_lse, *more)]
+    return [empty_dense(t) for t in (query, key, value, grad_out, grad_lse, *more)]
 
 
 def _tensor(array: Any) -> Tensor:
@@ -260,11 +263,12 @@ def _tangents(tangents: Sequence[Tensor], directions: Sequence[int]) -> Tangents
     return Tangents(query, key, value, of_variants)
 
 
-def _empty_dense(tensor: Tensor) -> Tensor:
+def empty_dense(tensor: Tensor) -> Tensor:
+    """An unfilled tensor of this shape, with the strides of a dense one."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None:
+def check_shapes(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None:
     """Raise for shapes as the real operator does; sizes that are not known yet become guards."""
     tensors = query, key, value
     if all(type(n) is int for t in tensors for n in t.shape):
@@ -287,7 +291,7 @@ def _fact_with_shapes(fact: str, tensors: Sequence[Tensor]) -> str:
     return f"{fact}: {', '.join(str(tuple(t.shape)) for t in tensors)}."
 
 
-def _empty_results(query: Tensor, key: Tensor, value: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+def empty_results(query: Tensor, key: Tensor, value: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     """Output and lse of a call, which have no heads where all operands are matrices."""
     heads, length = (-2, -3) if layout == "blhd" else (-3, -2)
     tensors = [t if t.ndim > 2 else t[None] for t in (query, key, value)]
