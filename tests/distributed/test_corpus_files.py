@@ -109,5 +109,9 @@ def test_errors_say_which_text_they_are_of(tmp_path: Path) -> None:
 def test_arguments_are_named_before_anything_is_computed(tmp_path: Path) -> None:
     with pytest.raises(qkv.ArgumentError, match="tokenizer=3 is not a tokenizer"):
         qkv.hf.inspect_corpus(model(), ["a"], tmp_path, tokenizer=3)  # type: ignore[arg-type]
+    with pytest.raises(qkv.ArgumentError, match="progress=3 cannot be called"):
+        qkv.hf.inspect_corpus(model(), TEXTS, tmp_path, progress=3)  # type: ignore[arg-type]
+    with pytest.raises(qkv.ArgumentError, match="folder='' is not a path"):
+        qkv.hf.inspect_corpus(model(), TEXTS, "")
     with pytest.raises(qkv.ArgumentError, match="top=0 is not a positive integer"):
         qkv.ModelRecord("own", top=0)

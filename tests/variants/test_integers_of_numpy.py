@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import qkv
 
@@ -72,3 +73,11 @@ def test_segments_may_be_longer_than_the_type_of_their_ids_counts(kind: Any, row
         scores = key[seen] @ query[end] / np.sqrt(2)
         weights = np.exp(scores - scores.max())
         np.testing.assert_allclose(row, weights @ value[seen] / weights.sum(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("slopes", [8, np.int64(8), np.array(8), torch.tensor(8)], ids=repr)
+def test_one_integer_is_no_slope(slopes) -> None:
+    """Other libraries take the number of heads; an array of one integer was taken as a slope."""
+    x = np.ones((1, 2, 3, 4))
+    with pytest.raises(qkv.ArgumentError, match="slopes=8 is an integer"):
+        qkv.attention(x, x, x, qkv.ALiBi(slopes))

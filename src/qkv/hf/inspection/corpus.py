@@ -108,7 +108,7 @@ def inspect_corpus(
     ...     qkv.hf.inspect_corpus(model, texts, folder)
     CorpusRecord('GPT2Model', 4 texts, 1 layer, 2 heads)
     """
-    if not isinstance(folder, str | os.PathLike):
+    if not isinstance(folder, str | os.PathLike) or folder == "":
         raise ArgumentError(
             f"folder={shown(folder)} is not a path.",
             action="Name the folder that keeps the scores.",
@@ -263,6 +263,11 @@ class _Run:
             return ArgumentError(
                 f"tokenizer={shown(self.tokenizer)} is not a tokenizer.",
                 action="Pass what AutoTokenizer.from_pretrained returns.",
+            )
+        if self.progress is not None and not callable(self.progress):
+            return ArgumentError(
+                f"progress={shown(self.progress)} cannot be called.",
+                action="Pass a function of the number of texts that are done, and of all.",
             )
         return None
 

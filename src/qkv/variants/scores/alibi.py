@@ -52,11 +52,7 @@ class ALiBi(Variant):
 
     def __post_init__(self) -> None:
         if is_integer(self.slopes):
-            # Other libraries take the number of heads here.
-            raise ArgumentError(
-                f"ALiBi slopes={self.slopes} is an integer, which may mean a number of heads.",
-                action=f"Pass ALiBi() for the slopes of the paper, or {self.slopes}.0 as slope.",
-            )
+            raise _may_be_heads(self.slopes)
 
     def lower(self, builder: Builder) -> None:
         slopes = self._slopes(builder.shape.num_heads)
@@ -68,9 +64,12 @@ class ALiBi(Variant):
         dense.scores = dense.scores - float(slopes[dense.head]) * np.abs(dense.distance)
 
     def _slopes(self, num_heads: int) -> NDArray[Any]:
-        if self.slopes is not None:
-            return real_numbers(self.slopes, "slopes")
-        return alibi_slopes(num_heads)
+        if self.slopes is None:
+            return alibi_slopes(num_heads)
+        given = np.asarray(self.slopes)
+        if given.ndim == 0 and given.dtype.kind in "iu":
+            raise _may_be_heads(given)
+        return real_numbers(self.slopes, "slopes")
 
     @classmethod
     def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[ALiBi]:
@@ -85,3 +84,11 @@ def alibi_slopes(num_heads: int) -> NDArray[np.float64]:
     slopes = 2.0 ** (-8.0 * np.arange(1, below + 1) / below)
     more = 2.0 ** (-8.0 * np.arange(1, 2 * below + 1, 2) / (2 * below))
     return np.concatenate([slopes, more[: num_heads - below]])
+
+
+def _may_be_heads(slopes: Any) -> ArgumentError:
+    """The error for one integer, since other libraries take the number of heads here."""
+    return ArgumentError(
+        f"ALiBi slopes={slopes} is an integer, which may mean a number of heads.",
+        action=f"Pass ALiBi() for the slopes of the paper, or {slopes}.0 as slope.",
+    )
