@@ -1,4 +1,4 @@
-"""Lengths, segments, slopes and seeds as tensors of a graph, with torch's backend.
+"""Lengths, segments, slopes, caps and seeds as tensors of a graph, with torch's backend.
 
 The expected values are formulas in float64, and for seeds those of a call that nothing traces.
 """
@@ -27,6 +27,7 @@ KINDS: dict[str, tuple[Callable[..., Any], torch.Tensor]] = {
     "lengths": (qkv.KeyLengths, torch.tensor([3, 6])),
     "segments": (qkv.Segments, SEGMENTS),
     "slopes": (qkv.ALiBi, torch.tensor([1.0, 0.5, 0.25, 0.125])),
+    "cap": (qkv.Softcap, torch.tensor(0.75)),
     "seed": (lambda seed: qkv.Dropout(0.3, seed), torch.tensor(11)),
 }
 
@@ -43,8 +44,9 @@ def test_a_compiled_function_and_its_gradients(kind: str, layout: str) -> None:
         options = {"backend": "torch", "layout": layout, "return_lse": True}
         return qkv.attention(*rows, made(array), **options)
 
+    torch._dynamo.reset()  # Else all kinds would count as one function that changes.
     given, other = _operands(), _operands()
-    array = array.clone().requires_grad_() if array.is_floating_point() else array
+    array = array.clone().requires_grad_(kind == "slopes")
     out, lse = torch.compile(attend, fullgraph=True, backend="aot_eager")(*given, array)
     out = out.transpose(1, 2) if layout == "blhd" else out
     right_array = array.detach().clone().requires_grad_(array.requires_grad)
@@ -99,7 +101,8 @@ def test_exported_and_traced_graphs(kind: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("kind", ["lengths", "segments", "slopes"])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("kind", ["lengths", "segments", "slopes", "cap"])
 def test_a_trace_of_jit_reads_the_arrays_of_each_call(kind: str) -> None:
     made, array = KINDS[kind]
 
@@ -108,7 +111,7 @@ def test_a_trace_of_jit_reads_the_arrays_of_each_call(kind: str) -> None:
 
     tensors = [t.detach() for t in _operands()]
     trace = torch.jit.trace(attend, (*tensors, array))
-    other = array.flip(0)
+    other = array.flip(0) if array.ndim else array + 1
     assert_close(trace(*tensors, other), _expected(kind, *tensors, other)[0], check_dtype=False)
 
 
@@ -146,6 +149,24 @@ def test_values_that_do_not_fit_are_said_where_the_graph_runs() -> None:
         run(query, torch.tensor([3, 7]))
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_cap_that_is_not_positive_is_said_where_the_graph_runs(backend: str) -> None:
+    def attend(query, cap):
+        return qkv.attention(query, query, query, qkv.Softcap(cap), backend=backend)
+
+    class Attention(torch.nn.Module):
+        def forward(self, query, cap):
+            return attend(query, cap)
+
+    query, cap = _operands()[0].detach(), torch.tensor(2.0)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    exported = torch.export.export(Attention(), (query, cap)).module()
+    for run in (compiled, exported):
+        assert_close(run(query, cap), qkv.attention(query, query, query, qkv.Softcap(2.0)))
+        with pytest.raises(qkv.ArgumentError, match=r"Softcap cap=-2\.0 is not a positive number"):
+            run(query, -cap)
+
+
 def _operands() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     shape = BATCH, HEADS, LENGTH, DIM
@@ -166,6 +187,8 @@ def _expected(kind: str, query, key, value, array) -> tuple[torch.Tensor, torch.
     elif kind == "segments":
         allowed = (array[:, :, None] == array[:, None])[:, None]
         scores = torch.where(allowed, scores, -torch.inf)
+    elif kind == "cap":
+        scores = array * (scores / array).tanh()
     else:
         distance = (index[:, None] - index).abs()
         scores = scores - array.double()[:, None, None] * distance

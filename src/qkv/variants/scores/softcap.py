@@ -9,13 +9,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from qkv._dynamo import as_constant
+from qkv._dynamo import as_constant, is_reading
 from qkv.arguments.declarations import shown
 from qkv.arguments.readable_checks import is_truth_value
 from qkv.errors import ArgumentError
 from qkv.problem.building.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.base import Role, Variant
+from qkv.variants.base import HOST_VALUES, Role, Variant
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,21 +54,23 @@ class Softcap(Variant):
     cap: float
 
     def __post_init__(self) -> None:
+        if not isinstance(self.cap, HOST_VALUES) and is_reading():
+            return
         try:
             cap = as_constant(self.cap)
             cap = cap.detach() if hasattr(cap, "detach") else cap
             positive = isfinite(cap) and cap > 0 and not is_truth_value(cap)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            # JAX tells the value of a number that it traces only when the call runs.
-            positive = isinstance(error, TypeError) and _is_traced(self.cap)
+            # Torch and JAX tell the value of a number that they trace only when the call runs.
+            positive = isinstance(error, TypeError | RuntimeError) and _is_traced(self.cap)
         if not positive:
-            raise ArgumentError(
-                f"Softcap cap={shown(self.cap)} is not a positive number.",
-                action="Pass the largest absolute score, as in Softcap(50.0).",
-            )
+            raise _not_positive(self.cap)
 
     def lower(self, builder: Builder) -> None:
-        cap = builder.scalar(float(self.cap), "cap")
+        number = float(self.cap)
+        if not (isfinite(number) and number > 0):  # It was traced when this was made.
+            raise _not_positive(number)
+        cap = builder.scalar(number, "cap")
         scaled: object = np.tanh(builder.score / cap)
         builder.mod(cap * scaled)
 
@@ -78,6 +80,13 @@ class Softcap(Variant):
     @classmethod
     def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[Softcap]:
         return (cls(2.0), cls(50.0))
+
+
+def _not_positive(cap: object) -> ArgumentError:
+    return ArgumentError(
+        f"Softcap cap={shown(cap)} is not a positive number.",
+        action="Pass the largest absolute score, as in Softcap(50.0).",
+    )
 
 
 def _is_traced(number: object) -> bool:
