@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,6 +108,12 @@ def of_a_bound_method() -> Any:
     return lambda s, b, h, i, j: s * get("factor")
 
 
+def of_an_import(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    from numbers_of_a_module import imported
+
+    return s * imported
+
+
 CHANGING: dict[str, Callable[[], Any]] = {
     "a bound method": of_a_bound_method,
     "its object": lambda: lambda s, b, h, i, j: s * TABLE["factor"],
@@ -113,6 +121,8 @@ CHANGING: dict[str, Callable[[], Any]] = {
     "an attribute of a function": lambda: lambda s, b, h, i, j: helper(s),
     "an attribute of a number": lambda: lambda s, b, h, i, j: s * NUMBER.factor,
     "names of a tuple": lambda: lambda s, b, h, i, j: s * PAIR.low,
+    "what it imports": lambda: of_an_import,
+    "a global by name": lambda: lambda s, b, h, i, j: s * globals()["FACTOR"],
 }
 
 
@@ -127,6 +137,7 @@ def test_what_a_function_captures_and_may_change_is_watched(
         monkeypatch.setattr(helper, "factor", factor, raising=False)
         monkeypatch.setattr(NUMBER, "factor", factor, raising=False)
         monkeypatch.setitem(globals(), "FACTOR", factor)
+        monkeypatch.setitem(sys.modules, "numbers_of_a_module", SimpleNamespace(imported=factor))
         monkeypatch.setitem(globals(), "PAIR", (First if factor == 2 else Second)(2.0, 5.0))
         for _ in range(4):
             found = np.asarray(qkv.attention(*operands, qkv.ScoreMod(CHANGING[name]())))

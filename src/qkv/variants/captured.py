@@ -21,6 +21,7 @@ from qkv.problem.language.replaced_values import (
     closure_values,
     global_names,
     is_of_library,
+    reads_unnamed,
     with_replaced_values,
 )
 from qkv.problem.language.symbols import Expr, Table
@@ -189,7 +190,8 @@ def captured_values(
         return (fn.__code__,)
     keys = [_constant_key(value, arrays, (*outer, fn)) for value in _values_of(fn)]
     # Its own attributes may change too.
-    return None if None in keys or fn.__dict__ else (fn.__code__, *keys)
+    may_change = None in keys or fn.__dict__ or reads_unnamed(fn.__code__)
+    return None if may_change else (fn.__code__, *keys)
 
 
 def _values_of(fn: types.FunctionType) -> list[Any]:

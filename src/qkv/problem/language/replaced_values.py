@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dis
 import types
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -10,7 +11,9 @@ from typing import Any
 
 from qkv.errors import ArgumentError
 
-__all__ = ["closure_values", "global_names", "is_of_library", "with_replaced_values"]
+__all__ = [
+    "closure_values", "global_names", "is_of_library", "reads_unnamed", "with_replaced_values",
+]  # fmt: skip
 
 
 def with_replaced_values(
@@ -46,8 +49,9 @@ def with_replaced_values(
 
 _OF_MODULES = ("__name__", "__package__", "__spec__", "__path__", "__builtins__")
 """What an import or a class inside a function reads of its globals without naming it."""
-_READ_BY_NAME = frozenset({"globals", "eval", "exec", "__globals__"})
+_READ_BY_NAME = frozenset({"globals", "eval", "exec", "__globals__", "__import__"})
 """Names of what finds globals that the code does not name."""
+_MODULES_THAT_STAY = frozenset({"math", "numpy"})
 
 
 def _scope_of_code(fn: types.FunctionType) -> dict[str, Any]:
@@ -88,6 +92,18 @@ def is_of_library(fn: types.FunctionType, libraries: Sequence[str]) -> bool:
     """
     package = str(fn.__globals__.get("__name__")).partition(".")[0]
     return fn.__closure__ is None and package in libraries
+
+
+@lru_cache(maxsize=256)
+def reads_unnamed(code: types.CodeType) -> bool:
+    """Whether the code may read values that are not among its globals, as of what it imports."""
+    imports = [step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"]
+    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    return (
+        not _MODULES_THAT_STAY.issuperset(imports)
+        or not _READ_BY_NAME.isdisjoint(code.co_names)
+        or any(map(reads_unnamed, inner))
+    )
 
 
 @lru_cache(maxsize=256)
