@@ -64,6 +64,9 @@ _FOR_CPP = str.maketrans("\"\\'|", "'|\"\\")
 text into C++ between double quotes, as it is."""
 
 
+_named: dict[tuple[str, str], type] = {}
+"""The classes that texts name, as they were when the last text was written."""
+
 _TYPES: dict[str, type] = {
     "tuple": tuple, "list": list, "float": float, "bool": bool, "object": object,
     "generic": np.generic, "numbered": Numbered, "in place": ReadInPlace, "by value": ReadByValue,
@@ -86,7 +89,11 @@ def _encoded(tree: Tree) -> Any:
             return [_TYPE_NAMES[tree]]
         if _is_local(tree):
             return {"class": keep_for_good(tree), "of": _PROCESS}
-        return [tree.__module__, tree.__qualname__]
+        name = tree.__module__, tree.__qualname__
+        if _named.setdefault(name, tree) is not tree:  # Its module was loaded again.
+            _named[name] = tree
+            _kept.cache_clear()
+        return [*name]
     if isinstance(tree, bytes):
         return {"bytes": tree.hex()}
     return [_encoded(part) for part in tree] if type(tree) is tuple else tree
