@@ -1,5 +1,10 @@
 """Variants in a user's file are prepared like those of qkv, if they declare how they are read."""
 
+import importlib
+import sys
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
 import numpy as np
 import pytest
 import torch
@@ -116,3 +121,110 @@ def test_other_values_are_other_calls() -> None:
         rate[:] = RATE * factor
         found = qkv.attention(*arrays, variant, q_offset="end")
         np.testing.assert_allclose(found, attention(*arrays, rate=rate), atol=2e-6)
+
+
+class InSlots:
+    """A plain object whose attributes are in slots."""
+
+    __slots__ = ("reach",)
+
+    roles: ClassVar = {"reach": "static"}
+
+    def __init__(self, reach):
+        self.reach = reach
+
+    lower = Near.lower
+
+
+def test_attributes_in_slots(watched) -> None:
+    for reach in (4, 4, 4, 2):
+        arrays = operands(reach)
+        found = qkv.attention(*arrays, InSlots(reach))
+        np.testing.assert_allclose(
+            found, attention(*arrays, allowed=near(reach, 20, 20)), atol=2e-6
+        )
+    assert watched.prepared("forward", any_length=False)
+
+
+@dataclass
+class WithoutField:
+    """Makes an attribute of its field that is no field."""
+
+    rate: Any
+
+    roles: ClassVar = {}
+
+    def __post_init__(self):
+        self.doubled = 2 * self.rate
+
+    def lower(self, builder):
+        builder.mod(builder.score * self.doubled)
+
+
+def test_attributes_beside_the_fields_of_a_dataclass_are_named() -> None:
+    with pytest.raises(
+        qkv.ArgumentError, match="reads doubled, which is no field of the dataclass"
+    ):
+        qkv.attention(*operands(0), WithoutField(0.5))
+
+
+@dataclass
+class Holds:
+    """`Decay` of an array that lies in another object, which says nothing of what it holds."""
+
+    held: Any
+
+    roles: ClassVar = {}
+
+    def lower(self, builder):
+        Decay(self.held["rate"]).lower(builder)
+
+
+class UndeclaredDecay:
+    """`Decay`, which declares nothing."""
+
+    def __init__(self, rate):
+        self.rate = rate
+
+    lower = Decay.lower
+
+
+@pytest.mark.parametrize("make", [UndeclaredDecay, lambda rate: Holds({"rate": rate})])
+@pytest.mark.parametrize("call", ["called", "of a query that is learned", "compiled"])
+def test_gradients_of_what_a_class_does_not_declare_are_refused(make, call) -> None:
+    query, key, value = map(torch.from_numpy, operands(0))
+    variant = make(torch.tensor(RATE, requires_grad=True))
+    attend = qkv.attention
+    if call == "compiled":
+        attend = torch.compile(lambda *given: qkv.attention(*given, variant), backend="eager")
+    elif call == "of a query that is learned":
+        query.requires_grad_()
+    given = () if call == "compiled" else (variant,)
+    with pytest.raises(qkv.UnsupportedError, match="so that its gradient would be lost"):
+        attend(query, key, value, *given)
+    with torch.no_grad():
+        found = attend(query, key, value, *given)
+    expected = attention(*operands(0), rate=RATE)
+    np.testing.assert_allclose(found.numpy(), expected, atol=2e-6)
+
+
+def test_a_class_whose_module_is_loaded_again(tmp_path, monkeypatch) -> None:
+    """Text that compiled code holds names a class by its module; a later class is another one."""
+    source = """class Own:
+    roles = {}
+
+    def lower(self, builder):
+        builder.mod(builder.score - %s * abs(builder.q_pos - builder.kv_pos))
+"""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    arrays = operands(0)
+    for rate in (0.1, 0.9):
+        (tmp_path / "loaded_again.py").write_text(source % rate)
+        loaded = sys.modules.get("loaded_again")
+        module = importlib.reload(loaded) if loaded else importlib.import_module("loaded_again")
+        variant = module.Own()
+        compiled = torch.compile(lambda *given: qkv.attention(*given, variant), backend="eager")  # noqa: B023
+        found = compiled(*map(torch.from_numpy, arrays))
+        np.testing.assert_allclose(found, attention(*arrays, rate=np.full(4, rate)), atol=2e-6)
+    del sys.modules["loaded_again"]

@@ -33,6 +33,22 @@ def test_what_lower_computes_has_no_gradient() -> None:
         jax.grad(lambda own: squares(Computed(own)))(jnp.ones(2))
 
 
+class Undeclared:
+    """A weight for each head, which the class says nothing of."""
+
+    def __init__(self, weight: Any) -> None:
+        self.weight = weight
+
+    def lower(self, builder: Any) -> None:
+        builder.mod(builder.score * builder.per_head(self.weight, "weight"))
+
+
+@pytest.mark.parametrize("transform", [jax.grad, jax.jit, lambda f: jax.jit(jax.grad(f))])
+def test_traced_arrays_of_a_class_that_declares_nothing_are_refused(transform: Any) -> None:
+    with pytest.raises(qkv.UnsupportedError, match=r"weight of Undeclared is differentiated or tr"):
+        transform(lambda own: squares(Undeclared(own)))(jnp.ones(2))
+
+
 class Constant(NumberBesideArray):
     constant_fields: ClassVar = {"number": "learn it in a ScoreMod"}
 

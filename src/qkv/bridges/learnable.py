@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from qkv.arguments.readable_checks import array_shape, is_truth_value
+from qkv.call.binding.bound import Structure
 from qkv.call.binding.options import OptionValues
+from qkv.call.binding.undeclared import held_arrays
 from qkv.errors import DTypeError, ShapeError, UnsupportedError
 
-__all__ = ["refuse_constants", "with_scale"]
+__all__ = ["no_gradient", "refuse_constants", "refuse_undeclared", "with_scale"]
 
 
 def with_scale(query: Any, options: OptionValues) -> tuple[Any, OptionValues]:
@@ -51,6 +53,20 @@ def refuse_constants(variants: Sequence[Any], is_tracked: Callable[[Any], bool])
                 raise no_gradient(
                     f"{name} of {type(variant).__name__}", f"{name}.detach()", instead
                 )
+
+
+def refuse_undeclared(structure: Structure, is_tracked: Callable[[Any], bool]) -> None:
+    """Raise an error if an object that does not say what it holds has an array to be learned."""
+    if structure.is_known:
+        return
+    for name, array in held_arrays(structure.variants):
+        if is_tracked(array):
+            raise UnsupportedError(
+                f"{name} is differentiated or traced, and its class does not say how a call reads "
+                "it, so that its gradient would be lost.",
+                action="Declare `roles` in the class, {} at least, and keep the array in an "
+                "attribute of its own.",
+            )
 
 
 def no_gradient(what: str, stopped: str, instead: str) -> UnsupportedError:

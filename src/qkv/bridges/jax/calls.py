@@ -21,7 +21,7 @@ from qkv.bridges.jax import derivatives
 from qkv.bridges.jax.operations import PROCESS, Operation
 from qkv.bridges.jax.pytrees import with_constants
 from qkv.bridges.jax.rules import sharding_like, varying
-from qkv.bridges.learnable import with_scale
+from qkv.bridges.learnable import refuse_undeclared, with_scale
 from qkv.call.attend import attend
 from qkv.call.binding.bound import BoundCall, bind
 from qkv.call.binding.options import OptionValues
@@ -46,7 +46,8 @@ def attention(
     query, options = scaled(query, options)
     bound = bind(query, key, value, variants, options)
     structure, leaves = bound
-    if any(isinstance(array, jax.core.Tracer) for array in leaves):
+    refuse_undeclared(structure, _is_traced)
+    if any(map(_is_traced, leaves)):
         bound = bind(query, key, value, tuple(map(with_constants, variants)), options)
         structure, leaves = bound
         _check_types(bound)
@@ -69,6 +70,10 @@ def attention(
     out, lse, *_ = attend(BoundCall(structure, views), rows=return_lse)
     placed = _like(query, out, options.layout)
     return (placed, _like(query, lse, options.layout, is_lse=True)) if return_lse else placed
+
+
+def _is_traced(array: Any) -> bool:
+    return isinstance(array, jax.core.Tracer)
 
 
 def scaled(query: Any, options: OptionValues) -> tuple[Any, OptionValues]:

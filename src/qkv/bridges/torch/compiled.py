@@ -17,12 +17,13 @@ from qkv.bridges.learnable import refuse_constants
 from qkv.bridges.torch import score_mods
 from qkv.bridges.torch.eager import attend_on_device, refuse_export
 from qkv.bridges.torch.onnx import refuse_sizes
-from qkv.bridges.torch.operands import as_tensor, autocast
+from qkv.bridges.torch.operands import as_tensor, autocast, is_tracked
 from qkv.bridges.torch.operations import functions
 from qkv.call.binding.bound import BoundCall, Structure, bind
-from qkv.call.binding.flatten import declared_fields
+from qkv.call.binding.flatten import declared_fields, slots_of
 from qkv.call.binding.options import OptionValues
 from qkv.call.binding.structure_text import keep_for_good, names_objects
+from qkv.call.binding.undeclared import arrays_in
 from qkv.call.merging import merge_parts
 from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.problem.stored_rows import Paged, Quantized
@@ -137,12 +138,13 @@ def _wants_gradient(array: Any) -> bool:
 
 
 constant_result(declared_fields)
+constant_result(slots_of)
 
 
 @constant_result
 def _kept_number(variant: Any) -> int:
     """A number for a variant; none of one that Dynamo has no fields of, or that reads tensors."""
-    if not vars(variant):
+    if not getattr(variant, "__dict__", None) or any(is_tracked(a) for _, a in arrays_in(variant)):
         return -1
     if hasattr(type(variant), "tree_flatten"):
         try:

@@ -14,7 +14,7 @@ from torch import Tensor
 from qkv._dynamo import ends_graph
 from qkv.arrays.torch_arrays import check_beside, check_dense
 from qkv.arrays.views import view_beside
-from qkv.bridges.learnable import refuse_constants
+from qkv.bridges.learnable import refuse_constants, refuse_undeclared
 from qkv.bridges.torch.observers import looks_on
 from qkv.bridges.torch.onnx import as_torch_operations
 from qkv.bridges.torch.openmp import on_torch_threads
@@ -44,6 +44,7 @@ def attention(bound: BoundCall, variants: tuple[Any, ...], return_lse: bool) -> 
     """`qkv.attention` of a bound call that no run takes; `variants` as they were given."""
     with on_torch_threads():
         refuse_constants(variants, is_tracked)
+        refuse_undeclared(bound.structure, is_tracked)
         if torch.onnx.is_in_onnx_export():
             query, key, value, _, options, _ = bound.unflatten()
             written = as_torch_operations(query, key, value, variants, options)

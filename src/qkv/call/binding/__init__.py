@@ -6,6 +6,7 @@ bound           `bind`: a call as `BoundCall(structure, leaves)`
 structure_text, numbered
                 that structure as JSON, for compilers; the objects that it names by number
 variant_arrays  the arrays of variants
+undeclared      arrays of objects that do not say what they hold
 unknown_keywords
                 the error for a keyword of another library
 """

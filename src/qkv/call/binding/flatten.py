@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import fields
 from functools import lru_cache
+from types import MemberDescriptorType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -45,7 +46,10 @@ __all__ = [
     "declared_fields",
     "flatten",
     "is_known",
+    "names_of",
     "roles_of",
+    "slots_of",
+    "undeclared_objects",
     "unflatten",
     "uses_batch_index",
     "with_places",
@@ -256,6 +260,15 @@ def is_known(tree: Tree) -> bool:
     return not isinstance(tree, Opaque) or tree.known
 
 
+def undeclared_objects(tree: Tree) -> Iterator[Any]:
+    """The objects in a structure that do not say what they hold."""
+    if type(tree) is tuple:
+        for part in tree:
+            yield from undeclared_objects(part)
+    elif isinstance(tree, Opaque) and not tree.known:
+        yield tree.thing
+
+
 def uses_batch_index(tree: Tree) -> bool:
     """Whether a variant in the structure may tell batch rows apart by their flat index."""
     if type(tree) is tuple:
@@ -303,6 +316,7 @@ def without_arrays(tree: Tree) -> Tree:
 # Fields
 
 
+_slots: dict[type, tuple[str, ...]] = {}
 _declared: dict[type, tuple[tuple[str, Role], ...]] = {}
 """Fields and roles of dataclasses, whose instances all have the same fields."""
 
@@ -316,7 +330,25 @@ def _fields_of(kind: type, value: Any) -> tuple[tuple[str, Role], ...] | None:
     if roles is None:
         return None
     of_class = declared_fields(kind)
-    return of_class or tuple([(name, roles.get(name, "value")) for name in sorted(vars(value))])
+    return of_class or tuple([(name, roles.get(name, "value")) for name in sorted(names_of(value))])
+
+
+def names_of(thing: Any) -> list[str]:
+    """The names of an object's own attributes, those in `__slots__` too."""
+    names = list(getattr(thing, "__dict__", ()))
+    kind: type = type(thing)
+    slots = slots_of(kind)
+    return names + [name for name in slots if hasattr(thing, name)] if slots else names
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """The names in `__slots__` of a class and its bases, which `vars` of an object leaves out."""
+    known = _slots.get(kind)
+    if known is not None:
+        return known
+    members = [item for base in kind.__mro__ for item in vars(base).items()]
+    names = [name for name, part in members if isinstance(part, MemberDescriptorType)]
+    return _slots.setdefault(kind, tuple(names))
 
 
 def declared_fields(kind: type) -> tuple[tuple[str, Role], ...]:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from qkv.arrays.torch_arrays import TorchArrays
-from qkv.bridges.learnable import refuse_constants
+from qkv.bridges.learnable import refuse_constants, refuse_undeclared
 from qkv.bridges.torch.operands import as_tensor, is_tracked, kept_tensor
 from qkv.call.binding.bound import bind
 from qkv.call.binding.options import OptionValues
@@ -76,6 +76,7 @@ def whole_call(
     """
     refuse_constants(variants, is_tracked)
     bound = bind(query, key, value, variants, options)
+    refuse_undeclared(bound.structure, is_tracked)
     if backward and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in bound.leaves):
         bound = bound._replace(leaves=list(map(_kept, bound.leaves)))
     _, leaves = views_of(bound)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -141,8 +141,24 @@ def _lowered(shape: Shape, variants: Sequence[Any]) -> Builder:
             )
         if not hasattr(variant, "lower") or isinstance(variant, str | bytes):
             raise _no_variant(variant)
-        builder.lower(variant)
+        try:
+            builder.lower(variant)
+        except AttributeError as error:
+            _explain_attribute(error, variant)
+            raise
     return builder
+
+
+def _explain_attribute(error: AttributeError, variant: Any) -> None:
+    """Raise for an attribute that a dataclass was given beside its fields, which a call leaves."""
+    kind = type(variant)
+    if error.obj is variant and is_dataclass(kind) and getattr(kind, "roles", None) is not None:
+        raise ArgumentError(
+            f"{kind.__name__}.lower reads {error.name}, which is no field of the dataclass; a call "
+            "keeps the fields alone.",
+            action=f"Declare it, as in {error.name}: Any = field(init=False), or compute it in "
+            "lower.",
+        ) from None
 
 
 def _check_dtypes(arrays: Arrays) -> None:
