@@ -13,6 +13,7 @@ import pytest
 import qkv
 from qkv.backends import Refusal, backends, register, unregister
 from qkv.backends.reference import ReferenceBackend
+from qkv.partial import Partial
 from qkv.testing import cases, check_case
 
 PACKAGE = '''
@@ -155,6 +156,7 @@ with warnings.catch_warnings():
         ("import no_such_library", "No module named 'no_such_library'"),
         ("Uniform = None", "'NoneType' object is not callable"),
         ("raise OSError('no such device')", "no such device"),
+        ("class Uniform: name, priority = 'uniform', 1", "lacks a part of the backend protocol"),
     ],
 )
 def test_a_broken_entry_point_is_left_out_with_one_warning(
@@ -234,3 +236,55 @@ def test_what_lacks_a_part_of_the_protocol_is_refused() -> None:
     with pytest.raises(qkv.ArgumentError, match="protocol") as caught:
         register(Half())
     assert "refusals" in caught.value.action
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"name": 5}, "has the name 5"),
+        ({"name": "auto"}, "by which no call could choose it"),
+        ({"priority": "high"}, "priority 'high', not a number"),
+        ({"priority": float("nan")}, "priority nan, not a number"),
+    ],
+)
+def test_what_would_break_the_choice_of_all_backends_is_refused(change, words) -> None:
+    """Every call sorts backends by priority and name."""
+    before = backends()
+    with pytest.raises(qkv.ArgumentError, match=words):
+        register(type("Mine", (Counting,), change)())
+    with pytest.raises(qkv.ArgumentError, match="Counting is a class, not a backend"):
+        register(Counting)
+    assert backends() == before
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        (lambda out, lse: None, qkv.ArgumentError, "gives NoneType"),
+        (lambda out, lse: (out, lse), qkv.ArgumentError, "gives tuple"),
+        (
+            lambda out, lse: Partial(out[0], lse[0]),
+            qkv.ShapeError,
+            r"\(2, 5, 8\), not \(1, 2, 5, 8\)",
+        ),
+        (lambda out, lse: Partial(out.swapaxes(1, 2), lse), qkv.ShapeError, "of other shapes"),
+        (lambda out, lse: Partial(out, lse[..., None]), qkv.ShapeError, r"\(1, 2, 5, 1\), not"),
+        (lambda out, lse: Partial(out, lse.astype("f4")), qkv.DTypeError, "gives lse as float32"),
+    ],
+)
+@pytest.mark.parametrize("call", [qkv.attention, qkv.vjp, qkv.inspect])
+def test_results_that_do_not_fit_the_problem_are_refused(call, wrong, error, words) -> None:
+    class Wrong(ReferenceBackend):
+        name = "wrong"
+
+        def run(self, problem):
+            found = super().run(problem)
+            return wrong(found.out, found.lse)
+
+    x = np.random.default_rng(0).normal(size=(1, 2, 5, 8))
+    register(Wrong())
+    try:
+        with pytest.raises(error, match=words):
+            call(x, x, x, backend="wrong")
+    finally:
+        unregister("wrong")

@@ -38,7 +38,7 @@ from qkv.backends.protocols import (
     TwiceDifferentiable,
     WeightBlocks,
 )
-from qkv.errors import ArgumentError, UnsupportedError
+from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from qkv.partial import Partial, finish
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.spec import Problem, Spec
@@ -125,7 +125,9 @@ def _found() -> dict[str, Backend]:
         if point.name in known:
             continue
         try:
-            known[point.name] = point.load()()
+            made = point.load()()
+            _check_protocol(made)
+            known.setdefault(made.name, made)
         except Exception as error:
             # A package that cannot be imported must not break calls that use other backends.
             _broken[point.name] = f"{type(error).__name__}: {error}"
@@ -146,13 +148,66 @@ def broken_backends() -> dict[str, str]:
 
 def register(backend: Backend) -> None:
     """Add a backend in this process, without an entry point."""
-    if not isinstance(backend, Backend):
-        raise ArgumentError(
-            f"{type(backend).__name__} lacks a part of the backend protocol.",
-            action="Give it name, priority, refusals, blocks, scratch_bytes and run.",
-        )
+    _check_protocol(backend)
     _registered[backend.name] = backend
     backends_changed()
+
+
+def _check_protocol(backend: Any) -> None:
+    """Raise for what would break calls that look for a backend, those of others too."""
+    kind = type(backend).__name__
+    if isinstance(backend, type):
+        raise ArgumentError(
+            f"{backend.__name__} is a class, not a backend.",
+            action=f"Make one: {backend.__name__}().",
+        )
+    if not isinstance(backend, Backend):
+        raise ArgumentError(
+            f"{kind} lacks a part of the backend protocol.",
+            action="Give it name, priority, refusals, blocks, scratch_bytes and run.",
+        )
+    name: Any = backend.name
+    if not isinstance(name, str) or name in ("", "auto"):
+        raise ArgumentError(
+            f"{kind} has the name {shown(name)}, by which no call could choose it.",
+            action='Give it a word of its own, as name = "mine".',
+        )
+    priority: Any = backend.priority
+    if not isinstance(priority, int | float) or priority != priority:
+        raise ArgumentError(
+            f"the backend {name} has the priority {shown(priority)}, not a number.",
+            action="Give it one, as priority = 10; cpu has 100 and blocked 50.",
+        )
+
+
+def check_results(partial: Any, spec: Spec, backend: Backend) -> None:
+    """Raise if a backend gives something else than the output and lse of the problem.
+
+    Raises
+    ------
+    ArgumentError, ShapeError, DTypeError
+        It gives no `Partial`, or arrays of other shapes, or lse in another type.
+    """
+    if not isinstance(partial, Partial):
+        raise ArgumentError(
+            f"the backend {backend.name} gives {type(partial).__name__}, not output and lse.",
+            action="Return qkv.partial.Partial(out, lse) from its `run`.",
+        )
+    rows = (*spec.batch_shape, spec.num_heads, spec.q_len)
+    wanted = {"output": (*rows, spec.v_head_dim), "lse": rows}
+    found = {"output": partial.out.shape, "lse": partial.lse.shape}
+    if found != wanted:
+        raise ShapeError(
+            f"the backend {backend.name} gives arrays of other shapes than the problem has.",
+            [(n, f"{found[n]}, not {wanted[n]}") for n in wanted if found[n] != wanted[n]],
+            "Return (*batch_shape, num_heads, q_len, v_head_dim), and lse without the last.",
+        )
+    if partial.lse.dtype != spec.compute_dtype:
+        raise DTypeError(
+            f"the backend {backend.name} gives lse as {partial.lse.dtype}; the problem is computed "
+            f"in {spec.compute_dtype}.",
+            action="Convert it, as in lse.astype(spec.compute_dtype).",
+        )
 
 
 def unregister(name: str) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from qkv.arrays import ArrayLibrary, library_named, library_of
 from qkv.arrays.views import view_beside
-from qkv.backends import Choice, Differentiable, Preparing, choose
+from qkv.backends import Choice, Differentiable, Preparing, check_results, choose
 from qkv.call.binding.bound import BoundCall, UnboundCall
 from qkv.errors import ArgumentError, QkvError
 from qkv.partial import Partial, finish
@@ -78,6 +78,7 @@ class CheckedCall:
     def with_sinks(self, partial: Partial) -> Partial:
         """Apply the sinks in the same way as the backend's prepared calls."""
         backend, sinks = self.choice.backend, self.problem.operands.sinks
+        check_results(partial, self.problem.spec, backend)
         if sinks is not None and isinstance(backend, Preparing):
             return backend.add_sinks(self.problem, partial)
         return finish(partial, sinks)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import Backend, Differentiable, Inspectable, choose
+from qkv.backends import Backend, Differentiable, Inspectable, check_results, choose
 from qkv.inspection.weights.replay import Replay
 from qkv.inspection.weights.statistics import weight_statistics
 from qkv.partial import Partial, RowStatistics
@@ -235,7 +235,9 @@ class Parts:
             run = backend.run
             if backward and isinstance(backend, Differentiable):
                 run = backend.run_for_backward
-            merged.add(q_at, run(problem))
+            partial = run(problem)
+            check_results(partial, problem.spec, backend)
+            merged.add(q_at, partial)
 
     def gradients(
         self,
