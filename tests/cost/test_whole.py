@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,9 @@ import pytest
 
 import qkv.cost.peaks
 from qkv.cost import (
+    Attention,
+    FeedForward,
+    Layer,
     Machine,
     ModelCost,
     machine,
@@ -149,6 +154,27 @@ def test_experts_that_no_token_chose_are_not_read() -> None:
     assert weights < one.bytes_moved < 1.01 * weights
     whole = 2 * (many.parameters - 129_280 * 7168)
     assert whole < many.bytes_moved < 1.01 * whole
+
+
+@pytest.mark.parametrize("shared", [0, 6])
+@pytest.mark.parametrize("chosen", [1, 3])
+def test_outputs_of_experts_are_added_with_weights_of_a_softmax(shared: int, chosen: int) -> None:
+    """A token takes its largest scores in turn, their softmax, and a sum of weighted rows."""
+    forward = FeedForward(5, experts=4, experts_per_token=chosen, shared_width=shared)
+    model = replace(model_card("gpt-2"), width=8)
+    layer = Layer(Attention(1, 1, 8, 8), forward, 2)
+    counts = model_cost(replace(model, layers=(layer,)), 7).ledger.counts
+    expected: Counter[str] = Counter()
+    for _ in range(7):
+        expected["router_compare"] += chosen * 3
+        expected["router_softmax_compare"] += chosen - 1
+        expected["router_softmax_subtract"] += chosen
+        expected["router_softmax_exp"] += chosen
+        expected["router_softmax_add"] += chosen - 1
+        expected["router_softmax_divide"] += chosen
+        expected["combine_multiply"] += chosen * 8
+        expected["combine_add"] += (chosen + bool(shared) - 1) * 8
+    assert {name: counts.get(name, 0) for name in expected} == expected
 
 
 def test_absorbed_decoding_of_latent_attention() -> None:

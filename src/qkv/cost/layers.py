@@ -17,6 +17,7 @@ from qkv.ledger import (
     attended_pairs,
     attention_ledger,
     matmul,
+    softmax,
     step,
 )
 
@@ -322,7 +323,9 @@ def _feed_forward(forward: FeedForward, width: Count, run: PassSizes) -> Ledger:
     counted += _linear("router", run.rows, width, experts, forward.router_bias, run.size)
     # The k largest of E scores by k passes, and a softmax over them.
     counted += step("router", compare=run.rows * chosen * (experts - 1))
-    counted += step("combine", multiply=run.rows * chosen * width, add=run.rows * chosen * width)
+    counted += softmax("router_softmax", run.rows, chosen)
+    sums = max(chosen - 1, 0) + bool(forward.shared_width)
+    counted += step("combine", multiply=run.rows * chosen * width, add=run.rows * sums * width)
     if forward.shared_width:
         shared = Count(forward.shared_width, "f_s")
         counted += _hidden(forward, "shared_", run.rows, width, shared, run.size)
