@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -115,3 +118,27 @@ def test_the_error_when_none_can_run_lists_every_reason() -> None:
         qkv.attention(x, x, x, backend="reference")
     assert dict(caught.value.seen)["reference"].startswith("would hold")
     assert "q_len=100000" in dict(caught.value.seen)["problem"]
+
+
+HELD = {
+    "nothing": (),
+    "a mask": (qkv.Causal(),),
+    "scores and a mask": (qkv.ALiBi(), qkv.Causal()),
+    "many steps": (qkv.ScoreMod(lambda s, b, h, i, j: s - np.sqrt(abs(i - j)) + np.tanh(s) * h),),
+    "dropout": (qkv.Dropout(0.1, 0),),
+}
+
+
+@pytest.mark.parametrize("variants", HELD.values(), ids=HELD)
+@pytest.mark.parametrize("backend", ["blocked", "reference"])
+def test_scratch_is_what_numpy_holds(backend: str, variants: tuple[Any, ...]) -> None:
+    query, key, value = np.random.default_rng(0).normal(size=(3, 2, 1024, 16)).astype(np.float32)
+    plan = qkv.plan(query, key, value, *variants, backend=backend)
+    qkv.attention(query, key, value, *variants, backend=backend)
+    tracemalloc.start()
+    try:
+        qkv.attention(query, key, value, *variants, backend=backend)
+        held = tracemalloc.get_traced_memory()[1] - plan.output_bytes
+    finally:
+        tracemalloc.stop()
+    assert 0.8 * plan.scratch_bytes < held < 1.1 * plan.scratch_bytes

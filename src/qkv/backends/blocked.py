@@ -18,7 +18,7 @@ from qkv.backends import Refusal, ensure_residuals
 from qkv.partial import Partial, rest_of
 from qkv.problem.backward import BackwardInputs, OperandGradients, backward
 from qkv.problem.overflow import finite_or_recomputed
-from qkv.problem.scores import Scores, weighted_sum
+from qkv.problem.scores import Scores, pair_bytes, weighted_sum
 from qkv.problem.spec import Problem, Spec
 from qkv.problem.tiles import TileRun
 
@@ -45,7 +45,8 @@ class BlockedBackend:
         rows = block_q * (spec.head_dim + 2 * spec.v_head_dim) + block_kv * (
             spec.head_dim + spec.v_head_dim
         )
-        return (4 * block_q * block_kv + rows) * spec.compute_dtype.itemsize
+        dtype = spec.compute_dtype
+        return block_q * block_kv * pair_bytes(spec, dtype) + rows * dtype.itemsize
 
     def run(self, problem: Problem) -> Partial:
         return finite_or_recomputed(problem, self._run)

@@ -8,13 +8,13 @@ from qkv.backends import Refusal, ensure_residuals
 from qkv.partial import Partial, rest_of
 from qkv.problem.backward import BackwardInputs, OperandGradients, backward
 from qkv.problem.overflow import finite_or_recomputed
-from qkv.problem.scores import Scores, weighted_sum
+from qkv.problem.scores import Scores, pair_bytes, weighted_sum
 from qkv.problem.spec import Problem, Spec
 from qkv.problem.tiles import TileKind
 from qkv.process.forks import importing
 
 DENSE_LIMIT = 2 * 2**30
-"""Bytes that one dense matrix and its temporaries may take."""
+"""Bytes that the scores, weights and mask of one head may take."""
 
 
 def dense_bytes(spec: Spec) -> int:
@@ -44,8 +44,8 @@ class ReferenceBackend:
         return max(spec.q_len, 1), max(spec.kv_len, 1)
 
     def scratch_bytes(self, spec: Spec) -> int:
-        rows = spec.q_len + spec.kv_len
-        return dense_bytes(spec) + 8 * rows * (spec.head_dim + spec.v_head_dim)
+        rows = 8 * (spec.q_len + spec.kv_len) * (spec.head_dim + spec.v_head_dim)
+        return spec.q_len * spec.kv_len * pair_bytes(spec, np.dtype(np.float64)) + rows
 
     def run(self, problem: Problem) -> Partial:
         return finite_or_recomputed(problem, self._run)

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.problem.language.evaluate import evaluate
-from qkv.problem.language.expressions import SCORE, TRUE, Node
+from qkv.problem.language.expressions import SCORE, TRUE, Load, Node, Op, upwards
 from qkv.problem.philox import dropout_factors
-from qkv.problem.spec import Problem
+from qkv.problem.spec import Problem, Spec
 from qkv.problem.stored_rows import Rows, plain, read_rows
 from qkv.problem.tiles import TileGrid, TileKind
 
@@ -171,6 +171,34 @@ class Scores:
             out[..., first] = a * cos - b * sin
             out[..., second] = a * sin + b * cos
         return out
+
+
+def pair_bytes(spec: Spec, dtype: np.dtype[Any]) -> int:
+    """The most bytes that `tile` and `factors` hold for each pair.
+
+    These are the product, before and after it is scaled, the scores and weights of the tile before,
+    and what is computed of them: every step of an expression is kept until its end.
+    """
+    mask = 0 if spec.mask == TRUE else _steps_bytes(spec.mask, dtype) + dtype.itemsize
+    moved = dtype.itemsize if spec.score != SCORE else 0
+    dropped = DROPOUT_BYTES if spec.dropout else 0
+    return 4 * dtype.itemsize + max(_steps_bytes(spec.score, dtype), mask + moved, dropped)
+
+
+DROPOUT_BYTES = 80
+"""What drawing a random number for a pair holds: ten integers of 64 bits."""
+
+
+def _steps_bytes(root: Node, dtype: np.dtype[Any]) -> int:
+    sizes = {"float": dtype.itemsize, "int": 8, "bool": 1}
+    steps = [node for node in upwards(root, {}) if isinstance(node, Load | Op)]
+    return sum(sizes[node.kind] for node in steps if _is_of_pairs(node.variables))
+
+
+def _is_of_pairs(variables: frozenset[str]) -> bool:
+    """Whether what reads these variables has a number for each pair, not for each row."""
+    sides = ({"q_index", "q_pos"}, {"kv_index", "kv_pos"})
+    return "score" in variables or all(not side.isdisjoint(variables) for side in sides)
 
 
 def of_all_heads(array: Array) -> Array:
