@@ -35,7 +35,9 @@ function sentence(name, { row, trace, name: token, keyNames, example }) {
   const root = Math.sqrt(trace.problem.head_dim);
   const n = row.raw.length;
   const forbidden = row.allowed.filter((allowed) => !allowed).length;
-  const best = softmax.weights.indexOf(Math.max(...softmax.weights));
+  const most = Math.max(...softmax.weights);
+  const best = softmax.weights.flatMap((weight, j) => (weight === most ? [j] : []));
+  const forbidding = row.masks.filter(({ allowed }) => allowed.includes(false));
   switch (name) {
     case "projections":
       return html`The row x of <${Quoted} text=${token} /> is multiplied by three matrices. Its query asks, the keys are what is asked for, the values are what is returned.`;
@@ -51,24 +53,26 @@ function sentence(name, { row, trace, name: token, keyNames, example }) {
           : html`All scores are multiplied by <${Num} x=${scale} />.`;
     case "scores":
       return forbidden
-        ? html`${row.masks.map(({ label }) => html`<code>${label}</code> `)}forbids ${forbidden} of ${n} keys; their score becomes −∞, so that their exp is 0.`
+        ? html`${forbidding.map(({ label }, i) => html`${i ? " and " : ""}<code>${label}</code>`)}${forbidding.length ? "" : "A score of −∞"} ${forbidding.length > 1 ? "forbid" : "forbids"} ${forbidden} of ${n} keys; their score becomes −∞, so that their exp is 0.`
         : html`Nothing is forbidden to <${Quoted} text=${token} />${row.masks.length ? html` by <code>${row.masks.map(({ label }) => label).join(", ")}</code>` : ""}: it sees all ${n} keys.`;
     case "max":
       return softmax.row_max === -Infinity
         ? html`Every key is forbidden, so there is no largest score.`
-        : html`${softmax.sink === null ? "The largest score" : html`The largest of the scores and the learned sink, <${Num} x=${softmax.sink} />,`} is <${Num} x=${softmax.row_max} />. Subtracting it changes no weight and keeps exp from overflowing.`;
+        : html`${softmax.sink === null ? "The largest score" : html`The largest of the scores and the learned sink, <${Num} x=${softmax.sink} />,`} is <${Num} x=${softmax.row_max} />. ${Number.isFinite(softmax.row_max) ? "Subtracting it changes no weight and keeps exp from overflowing." : "Subtracting it gives NaN."}`;
     case "shifted":
-      return html`Now the largest is 0 and all others are below${softmax.sink !== null && html`; the sink is at <${Num} x=${softmax.sink - softmax.row_max} />`}.`;
+      if (softmax.row_max === -Infinity) return html`There is nothing to subtract: every score is −∞.`;
+      if (!Number.isFinite(softmax.row_max)) return html`A difference from <${Num} x=${softmax.row_max} /> is NaN, and all weights will be.`;
+      return html`Now the largest is 0, and none is above it${softmax.sink !== null && html`; the sink is at <${Num} x=${softmax.sink - softmax.row_max} />`}.`;
     case "exp":
-      return html`exp makes every number positive, and differences of scores into ratios.`;
+      return html`exp makes differences of scores into ratios: every number becomes positive${forbidden ? ", and −∞ becomes 0" : ""}.`;
     case "sum":
       return html`They add up to <${Num} x=${softmax.row_sum} />${softmax.sink !== null && html`, with e^(sink − m) = <${Num} x=${softmax.sink_exp} /> among them`}.`;
     case "weights":
       return softmax.row_sum === 0 || row.scores.every((score) => score === -Infinity)
         ? html`A row that may see nothing has weights 0 and output 0, not NaN.`
-        : best < 0
+        : !best.length
         ? html`Where a score is NaN or ∞, the sum is NaN, and so are the weights.`
-        : html`Divided by the sum they are shares that add up to 1${softmax.sink !== null && html`, with <${Num} x=${softmax.sink_exp / softmax.row_sum} /> for the sink`}. The most, <${Num} x=${softmax.weights[best]} />, goes to <${Quoted} text=${keyNames[best]} />; the entropy, −Σ w log w, is <${Num} x=${softmax.entropy} /> nats (natural logarithms) of at most <${Num} x=${Math.log(n)} />.`;
+        : html`Divided by the sum they are shares that add up to 1${softmax.sink !== null && html`, with <${Num} x=${softmax.sink_exp / softmax.row_sum} /> for the sink`}. The most, <${Num} x=${softmax.weights[best]} />, goes to ${best.length > 2 ? `each of ${best.length} keys` : best.map((j, i) => html`${i ? " and to " : ""}<${Quoted} text=${keyNames[j]} />`)}; the entropy, −Σ w log w, is <${Num} x=${softmax.entropy} /> nats (natural logarithms)${softmax.sink === null && html` of at most log ${n - forbidden} = <${Num} x=${Math.log(n - forbidden)} />`}.`;
     default:
       return html`Each value is multiplied by its weight${row.factors && " and by its factor of dropout"}, and all are added: <${Vector} of=${row.output} kind="o" />. ${example.tokens.length <= LONGEST ? "This row is what the next layer reads." : ""}`;
   }

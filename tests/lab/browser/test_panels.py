@@ -143,6 +143,27 @@ def test_the_pipeline_grows_by_steps(lab: Any) -> None:
     assert page.inner_text('.track [aria-current="step"]') == "Divide"
 
 
+def test_the_words_of_the_pipeline_are_true_of_equal_and_forbidden_scores(lab: Any) -> None:
+    """In the shared example "sat" gives "cat" and "sat" the same, the largest weight of its row."""
+
+    def said(step: int, **view: Any) -> str:
+        text: str = lab.open("pipeline", step=step, **view).inner_text(".explained p:last-child")
+        return text
+
+    assert said(5, token=2) == "Now the largest is 0, and none is above it."
+    assert "goes to “cat” and to “sat”; the entropy" in said(8, token=2)
+    assert "goes to each of 4 keys" in said(8, token=2, ex="own", own=_EQUAL)
+    assert f"of at most log 5 = {np.log(5):.4f}." in said(8, token=2)
+    assert f"of at most log 2 = {np.log(2):.4f}." in said(8, token=1, mask="causal")
+    assert "−∞ becomes 0" in said(6, token=1, mask="causal")
+    assert "−∞ becomes 0" not in said(6, token=4, mask="causal")
+    assert "every score is −∞" in said(5, mask="padding", keys=0)
+
+
+_EQUAL = json.dumps([list("abcd"), "1,1,1,1", "2,2,2,2", "1,2,3,4"])
+"""Four tokens of one number each, whose keys are the same."""
+
+
 def test_tiles_rescale(lab: Any) -> None:
     page = lab.open("tiles", block=1, token=0)
     assert page.inner_text(".place") == "block 1 of 5"
