@@ -2,7 +2,7 @@
 
 import contextlib
 from html import unescape
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -180,6 +180,24 @@ def test_what_a_mask_hides_is_no_reason_beside_scores_that_overflow() -> None:
     assert by_key.startswith("key holds NaN first at head 1, row 4, dim 2: query row 4 of head 1")
     assert by_scores.startswith("Scores overflow float32")
     assert "2 query rows (of head 1: 0, 1) have" in by_scores
+
+
+@pytest.mark.parametrize(
+    ("variant", "factor", "words"),
+    [
+        (qkv.Sinks(np.nan), 1.0, "The sinks hold NaN"),
+        (qkv.Sinks(np.inf), 1.0, "The sinks hold NaN"),
+        (qkv.ScoreMod(lambda score, b, h, i, j: score + np.sqrt(-1.0 - j)), 1.0, "Mend the score"),
+        (qkv.ScoreMod(lambda score, b, h, i, j: score + np.exp(999.0 + j)), 1.0, "Mend the score"),
+        (qkv.Causal(), 1e160, "Divide query or scale."),
+    ],
+)
+def test_scores_that_float64_does_not_save(variant: Any, factor: float, words: str) -> None:
+    """The advice to inspect them as float64 would help none of these."""
+    q, k, v = (array.astype(np.float64) for array in (Q, K, V))
+    (reason,) = qkv.inspect(abs(q) * factor, abs(k) * factor, v, variant).non_finite.reasons
+    assert words in reason
+    assert "overflow" not in reason
 
 
 def test_queries_that_see_no_key() -> None:

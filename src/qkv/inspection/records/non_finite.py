@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -85,7 +85,7 @@ def non_finite(
             reasons.append(f"{_first('key', operands.key, of_key, of_keys)}: {what}")
         rest = bad & ~by_query & ~by_key
         if rest.any():
-            reasons.append(_of_scores(problem, _count(rest, first)))
+            reasons.append(_of_scores(problem, rest, _count(rest, first)))
     # Without weights a row has no output, whatever the values are.
     of_rows = np.asarray(output, np.float64).reshape(*shape, spec.v_head_dim)
     if not np.isfinite(of_rows[~bad]).all():
@@ -122,8 +122,11 @@ def _that_see(problem: Problem, rows: Array, wrong: Array) -> tuple[Array, Array
     return that_see, seen
 
 
-def _of_scores(problem: Problem, rows: str) -> str:
-    """Why scores are not finite although query and key are."""
+def _of_scores(problem: Problem, wrong: Array, rows: str) -> str:
+    """Why weights are NaN in rows `wrong` (batch, num_heads, q_len) with finite query and key."""
+    sinks = problem.operands.sinks
+    if sinks is not None and (np.isnan(sinks) | np.isposinf(sinks)).any():
+        return f"The sinks hold NaN or plus infinity: {rows} no weights. Mend them."
     for name, table in problem.operands.tables.items():
         if table.dtype.kind not in "biu":
             values = np.asarray(table, np.float64)
@@ -134,11 +137,28 @@ def _of_scores(problem: Problem, rows: str) -> str:
                     "Mend it; minus infinity is what forbids a pair."
                 )
     compute = problem.spec.compute_dtype
+    at = np.argwhere(wrong)[0]
+    if not _is_finite_in_float64(problem, *at):
+        without_mods = replace(problem, spec=replace(problem.spec, scores=()))
+        is_made = _is_finite_in_float64(without_mods, *at)
+        action = "Mend the score mod." if is_made else "Divide query or scale."
+        return f"Scores are not finite in float64 either: {rows} no weights. {action}"
     return (
         f"Scores overflow {compute}, although the queries and the keys that they see are finite: "
         f"{rows} no weights. Divide query or scale, or inspect them as float64. qkv.explain "
         "computes in float64, so its numbers are finite where these are not."
     )
+
+
+def _is_finite_in_float64(problem: Problem, batch: int, head: int, row: int) -> bool:
+    """Whether float64 has the scores of a query row without NaN and plus infinity."""
+    scores = Scores(problem, np.dtype(np.float64))
+    for start in range(0, problem.spec.kv_len, _BLOCK):
+        keys = slice(start, min(start + _BLOCK, problem.spec.kv_len))
+        tile = scores.tile(batch, head, np.array([row]), keys)
+        if (np.isnan(tile) | np.isposinf(tile)).any():
+            return False
+    return True
 
 
 def _wrong(array: Any, batch_size: int) -> Array:
