@@ -6,10 +6,11 @@ import { shown } from "../drawing/format.js";
 
 export function ExampleBar({ withMask = true, withScale = true, withToken = true }) {
   const { view, set, client } = useLab();
-  const { example, fixed, rows, name } = useExample();
+  const { example, fixed, isLost, rows, name } = useExample();
   const names = examplesOf(client).map(({ name, title }) => [name, title ?? name]);
   if (name === "own") names.push(["own", "your own numbers"]);
-  return html`<div class="examplebar">
+  return html`${isLost && html`<p class="failure" role="alert">The numbers in this address cannot be read, and the first example is shown. Copy the whole address: its end may be missing.</p>`}
+  <div class="examplebar">
     <${Select} label="Example" options=${names} value=${name} onChange=${(ex) => set({ ex, token: 0, key: 0 })} />
     ${withMask && !fixed && html`
       <${Choice} label="Mask" value=${view.mask} onChange=${(mask) => set({ mask })}

@@ -87,7 +87,8 @@ export function useExample({ masked = true } = {}) {
     const options = { mask, left, right, keys, scaled: scaled !== 0 };
     const fixed = Boolean(example.trace);
     const trace = fixed ? example.trace : traceOf(example, options);
-    return { example, options, trace, fixed, rows: trace.heads[0].rows, name: example.name ?? "own" };
+    const isLost = ex === "own" && own !== "" && !edited;
+    return { example, options, trace, fixed, isLost, rows: trace.heads[0].rows, name: example.name ?? "own" };
   }, [client.data, client.given("example"), ex, own, mask, left, right, keys, scaled]);
 }
 

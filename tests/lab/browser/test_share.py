@@ -101,3 +101,14 @@ def test_numbers_of_a_file_are_in_the_address(
     np.testing.assert_allclose(weights_of(other), expected, rtol=1e-12)
     assert "token=2" in other.url
     other.close()
+
+
+def test_an_address_that_was_cut_off_says_so(lab: Any) -> None:
+    """Without a word, the first example would be taken for the numbers that were sent."""
+    own = '[["a","b"],"1 2,3 4","1 0,0 1","1 2,3 4"]'
+    page = lab.open("heatmap", ex="own", own=own)
+    assert page.query_selector(".failure") is None
+    page = lab.open("heatmap", ex="own", own=own[:-4])
+    assert "The numbers in this address cannot be read" in page.inner_text(".failure")
+    page.select_option(".examplebar select", "three")
+    assert page.query_selector(".failure") is None
