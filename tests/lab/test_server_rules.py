@@ -58,6 +58,13 @@ def test_a_foreign_host_is_refused(client: Client, host: str | None, method: str
     assert status in ((400, 403) if host is None else (403,))
 
 
+def test_another_name_of_this_machine_is_told_the_address(client: Client) -> None:
+    localhost = {"Host": f"localhost:{client.port}"}
+    status, _, body = client.request("GET", "/", headers=localhost)
+    assert status == 403
+    assert f"http://{client.host}/" in body.decode()
+
+
 def test_two_hosts_are_refused(client: Client) -> None:
     with socket.create_connection(("127.0.0.1", client.port), timeout=10) as raw:
         lines = f"GET / HTTP/1.1\r\nHost: {client.host}\r\nHost: evil.example\r\n"

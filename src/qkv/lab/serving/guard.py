@@ -100,7 +100,8 @@ class Guard:
     def _refusal(self, scope: Scope) -> Response | None:
         """The response to a request that is refused; None if the request may pass."""
         if _all(scope, b"host") != [self.host.encode()]:
-            return PlainTextResponse("This is not the address of the lab.\n", 403)
+            wrong = f"This is not the address of the lab. Open http://{self.host}/ in its place.\n"
+            return PlainTextResponse(wrong, 403)
         if scope["method"] == "POST" and not self._is_from_page(scope):
             return PlainTextResponse("Only the page of the lab may ask.\n", 403)
         known = self._has_cookie(scope)
