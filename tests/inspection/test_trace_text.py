@@ -274,6 +274,8 @@ def test_weights_that_are_no_numbers_are_said_to_be_none() -> None:
     assert "have nan of it" not in text
     assert "Its weights are not numbers" in text
     assert "no numbers" not in qkv.explain(q, k, v, q_index=2).text(80, 12)
+    large = qkv.explain(np.full((2, 4), 1e200), np.full((2, 4), 1e200), np.ones((2, 4))).text()
+    assert "a score or a sink is NaN or plus infinity" in large  # Query and key are finite.
 
 
 def test_of_many_keys_print_and_notebooks_show_those_with_most_weight() -> None:

@@ -193,8 +193,8 @@ class _Row:
                 f"together they have {share:.4f} of it. Sums are over all."
             )
         if np.isnan(row.softmax.weights).any():
-            yield "Its weights are not numbers: query, key or what is added to the scores holds"
-            yield "NaN or infinity. qkv.inspect says where."
+            yield "Its weights are not numbers, since a score or a sink is NaN or plus infinity."
+            yield "qkv.inspect says why."
         yield from self.vector("q = ", row.query)
         if row.rotated_query is not None:
             rotation = printable(str(problem.rotation), 80)
