@@ -200,6 +200,21 @@ def test_scores_that_float64_does_not_save(variant: Any, factor: float, words: s
     assert "overflow" not in reason
 
 
+def test_rows_with_an_infinite_score_are_in_no_mean() -> None:
+    """The score of row 3 for key 2 is infinite, which leaves weights of 0 to its other keys."""
+    q, k = (array.astype(np.float64) for array in (Q, K))
+    q[0, 3], k[0, 2] = 1e200, 1e200
+    q[0, 2], q[0, 4:] = 0.0, 0.0
+    q[0, :2] = -1e-200
+    record = qkv.inspect(q, k, V.astype(np.float64), qkv.Causal())
+    assert np.argwhere(record.non_finite.rows).tolist() == [[0, 3]]
+    for name, rows in record.rows_by_query().items():
+        assert np.isnan(rows[0, 3]), name
+    # Rows 1, 2 and 4 to 8 have a token before them, and weights of 1 / (row + 1).
+    weights = 1 / (1 + np.array([1, 2, 4, 5, 6, 7, 8]))
+    np.testing.assert_allclose(record.rows()[0]["previous"], weights.mean(), rtol=1e-6)
+
+
 def test_queries_that_see_no_key() -> None:
     record = qkv.inspect(Q, K, V, qkv.GlobalTokens([99]))
     assert "No query sees a key" in str(record)

@@ -210,6 +210,7 @@ export function Inspect() {
       ${" "}${model.about}</p>`;
   const others = client.host !== "export" && html`<${Shown} model=${model} />`;
   if (isEmpty) return html`${about}${others}<p data-name="empty">Without ${qLen ? "keys" : "queries"} there are no weights to show.</p>`;
+  if (!scores.length) return html`${about}${others}<p data-name="empty">There are no weights to show: masks or scores of −∞ forbid all pairs, or scores are not numbers.</p>`;
   return html`${about}<p>${model.note}</p><${HowToRead} />
     ${others}
     <${Choice} label="Heads coloured by" value=${score} onChange=${(to) => set({ score: to })} options=${scores.map((name) => [name, worded(name)])} />

@@ -222,6 +222,21 @@ def test_a_record_without_keys_or_queries_says_so(
     assert lab.errors == []
 
 
+@pytest.mark.parametrize(("lengths", "factor"), [(0, 1.0), (3, np.nan)])
+def test_a_record_without_a_weight_says_so(
+    opened: Any, tmp_path: Path, lengths: int, factor: float
+) -> None:
+    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 5, 4))
+    record = qkv.inspect(q * factor, k, v, qkv.KeyLengths(lengths))
+    (tmp_path / "record.html").write_text(record.to_html(), encoding="utf-8")
+    lab = opened(tmp_path / "record.html")
+    page = lab.open("inspect")
+    assert "There are no weights to show" in page.inner_text('[data-name="empty"]')
+    assert "undefined" not in page.inner_text("main")
+    assert ("query holds NaN" in page.inner_text("main")) == np.isnan(factor)
+    assert lab.errors == []
+
+
 def test_queries_of_another_text_are_not_named_by_the_keys(opened: Any, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     record = qkv.ModelRecord("translator")

@@ -119,6 +119,9 @@ def test_messages_about_heads_show_their_numbers(of_arrays: Lab) -> None:
         )
         [entropy] = of_arrays.numbers('[data-name="head-entropy"]')
         np.testing.assert_allclose(entropy, steps.entropy, atol=1e-12)
+    said = page.inner_text("main .lead")
+    assert "query holds NaN first at head 0, row 2, dim 0" in said
+    assert "Means are those of the other rows." in said
     entropies = of_arrays.grid("entropy of each head")[0]
     assert np.isfinite(entropies[0])
     assert np.isnan(entropies[1])

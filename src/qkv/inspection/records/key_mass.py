@@ -90,13 +90,14 @@ def counted_rows(rows: dict[str, Array], best: Array, problem: Problem) -> dict[
     Parameters
     ----------
     rows : dict of str to array
-        Those of `PLACES` need a key at this distance.
+        Those of `PLACES` need a key at this distance; where "entropy" is NaN, there are no weights.
     best : integer array (..., num_heads, q_len)
         The best key of each query, -1 where there is none.
     problem : Problem
     """
     spec, positions = problem.spec, problem.operands.positions
-    counted = dict.fromkeys(rows, best >= 0)
+    # A score of plus infinity leaves a weight of 0 to the other keys, but no weights to its row.
+    counted = dict.fromkeys(rows, (best >= 0) & ~np.isnan(rows["entropy"]))
     for name, offset in PLACES.items():
         has_key = has_key_at(positions.query_positions(), positions.key_positions(), offset)
         whole = np.broadcast_to(has_key[:, None], (spec.batch_size, spec.num_heads, spec.q_len))

@@ -307,7 +307,10 @@ def heads_of_record(
         lambda head, first, stop: best_keys(replay, head, first, stop),
         replay,
     )
-    return Heads(title, "arrays", record.backend, scores, tokens, [layer], about)
+    non_finite = record.non_finite
+    others = ["Means are those of the other rows."] if non_finite.rows.any() else []
+    said = " ".join([*([about] if about else []), *non_finite.reasons, *others])
+    return Heads(title, "arrays", record.backend, scores, tokens, [layer], said)
 
 
 def _kinds(row: dict[str, float]) -> tuple[str, ...]:
