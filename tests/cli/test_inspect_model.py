@@ -562,6 +562,9 @@ def broken(folder: Path, tmp_path: Path, fault: str) -> Path:
             weights.write_bytes(weights.read_bytes()[:1000])
         case "no tokenizer":
             (path / "tokenizer.json").unlink()
+        case "empty tokenizer":  # transformers makes one that knows a single token.
+            for file in path.glob("tokenizer*"):
+                file.unlink()
         case "not json":
             (path / "config.json").write_text("{")
         case "own code":
@@ -581,6 +584,7 @@ def broken(folder: Path, tmp_path: Path, fault: str) -> Path:
     [
         ("cut", "cannot be loaded"),
         ("no tokenizer", "has no tokenizer, so a text cannot be turned into its tokens"),
+        ("empty tokenizer", "has no tokenizer, so a text cannot be turned into its tokens"),
         ("not json", "cannot be loaded"),
         ("own code", "needs code from its own repository, which is never run"),
         ("unknown", "cannot be loaded"),

@@ -268,19 +268,31 @@ def _load_tokenizer(name: str, safe: dict[str, Any]) -> Any:
     """The tokenizer, whose absence transformers reports in the words of whatever it tried last."""
     from transformers import AutoTokenizer
 
+    folder = Path(name)
     try:
-        return AutoTokenizer.from_pretrained(name, **safe)
+        tokenizer = AutoTokenizer.from_pretrained(name, **safe)
     except Exception as error:
-        folder = Path(name)
-        if "trust_remote_code" in str(error) or not folder.is_dir():
+        if "trust_remote_code" in str(error) or not _lacks(folder, _TOKENIZER_FILES):
             raise
-        if any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
-            raise
-        raise FileError(
-            f"{shown(name)} has no tokenizer, so a text cannot be turned into its tokens.",
-            [("looked for", ", ".join(_TOKENIZER_FILES))],
-            "Write it beside the model: tokenizer.save_pretrained(folder).",
-        ) from error
+        raise _no_tokenizer(name) from error
+    # Without its files, transformers makes a tokenizer of some families that knows no word.
+    own = tuple(getattr(tokenizer, "vocab_files_names", {}).values())
+    if own and _lacks(folder, own + _TOKENIZER_FILES):
+        raise _no_tokenizer(name)
+    return tokenizer
+
+
+def _lacks(folder: Path, patterns: tuple[str, ...]) -> bool:
+    """Whether this is a folder without any of these files."""
+    return folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in patterns)
+
+
+def _no_tokenizer(name: str) -> FileError:
+    return FileError(
+        f"{shown(name)} has no tokenizer, so a text cannot be turned into its tokens.",
+        [("looked for", ", ".join(_TOKENIZER_FILES))],
+        "Write it beside the model: tokenizer.save_pretrained(folder).",
+    )
 
 
 def _require_weights(name: str, missing: list[str]) -> None:
