@@ -144,7 +144,7 @@ def test_the_pipeline_grows_by_steps(lab: Any) -> None:
 
 
 def test_the_words_of_the_pipeline_are_true_of_equal_and_forbidden_scores(lab: Any) -> None:
-    """In the shared example "sat" gives "cat" and "sat" the same, the largest weight of its row."""
+    """The token "sat" of the shared example gives "cat" and itself the same, its largest weight."""
 
     def said(step: int, **view: Any) -> str:
         text: str = lab.open("pipeline", step=step, **view).inner_text(".explained p:last-child")

@@ -104,7 +104,7 @@ def test_numbers_of_a_file_are_in_the_address(
 
 
 def test_an_address_that_was_cut_off_says_so(lab: Any) -> None:
-    """Without a word, the first example would be taken for the numbers that were sent."""
+    """The first example would else be taken for the numbers that were sent."""
     own = '[["a","b"],"1 2,3 4","1 0,0 1","1 2,3 4"]'
     page = lab.open("heatmap", ex="own", own=own)
     assert page.query_selector(".failure") is None
