@@ -115,6 +115,26 @@ def test_the_offset_is_part_of_the_key(call: str, page_size: int | None, q_len: 
     np.testing.assert_allclose(record.entropy, wanted.entropy, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_bits_of_a_row_follow_neither_from_strides_nor_from_other_rows(dtype: str) -> None:
+    """The matrix product of NumPy, which took the product with the offset, rounds differently."""
+    query, key, value = rows(20.0)
+    query = np.random.default_rng(1).normal(size=(BATCH, HEADS, 3, DIM)).astype(dtype)
+    stored = filled(CACHES["contiguous"]("int8"), key, value)
+
+    def attended(query: Any) -> tuple[bytes, ...]:
+        results = stored.attention(query, q_offset=0, return_lse=True)
+        return tuple(part.tobytes() for row in range(3) for part in (r[:, :, row] for r in results))
+
+    whole = attended(query)
+    assert attended(query.mT.copy().mT) == whole
+    one_by_one = [
+        stored.attention(query[:, :, row : row + 1], q_offset=0, return_lse=True)
+        for row in range(3)
+    ]
+    assert tuple(part.tobytes() for results in one_by_one for part in results) == whole
+
+
 def test_a_later_query_of_the_same_kind_has_its_own() -> None:
     key, wide = stored(OFFSET)
     value, plain = stored()

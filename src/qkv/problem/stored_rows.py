@@ -333,13 +333,14 @@ def scores_of_offset(query: Array, offset: Array, scale: float) -> Array:
     Returns
     -------
     array (*batch, num_heads, q_len, 1)
-        In float32, float64 for float64 queries.
+        In float32, float64 for float64 queries. Each row is added up by itself, from adjacent
+        elements: a product of matrices rounds in another order with other strides or row numbers.
     """
     wide: np.dtype[Any] = np.dtype(np.float64 if query.dtype == np.float64 else np.float32)
     scaled: Array = offset.astype(wide, copy=False) * wide.type(scale)
     group = query.shape[-3] // len(offset)
-    per_head = scaled.repeat(group, axis=0)[..., None]
-    return np.asarray(np.matmul(query.astype(wide, copy=False), per_head))
+    per_head = scaled.repeat(group, axis=0)[:, None]
+    return np.asarray(np.vecdot(np.ascontiguousarray(query, wide), per_head))[..., None]
 
 
 def checked_pages(rows: Rows, kv_lens: Array | None, role: str) -> Rows:
