@@ -21,7 +21,7 @@ from qkv.call.binding.options import Options, option_values, with_options
 from qkv.call.checked import CheckedCall, check_call, views_of
 from qkv.call.device_call import is_device_call
 from qkv.call.repeated.cache import PreparedCall
-from qkv.call.repeated.forms import MAX_DECODE_QUERIES, fixed_form, heads_first, step_form
+from qkv.call.repeated.forms import fixed_form, heads_first, step_form
 from qkv.call.repeated.preparing import prepared_by
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from qkv.problem.building.builder import INDEX_LIMIT
@@ -249,8 +249,8 @@ def prepare(
         variants are kept, those of query, key and value are not.
     free : sequence of str
         `("kv_len",)` leaves the number of keys free, and with it the position of the queries and
-        all strides, as in steps of decoding with a cache that grows: for up to 16 queries, and
-        variants that depend on positions only.
+        all strides, as in steps of decoding with a cache that grows: for variants that depend on
+        positions only, and up to 12 queries with AVX-512, 6 with AVX2, else 3 (float64: half).
     backward : bool
         Tensors of torch will want gradients, as these do.
 
@@ -332,17 +332,17 @@ def _prepared(bound: BoundCall, passes: Passes, free: bool) -> tuple[PreparedCal
             "constants by name; or call qkv.attention.",
         )
     form = (step_form if free else fixed_form)(seen, views, passes)
-    if form is None and free:
+    made, name = form and prepared_by(seen, form, call), call.choice.backend.name
+    if made is None and free:
+        queries, keys = (view.shape[-2] for view in views[:2])
         raise UnsupportedError(
-            "the number of keys cannot be free in this call.",
-            [("queries", str(views[0].shape[-2])), ("keys", str(views[1].shape[-2]))],
-            f"Use 1 to {MAX_DECODE_QUERIES} queries, another number of keys, and variants that "
-            "depend on positions only; or leave free out.",
+            f"the number of keys cannot be free in calls of the backend {name} like this one.",
+            [("queries", f"{queries} of {views[0].dtype}"), ("keys", str(keys))],
+            "Use fewer queries, another number of keys, variants of positions; or leave free out.",
         )
-    made = None if form is None else prepared_by(seen, form, call)
     if made is None:
         raise UnsupportedError(
-            f"the backend {call.choice.backend.name} prepares no calls like this one, because "
+            f"the backend {name} prepares no calls like this one, because "
             "values in arrays decide what is computed, or because it prepares none.",
             action="Call qkv.attention, which checks each call.",
         )

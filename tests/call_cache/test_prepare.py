@@ -9,7 +9,11 @@ import pytest
 import torch
 
 import qkv
+from forced import runs_here
 from qkv.errors import ArgumentError, DTypeError, QkvError, ShapeError, UnsupportedError
+
+MOST_QUERIES = {"avx512": 12, "avx2": 6, "sse": 3, "neon": 3}
+"""Float32 queries of a call whose number of keys is free, by instruction set."""
 
 pytestmark = pytest.mark.usefixtures("no_prepared_calls")
 
@@ -172,6 +176,7 @@ def test_what_cannot_be_prepared_is_said() -> None:
         ((), {"free": ("kv_len",)}, UnsupportedError, "number of keys cannot be free"),
         ((), {"backward": True}, ArgumentError, "qkv.vjp"),
         ((), {"backend": "reference"}, UnsupportedError, "reference prepares no calls"),
+        ((), {"backend": "reference", "free": ("kv_len",)}, UnsupportedError, "backend reference"),
         ((Undeclared(),), {}, UnsupportedError, "does not declare"),
     ):
         with pytest.raises(error, match=words):
@@ -184,6 +189,21 @@ def test_what_cannot_be_prepared_is_said() -> None:
             qkv.prepare(*empty)
     with pytest.raises(QkvError, match="head_dim"):
         qkv.prepare(given[0], given[1][..., 1:], given[2])
+
+
+@pytest.mark.parametrize(
+    ("isa", "most"), [(isa, most) for isa, most in MOST_QUERIES.items() if runs_here(isa)]
+)
+def test_the_most_queries_with_free_keys(isa: str, most: int, monkeypatch) -> None:
+    """The description of `free` has these numbers; it said 16, and errors blamed arrays."""
+    monkeypatch.setenv("QKV_ISA", isa)
+    for dtype, allowed in ((np.float32, most), (np.float16, most), (np.float64, most // 2)):
+        key = np.ones((1, 2, 50, 8), dtype)
+        step = qkv.prepare(key[:, :, :allowed], key, key, free=("kv_len",))
+        assert (step(key[:, :, :allowed], key[:, :, 9:], key[:, :, 9:]) == 1).all()
+        with pytest.raises(UnsupportedError, match="number of keys cannot be free") as raised:
+            qkv.prepare(key[:, :, : allowed + 1], key, key, free=("kv_len",))
+        assert f"{allowed + 1} of {np.dtype(dtype)}" in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["attention", "another form of it"])

@@ -14,7 +14,7 @@ from qkv.call.binding.flatten import ReadByValue, add_length_keys
 from qkv.call.repeated.cache import Entry, Form
 from qkv.problem.building.builder import INDEX_LIMIT
 
-__all__ = ["MAX_DECODE_QUERIES", "MAX_VALUE_BYTES", "Views", "fixed_form", "form_of", "has_form",
+__all__ = ["MAX_VALUE_BYTES", "Views", "fixed_form", "form_of", "has_form",
            "heads_first", "in_place", "step_form", "values_of"]  # fmt: skip
 
 Array = NDArray[Any]
@@ -22,8 +22,8 @@ Views = tuple[Array, Array, Array]
 
 MAX_VALUE_BYTES = 2**15
 """Largest array, in bytes, that is compared by value; calls with larger ones are always checked."""
-MAX_DECODE_QUERIES = 16
-"""Query rows of a decoding step."""
+_MAX_DECODE_QUERIES = 16
+"""The most query rows of a decoding step; a backend may take fewer."""
 
 
 def heads_first(bound: BoundCall) -> Views | None:
@@ -84,7 +84,7 @@ def step_form(bound: BoundCall, views: Sequence[Any], passes: Passes) -> Form | 
     # With equal lengths the positions need not be given, so such calls are not decoding steps.
     if (
         query.ndim < 3
-        or not (0 < q_len[0] <= MAX_DECODE_QUERIES and q_len != kv_len != (0,))
+        or not (0 < q_len[0] <= _MAX_DECODE_QUERIES and q_len != kv_len != (0,))
         or value.shape[:-1] != key.shape[:-1]
         or key.shape[:-3] != query.shape[:-3]
         or key.ndim != query.ndim
