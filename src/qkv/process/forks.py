@@ -89,6 +89,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_begin_in_child)
 
 
+# A fork takes the last of these locks first, as does every thread that needs two of them.
+compiling = ForkLock()
+"""Held by a thread that compiles for another one, whose wait for it Ctrl-C may end."""
 alone_in_llvm = ForkLock()
 """Held by every thread that calls llvmlite."""
 importing = ForkLock()

@@ -353,6 +353,47 @@ def test_forks_while_another_thread_is_in_llvm() -> None:
     )
 
 
+@FORKS
+def test_a_fork_after_ctrl_c_in_a_compilation() -> None:
+    """The thread that compiles goes on without anybody waiting for it."""
+    in_a_process(
+        """
+        import signal, time
+        import llvmlite.binding as llvm
+        from llvmlite.binding.ffi import lib
+        from qkv.backends.cpu.compiler import compile as cpu_compile
+        from qkv.backends.cpu.machine.host import host
+        def compile_():
+            source = "define void @job(ptr %arguments, i64 %number) { ret void }"
+            function = cpu_compile.EmitFunction("builtins", "str")
+            cpu_compile.build(function, (source,), host())
+        parsed = cpu_compile.parsed
+        def interrupting(source, host):
+            with lib._lock:  # as llvmlite holds it in each of its functions
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(1)
+            return parsed(source, host)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        cpu_compile.parsed = interrupting
+        try:
+            compile_()
+        except KeyboardInterrupt:
+            cpu_compile.parsed = parsed
+            child = os.fork()
+            if child == 0:
+                signal.alarm(30)  # ends a child that waits
+                # Not in a new thread, which may have the number of the one that held the lock.
+                llvm.parse_assembly("")
+                os._exit(0)
+            assert exit_code(child) == 0
+            compile_()
+        else:
+            raise AssertionError("Ctrl-C was not answered")
+        """,
+        QKV_CACHE_DIR="",
+    )
+
+
 @pytest.mark.slow
 @FORKS
 @pytest.mark.parametrize("leave", ["os._exit(0)", "sys.exit(0)"])

@@ -17,7 +17,7 @@ from qkv.backends.cpu.compiler.stack_probe import register_stack_probe
 from qkv.backends.cpu.machine import executable_memory, stored_files
 from qkv.backends.cpu.machine.host import Host
 from qkv.errors import KernelBuildError
-from qkv.process.forks import alone_in_llvm
+from qkv.process.forks import alone_in_llvm, compiling
 
 _ROOM = 64 << 20
 """Bytes of address space that must be free before LLVM is called: without memory, LLVM ends the
@@ -178,7 +178,8 @@ def _objects(
 
     def compile_one(n: int, text: str) -> None:
         try:
-            objects[n] = _compile(text, host)
+            with compiling():
+                objects[n] = _compile(text, host)
         except BaseException as error:
             errors.append(error)
 
