@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 import qkv
+from qkv.backends.cpu.compiler.compile import EmitFunction, build
+from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.threads import jobs as threads
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -70,6 +73,19 @@ def test_a_long_call_is_interrupted_and_leaves_no_trace(script) -> None:
         child.kill()
         child.wait()
     assert (out, err) == ("interrupted True\n", "")
+
+
+def test_ctrl_c_in_a_compilation_leaves_the_collector_of_cycles_on(monkeypatch) -> None:
+    def disable_and_interrupt(disable=gc.disable) -> None:
+        disable()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gc, "disable", disable_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        build(EmitFunction("builtins", "str"), ("; never compiled",), host())
+    is_on = gc.isenabled()
+    gc.enable()
+    assert is_on
 
 
 def test_an_error_in_a_long_job_is_raised(monkeypatch) -> None:

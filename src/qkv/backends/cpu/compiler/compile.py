@@ -212,8 +212,8 @@ def _text(emit: EmitFunction, arguments: tuple[Any, ...]) -> str:
     """The text of a module. Python's collector of cycles waits meanwhile: the many small objects
     of a module would start it again and again, for a sixth of the time of a first call."""
     collects = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         return emit(*arguments)
     finally:
         if collects:
