@@ -8,10 +8,12 @@ import numpy as np
 
 from qkv.arrays import kind_of, library_of
 from qkv.errors import QkvError
+from qkv.process.forks import on_one_torch_thread
 
 __all__ = ["handed_out", "own_copy"]
 
 
+@on_one_torch_thread
 def own_copy(array: Any) -> Any:
     """An equal array whose values nobody else can change; without gradients.
 
@@ -28,6 +30,7 @@ def own_copy(array: Any) -> Any:
     return array
 
 
+@on_one_torch_thread
 def handed_out(array: Any) -> Any:
     """A copy for a caller, who may write to it; arrays that nobody can write to are given back."""
     kind = kind_of(array)

@@ -133,8 +133,8 @@ def on_one_torch_thread(function: Callable[P, R]) -> Callable[P, R]:
         if torch is None or not is_forked():
             return function(*args, **kwargs)
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)
         try:
+            torch.set_num_threads(1)
             return function(*args, **kwargs)
         finally:
             torch.set_num_threads(threads)

@@ -36,10 +36,12 @@ from qkv.call.binding.bound import BoundCall, Structure, bind
 from qkv.call.binding.structure_text import hold, names_objects
 from qkv.call.device_call import check_device_call, names_device_backend
 from qkv.errors import UnsupportedError
+from qkv.process.forks import on_one_torch_thread
 
 __all__ = ["attend_on_device", "attention", "refuse_export"]
 
 
+@on_one_torch_thread
 def attention(bound: BoundCall, variants: tuple[Any, ...], return_lse: bool) -> Any:
     """`qkv.attention` of a bound call that no run takes; `variants` as they were given."""
     with on_torch_threads():

@@ -26,6 +26,7 @@ from qkv.bridges.torch.repeated.passes import PreparedPasses
 from qkv.call.binding.bound import BoundCall
 from qkv.call.repeated.cache import PreparedCall
 from qkv.call.repeated.decoding import lengths_of_step, position
+from qkv.process.forks import on_one_torch_thread
 
 __all__ = ["Run", "Step", "run_of"]
 
@@ -86,7 +87,7 @@ class OnePass(NamedTuple):
         if not done:
             return None
         if rows_first:
-            out = out.transpose(-3, -2).contiguous()
+            out = _with_rows_first(out)
         return out if lse is None else (out, lse)
 
 
@@ -240,6 +241,11 @@ def _lengths_of(bound: BoundCall) -> tuple[Any, ...] | None:
     """dtype and shape of the numbers of keys; None unless they are an array of NumPy."""
     lens = bound.leaves[bound.structure.lengths[0]]
     return (lens.dtype, lens.shape) if type(lens) is np.ndarray else None
+
+
+@on_one_torch_thread
+def _with_rows_first(out: Tensor) -> Tensor:
+    return out.transpose(-3, -2).contiguous()
 
 
 def _turned(empty: Empty) -> Tensor:
