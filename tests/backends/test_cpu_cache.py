@@ -218,8 +218,9 @@ def test_a_full_disk(monkeypatch, folder, compiled, call) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, call, full)
-    with pytest.warns(qkv.KernelCacheWarning, match="No space left"):
+    with pytest.warns(qkv.KernelCacheWarning, match="No space left") as caught:
         attend()
+    assert f"again: {folder}: No space left on device. Set" in str(caught[0].message)
     attend()
     assert len(compiled) == 2 * MODULES
     assert list(folder.iterdir()) == [], "nothing half-written stays"

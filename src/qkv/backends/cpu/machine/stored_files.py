@@ -153,7 +153,8 @@ def write_file(name: str | None, content: bytes) -> None:
         except OSError as error:
             # Windows replaces no file that is open. Whoever reads it has the same kernel from it.
             if not isinstance(error, PermissionError) or read_file(name) is None:
-                fault = _describe_error(error)
+                # The error names a temporary file, or none where the disk is full.
+                fault = f"{folder}: {error.strerror or error}"
             if temporary is not None:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
