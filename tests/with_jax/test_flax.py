@@ -74,6 +74,18 @@ def test_decoding(attention_fn: Callable[..., Any]) -> None:
 
 
 @pytest.mark.slow
+def test_decoding_as_the_layer_was_trained(attention_fn: Callable[..., Any]) -> None:
+    """The flag of training may stay; Flax's own attention then sees the first key alone."""
+    x = tokens(2)
+    whole, _ = layers(attention_fn)
+    _, layer = layers(attention_fn, decode=True)
+    layer.init_cache(x.shape)
+    steps = [layer(x[:, n : n + 1], is_causal=True) for n in range(x.shape[1])]
+    expected = whole(x, is_causal=True)
+    np.testing.assert_allclose(jnp.concat(steps, axis=1), expected, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_layers_of_linen(attention_fn: Callable[..., Any]) -> None:
     x = tokens(2)
     mask = linen.make_causal_mask(x[..., 0])
