@@ -88,3 +88,17 @@ def test_a_padding_mask_as_lengths(library: str) -> None:
     for call in written:
         variant = eval(call, {"qkv": qkv, "mask": mask})
         assert (qkv.attention(x, x, x, variant, backend="reference") == expected).all()
+
+
+def test_padding_behind_packed_sequences() -> None:
+    """Cumulative lengths that leave the padding out: the message says to count it."""
+    x = np.random.default_rng(0).normal(size=(3, 1, 2, 10, 8))
+    error = raised(*x, qkv.Segments.from_cu_seqlens([0, 4, 7]), qkv.Causal())
+    assert "cumulative lengths that end at 10" in error.action
+    x[:, :, :, 7:] = np.nan
+    packed = qkv.attention(*x, qkv.Segments.from_cu_seqlens([0, 4, 7, 10]), qkv.Causal())
+    for rows in (slice(0, 4), slice(4, 7)):
+        q, k, v = x[:, 0, :, rows]
+        scores = np.tril(np.exp(q @ k.mT / np.sqrt(8)))
+        expected = scores @ v / scores.sum(-1, keepdims=True)
+        np.testing.assert_allclose(packed[0, :, rows], expected, rtol=0, atol=1e-12)

@@ -167,7 +167,8 @@ def _rows(ids: ArrayLike, name: str, length: int, length_name: str) -> NDArray[A
     if array.ndim < 1 or array.shape[-1] != length:
         raise ShapeError(
             f"{name} has shape {array.shape}; {length_name}={length}.",
-            action=f"Give one id for each row: shape (..., {length}).",
+            action=f"Give one id for each row: shape (..., {length}); or cumulative lengths that "
+            f"end at {length}, in which padding behind the last sequence is a segment of its own.",
         )
     is_read = array.dtype.isnative and array.dtype != np.uint64
     return array if is_read else array.astype(np.int64)
