@@ -14,30 +14,43 @@ from __future__ import annotations
 
 from typing import Any
 
+from qkv._dynamo import constant_result
 from qkv.arrays import library_of_type
 from qkv.process.forks import importing
 
 __all__ = ["bridge_of"]
 
-_loaded: dict[type, Any] = {}
-"""The bridge of torch, by type of tensor. Importing what is imported takes longer than attention to
-a few tokens."""
+_bridges: dict[str | None, Any] = {None: None, "numpy": None}
+"""The bridges that have been imported, by name of library."""
+_names: dict[type, str] = {}
+"""The library of plain tensors. To find it takes longer than attention to a few tokens."""
 
 
 def bridge_of(type_of_array: type) -> Any:
     """The module whose `attention` a library's arrays have to go through, None for NumPy."""
-    if type_of_array in _loaded:
-        return _loaded[type_of_array]
+    name = _library_with_bridge(type_of_array)
+    return _bridges[name]
+
+
+@constant_result
+def _library_with_bridge(type_of_array: type) -> str | None:
+    """The name of a library, whose bridge is among `_bridges` then.
+
+    Dynamo runs this, and keeps the name. Code of which Dynamo reads that a bridge has yet to be
+    imported is compiled again at the next call, when it has been.
+    """
+    if type_of_array in _names:
+        return _names[type_of_array]
     library = library_of_type(type_of_array)
-    if library == "torch":
-        # Without the lock, because Dynamo may trace this.
-        from qkv.bridges.torch import calls as torch_calls
-
-        _loaded.update(dict.fromkeys(torch_calls.PLAIN, torch_calls))
-        return torch_calls
-    if library == "jax":
+    if library not in _bridges:
         with importing():
-            from qkv.bridges.jax import calls as jax_calls
+            if library == "torch":
+                from qkv.bridges.torch import calls as torch_calls
 
-        return jax_calls
-    return None
+                _bridges[library] = torch_calls
+                _names.update(dict.fromkeys(torch_calls.PLAIN, library))
+            else:
+                from qkv.bridges.jax import calls as jax_calls
+
+                _bridges[library] = jax_calls
+    return library

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
+from qkv._dynamo import constant_result
 from qkv.errors import UnsupportedError
 from qkv.hf.mask_functions import PositionRanges, read
 from qkv.hf.prepared_layers import PreparedLayers, are_of_distances, layers_of
@@ -257,11 +258,15 @@ def state_mask(
 
 
 _boolean: dict[type, bool] = {}
-"""What is known of configurations; a plain dictionary, because torch's compiler reads it."""
+"""What is known of configurations."""
 
 
+@constant_result
 def _expects_booleans(config: type) -> bool:
-    """Whether models with such a configuration can be given the boolean masks of "sdpa"."""
+    """Whether models with such a configuration can be given the boolean masks of "sdpa".
+
+    Dynamo runs this: it would compile a model again if it read that nothing is known yet.
+    """
     known = _boolean.get(config)
     if known is not None:
         return known
