@@ -378,6 +378,24 @@ def test_the_third_derivative_is_refused() -> None:
         jvp(second, (query,), (query,))
 
 
+def test_hvp_is_refused_and_vhp_named_which_gives_the_same() -> None:
+    """`hvp` of torch differentiates the second derivative along its direction once more."""
+    query, key, value = (t[:1, :2, :2] for t in operands())
+    direction = query.cos()
+
+    def with_ours(x):
+        return ours(x, key, value).square().sum()
+
+    def with_torch(x):
+        return ((x @ key.mT / x.shape[-1] ** 0.5).softmax(-1) @ value).square().sum()
+
+    with pytest.raises(qkv.UnsupportedError, match=r"torch\.autograd\.functional\.vhp"):
+        torch.autograd.functional.hvp(with_ours, query, direction)
+    _, product = torch.autograd.functional.vhp(with_ours, query, direction)
+    _, expected = torch.autograd.functional.hvp(with_torch, query, direction)
+    torch.testing.assert_close(product, expected)
+
+
 def test_the_tangent_of_a_tangent_is_refused_and_the_hessian_named_instead() -> None:
     query, key, value = (t[:1, :2, :2] for t in operands())
     with pytest.raises(qkv.UnsupportedError, match=r"tangent of a tangent[\s\S]*hessian"):

@@ -317,7 +317,8 @@ class _Second(Function):
 def _refuse_third_derivatives() -> None:
     raise UnsupportedError(
         "the third derivative of attention was asked for; qkv has two.",
-        action='Use backend "math" of torch\'s own attention for more, on short inputs.',
+        action="For a Hessian times a vector call torch.autograd.functional.vhp, since hvp "
+        'differentiates three times; for more use backend "math" of torch\'s own attention.',
     )
 
 
