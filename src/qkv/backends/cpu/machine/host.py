@@ -74,7 +74,9 @@ _REQUIRED_ON_ARM = {
     "neon": frozenset[str](),
 }
 _FAR_PREFETCH: dict[str, Any] = {"nearest": False, "reach": 16 * 1024}
-_PREFETCH = dict.fromkeys(("znver1", "znver2", "znver3", "znver4"), _FAR_PREFETCH)
+_PREFETCH = dict.fromkeys(("znver1", "znver2", "znver3", "znver4"), _FAR_PREFETCH) | {
+    "znver5": {"narrow_reach": 12 * 1024}
+}
 """How some processors prefetch best, where that differs from the defaults of `TileShape`."""
 _SWITCHED_OFF: dict[str, tuple[str, ...]] = {
     "avx512-bf16": ("amx",),

@@ -52,6 +52,8 @@ class TileShape:
     """Whether rows that are read once are prefetched into the first-level cache."""
     reach: int = 4 * 1024
     """Number of bytes by which prefetching runs ahead."""
+    narrow_reach: int = 0
+    """The same for rows of 16 bits; 0 means no other number."""
 
     @property
     def block_q(self) -> int:

@@ -96,6 +96,9 @@ class RowProducts:
         self.e, self.shape = e, shape
         query_dtype, self.key_dtype, self.value_dtype = dtypes
         self.score_row = score_row
+        is_short = storage.ITEM_BYTES[self.key_dtype] == 2
+        self.reach = (shape.narrow_reach if is_short else 0) or shape.reach
+        """Number of bytes by which prefetching runs ahead."""
         self.narrow = query_dtype == self.key_dtype and query_dtype in shape.narrow_rows
         """Whether Q and K are multiplied without being widened, two elements in a lane."""
         self.query_dtype = query_dtype if self.narrow else storage.real_dtype(e)
@@ -133,7 +136,7 @@ class RowProducts:
         asked = b.select(e.below(total, _PREFETCHED_BYTES), e.index(0), e.sub(end, begin))
         if ahead is not None:
             return e.add(ahead, begin), asked
-        in_reach = e.larger_of(b.sdiv(e.index(self.shape.reach), e.larger_of(size, 1)), 1)
+        in_reach = e.larger_of(b.sdiv(e.index(self.reach), e.larger_of(size, 1)), 1)
         alone = b.icmp_signed("==", e.sub(stop, first), rows)
         rows_ahead = b.select(alone, e.least(in_reach, keys), keys)
         return e.add(e.mul(row, rows_ahead), begin), asked
