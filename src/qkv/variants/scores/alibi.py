@@ -66,10 +66,10 @@ class ALiBi(Variant):
     def _slopes(self, num_heads: int) -> NDArray[Any]:
         if self.slopes is None:
             return alibi_slopes(num_heads)
-        given = np.asarray(self.slopes)
-        if given.ndim == 0 and given.dtype.kind in "iu":
-            raise _may_be_heads(given)
-        return real_numbers(self.slopes, "slopes")
+        numbers = real_numbers(self.slopes, "slopes")
+        if numbers.ndim == 0 and np.asarray(self.slopes).dtype.kind in "iu":
+            raise _may_be_heads(self.slopes)
+        return numbers
 
     @classmethod
     def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[ALiBi]:
