@@ -316,16 +316,17 @@ def _kinds_and_quarters(kinds: Array, tiles: int) -> tuple[Array, Array, Array]:
     rows, columns = kinds.shape
     padded = np.full((rows, -(-columns // tiles) * tiles), TileKind.EMPTY, kinds.dtype)
     padded[:, :columns] = kinds
-    blocks = padded.reshape(rows, -1, tiles)
-    used = blocks != TileKind.EMPTY
-    some = used.any(axis=-1)
-    first, after = used.argmax(axis=-1), tiles - used[..., ::-1].argmax(axis=-1)
-    full = (blocks == TileKind.FULL).sum(axis=-1) == after - first
+    # Tiles come first, since NumPy reduces a short last axis slowly, which long masks wait for.
+    blocks = np.ascontiguousarray(np.moveaxis(padded.reshape(rows, -1, tiles), -1, 0))
+    used, is_full_tile = blocks != TileKind.EMPTY, blocks == TileKind.FULL
+    some = used.any(axis=0)
+    first, after = used.argmax(axis=0), tiles - used[::-1].argmax(axis=0)
+    full = is_full_tile.sum(axis=0) == after - first
     kind = np.where(full, TileKind.FULL, TileKind.PARTIAL)
     first, last = first * QUARTERS // tiles, after * QUARTERS // tiles - 1
-    number = np.arange(tiles) * QUARTERS // tiles
-    before = (number >= first[..., None]) & (number < last[..., None])
-    is_full = ((blocks == TileKind.FULL) | ~before).all(axis=-1) & (last > first)
+    number = (np.arange(tiles) * QUARTERS // tiles)[:, None, None]
+    before = (number >= first) & (number < last)
+    is_full = (is_full_tile | ~before).all(axis=0) & (last > first)
     kind = np.where((kind == TileKind.PARTIAL) & is_full, LAST_PARTIAL, kind)
     kind, first, last = (np.where(some, word, 0) for word in (kind, first, last))
     return kind, first, last
@@ -360,7 +361,7 @@ def _find_runs(
         seen = np.broadcast_to(np.array([0, QUARTERS]), (*words.shape[:2], 2))
     edge = np.ones((words.shape[0], words.shape[1] + 1), bool)
     edge[:, 1:-1] = (words[:, 1:] != words[:, :-1]).any(axis=-1)
-    whole = (seen == (0, QUARTERS)).all(axis=-1)
+    whole = (seen[..., 0] == 0) & (seen[..., 1] == QUARTERS)
     edge[:, 1:-1] |= ~(whole[:, :-1] & whole[:, 1:])
     used = words[..., 0] != TileKind.EMPTY
     rows, first = np.nonzero(edge[:, :-1] & used)
