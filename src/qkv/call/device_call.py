@@ -19,7 +19,7 @@ from qkv.partial import Partial
 from qkv.problem.spec import Problem
 
 __all__ = ["DeviceCall", "check_device_call", "is_device_call", "is_on_device",
-           "names_device_backend", "read_before"]  # fmt: skip
+           "names_device_backend", "read_by_lower"]  # fmt: skip
 
 Array = NDArray[Any]
 
@@ -95,7 +95,7 @@ def names_device_backend(structure: Structure) -> bool:
     return name != "auto" and device_backend(name) is not None
 
 
-def read_before(bound: BoundCall) -> list[int]:
+def read_by_lower(bound: BoundCall) -> list[int]:
     """The leaves whose values `lower` of a variant reads, before any backend runs."""
     by_value = bound.structure.by_value
     if not by_value:
@@ -115,7 +115,7 @@ def check_device_call(bound: BoundCall, given: Sequence[Any] | None = None) -> D
         The variants as the caller gave them.
     """
     library = library_of(bound.leaves[0], "query")
-    by_lower = read_before(bound)
+    by_lower = read_by_lower(bound)
     roles = bound.roles
     views = [library.described(leaf) for leaf in bound.leaves[:3]]
     for n, leaf in enumerate(bound.leaves[3:], start=3):

@@ -53,7 +53,7 @@ class TileShape:
     reach: int = 4 * 1024
     """Number of bytes by which prefetching runs ahead."""
     narrow_reach: int = 0
-    """The same for rows of 16 bits; 0 means no other number."""
+    """The same for rows of 16 bits; 0 means the same number."""
 
     @property
     def block_q(self) -> int:

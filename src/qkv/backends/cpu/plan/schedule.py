@@ -316,7 +316,7 @@ def _kinds_and_quarters(kinds: Array, tiles: int) -> tuple[Array, Array, Array]:
     rows, columns = kinds.shape
     padded = np.full((rows, -(-columns // tiles) * tiles), TileKind.EMPTY, kinds.dtype)
     padded[:, :columns] = kinds
-    # Tiles come first, since NumPy reduces a short last axis slowly, which long masks wait for.
+    # Tiles are the first axis, because NumPy is slow at reducing a short last one.
     blocks = np.ascontiguousarray(np.moveaxis(padded.reshape(rows, -1, tiles), -1, 0))
     used, is_full_tile = blocks != TileKind.EMPTY, blocks == TileKind.FULL
     some = used.any(axis=0)

@@ -96,8 +96,8 @@ class RowProducts:
         self.e, self.shape = e, shape
         query_dtype, self.key_dtype, self.value_dtype = dtypes
         self.score_row = score_row
-        is_short = storage.ITEM_BYTES[self.key_dtype] == 2
-        self.reach = (shape.narrow_reach if is_short else 0) or shape.reach
+        has_16_bits = storage.ITEM_BYTES[self.key_dtype] == 2
+        self.reach = (shape.narrow_reach if has_16_bits else 0) or shape.reach
         """Number of bytes by which prefetching runs ahead."""
         self.narrow = query_dtype == self.key_dtype and query_dtype in shape.narrow_rows
         """Whether Q and K are multiplied without being widened, two elements in a lane."""

@@ -22,7 +22,7 @@ from qkv.backends.torch.attention import is_transformed
 from qkv.bridges.torch.operations.groups import numbers, of_inputs
 from qkv.bridges.torch.operations.operators import check_shapes, empty_dense, empty_results
 from qkv.call.binding.bound import BoundCall, Structure
-from qkv.call.device_call import check_device_call, read_before
+from qkv.call.device_call import check_device_call, read_by_lower
 
 __all__ = ["attend_later", "device_attention", "reads_later"]
 
@@ -34,7 +34,7 @@ def reads_later(bound: BoundCall) -> bool:
         return False
     # A trace of torch.jit would take values that it can read as constants of later calls.
     is_jit = torch._C._get_tracing_state() is not None
-    arrays = [bound.leaves[n] for n in read_before(bound)]
+    arrays = [bound.leaves[n] for n in read_by_lower(bound)]
     return any(isinstance(a, Tensor) and (is_jit or not is_readable(a)) for a in arrays)
 
 
@@ -112,13 +112,14 @@ def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> Any:
-    query, key, value, *arrays = ctx.saved_tensors
+    inputs = ctx.saved_tensors
+    query, key, value, *arrays = inputs
     needed = ctx.needs_input_grad[3] if arrays else ()
     wanted = numbers(needed)
     gradients = device_attention_backward(
         query, key, value, arrays, grad_out, grad_lse, ctx.structure, ctx.lse, wanted
     )
-    first, second, third, *rest = of_inputs(gradients, wanted, ctx.saved_tensors)
+    first, second, third, *rest = of_inputs(gradients, wanted, inputs)
     return first, second, third, rest, None, None
 
 
