@@ -44,15 +44,15 @@ def test_any_number_of_keys_is_read(at_end) -> None:
     words = filled.block.words
     for keys in (1, 3, 5, 50):
         key, value = rows[..., :keys, :], rows[:, ::-1, 60 - keys :]
-        assert filled.read(query, key, value, out, None) == keys
+        assert filled.read(None, query, key, value, out, None) == keys
         places = [*map(address_of, (query, key, value, out)), 0]
         assert list(words[:7]) == [*places, keys, keys - 4 if at_end else 0]
         assert tuple(words[10:14]) == value.strides
-        assert filled.read(query, key, value[..., 1:, :], out, None) == 0
-        assert filled.read(query, key, value, out, out) == keys
+        assert filled.read(None, query, key, value[..., 1:, :], out, None) == 0
+        assert filled.read(None, query, key, value, out, out) == keys
         assert words[4] == address_of(out)
     for keys in (0, 4, 51):
-        assert filled.read(query, rows[..., :keys, :], rows[..., :keys, :], out, None) == 0
+        assert filled.read(None, query, rows[..., :keys, :], rows[..., :keys, :], out, None) == 0
 
 
 def _first_repeated(bias):
@@ -84,21 +84,88 @@ def test_arrays_of_variants_are_read(keys) -> None:
     query, rows, out = normal(2, 3, 1, 5), normal(2, 3, 60, 5), normal(2)
     filled = _filled(query, normal(1, 9), normal(4, 9), q_len=4)
     words, key, arrays = filled.block.words, rows[..., :keys, :], _two_arrays(keys)
-    assert filled.read(query, key, key, out, None, *arrays) == keys
+    assert filled.read(None, query, key, key, out, None, *arrays) == keys
     for place, array in zip((20, 30), arrays, strict=True):
         assert words[place] == address_of(array)
         assert (words[place + 2], words[place + 4]) == array.strides
         assert words[place + 3] == array.shape[1]
     # One row that is repeated is as good as one row.
     repeated_rows = np.broadcast_to(arrays[0], (7, keys))
-    assert filled.read(query, key, key, out, None, repeated_rows, arrays[1]) == keys
+    assert filled.read(None, query, key, key, out, None, repeated_rows, arrays[1]) == keys
     for others in ((), arrays[:1], (*arrays, arrays[1])):
-        assert filled.read(query, key, key, out, None, *others) == 0
+        assert filled.read(None, query, key, key, out, None, *others) == 0
     for changed in UNLIKE_ARRAYS.values():
-        assert filled.read(query, key, key, out, None, *changed(*arrays)) == 0
+        assert filled.read(None, query, key, key, out, None, *changed(*arrays)) == 0
     bias, blocks = arrays
     for unlike in (bias.astype(np.float64), bias[0], bias[None], bias.astype(np.int32)):
-        assert filled.read(query, key, key, out, None, unlike, blocks) == 0
+        assert filled.read(None, query, key, key, out, None, unlike, blocks) == 0
+
+
+def _filled_pages(query, pages, **words):
+    """A block for keys and values in pages, with one table of pages for each batch row."""
+    block = ArgumentBlock(np.zeros(60, np.int64))
+    sizes = pages.shape[1], -1, pages.shape[3]
+    operands = [Operand(0, query.dtype, [Axis(n, 0, 9) for n in query.shape])]
+    for n in (1, 2):
+        axes = [Axis(size, 0, 10 * n + i) for i, size in enumerate(sizes)]
+        operands.append(Operand(n, pages.dtype, axes, pages.strides[0], pages.shape[2]))
+    table = [Axis(len(query), 0, 40), Axis(-1, 0, 42, pages.shape[2])]
+    operands += [Operand(3), Operand(4), Operand(30, np.dtype(np.int64), table)]
+    told = {**PLACES, "longest": 50, "arrays": 1, "q_len": 1, **words}
+    return FilledBlock.of(block, operands, told)
+
+
+def test_a_table_of_pages_says_how_many_keys_there_are() -> None:
+    query, pages, out = normal(2, 3, 1, 5), normal(9, 3, 4, 5), normal(2)
+    filled = _filled_pages(query, pages, at_end=1)
+    words = filled.block.words
+    for slots in (1, 2, 12):
+        table = np.zeros((2, slots), np.int64)
+        turned = pages.swapaxes(1, 3).copy().swapaxes(1, 3)[:5]
+        for value in (pages, pages[:5], turned):
+            assert filled.read(None, query, pages, value, out, None, table) == 4 * slots
+            assert tuple(words[20:23]) == value.strides[1:]
+        assert tuple(words[10:13]) == pages.strides[1:]
+        assert (words[1], words[2], words[30]) == tuple(map(address_of, (pages, turned, table)))
+        assert (words[5], words[6], words[41]) == (4 * slots, 4 * slots - 1, slots)
+    unlike = (pages[::2], pages[:, :2], pages[:, :, :3], pages[..., :4], pages[0], pages[None])
+    for other in (*unlike, pages.astype(np.float64), np.concatenate([pages, pages], 2)):
+        assert filled.read(None, query, other, pages, out, None, table) == 0
+        assert filled.read(None, query, pages, other, out, None, table) == 0
+    for other in (table[:1], table[0], table.astype(np.int32), np.zeros((2, 13), np.int64)):
+        assert filled.read(None, query, pages, pages, out, None, other) == 0
+    for none in (np.zeros((2, 0), np.int64), np.zeros((0, 3), np.int64)):
+        assert filled.read(None, query, pages, pages, out, None, none) == 0
+
+
+def test_a_table_of_pages_has_all_keys() -> None:
+    """Other operands have an entry for each key, and no page is there in part."""
+    query, pages, rows, out = normal(2, 3, 1, 5), normal(9, 3, 4, 5), normal(2, 3, 60, 5), normal(2)
+    block = ArgumentBlock(np.zeros(60, np.int64))
+    sizes = [Axis(-1 if n == 2 else size, 0, 20 + n) for n, size in enumerate(rows.shape)]
+    of_page = [Axis(3, 0, 10), Axis(-1, 0, 11), Axis(5, 0, 12)]
+    table = [Axis(2, 0, 40), Axis(-1, 0, 42, 4)]
+    operands = [
+        Operand(0, query.dtype, [Axis(n, 0, 9) for n in query.shape]),
+        Operand(1, pages.dtype, of_page, pages.strides[0], 4), Operand(2, rows.dtype, sizes),
+        Operand(3), Operand(4), Operand(30, np.dtype(np.int64), table),
+    ]  # fmt: skip
+    filled = FilledBlock.of(block, operands, {**PLACES, "longest": 50, "arrays": 1, "q_len": 1})
+    for keys in range(5, 13):
+        found = filled.read(
+            None, query, pages, rows[..., :keys, :], out, None, np.zeros((2, -(-keys // 4)), int)
+        )
+        assert found == (0 if keys % 4 else keys)
+
+
+def test_a_position_may_be_given() -> None:
+    query, out, rows = normal(2, 3, 4, 5), normal(2), normal(2, 3, 40, 5)
+    filled = _filled(query, at_end=1, q_len=4)
+    for shift, found in [(None, 36), (0, 0), (-50, -50), (50, 50), (7, 7)]:
+        assert filled.read(shift, query, rows, rows, out, None) == 40
+        assert filled.block.words[6] == found
+    for shift in (51, -51, 2**40):
+        assert filled.read(shift, query, rows, rows, out, None) == 0
 
 
 def _strides(array, in_elements):

@@ -10,7 +10,7 @@ import torch
 import qkv
 import qkv.cache
 from qkv.errors import ShapeError
-from watched import forget_prepared_calls
+from watched import forget_prepared_calls, python_calls
 
 CACHES = {
     "int8": lambda: qkv.cache.ContiguousCache(dtype="int8"),
@@ -255,3 +255,52 @@ def test_a_result_that_is_not_finite_is_computed_again(watched) -> None:
     assert np.isnan(qkv.attention(query, rows, rows)).all()
     query[0, 0, 0, 0] = 1
     np.testing.assert_array_equal(qkv.attention(query, rows, rows), np.ones((1, 1, 1, 4)))
+
+
+@pytest.mark.parametrize("kind", ["pages", "int8", "int8 pages", "rolling int8"])
+@pytest.mark.parametrize("is_ragged", [False, True], ids=["together", "of several lengths"])
+def test_the_latest_step_is_tried_first(watched, kind, is_ragged) -> None:
+    """A step after one of other sizes is looked up, which takes 20 functions more."""
+    caches = CACHES[kind](), CACHES[kind]()
+    for cache in caches:
+        first = normal(BATCH, KV_HEADS, 10, DIM)
+        cache.append(first, first, np.array([5, 10]) if is_ragged else None)
+    for step in range(12):
+        token, query = (normal(BATCH, heads, 1, DIM, seed=step) for heads in (KV_HEADS, HEADS))
+        rows, others = (cache.append(token, -token) for cache in caches)
+        if step > 5:
+            others.attention(np.repeat(query, 2, axis=1))
+        calls = python_calls(lambda rows=rows, query=query: rows.attention(query))
+        if step == 5:
+            repeated = calls
+        if step > 8:
+            assert calls > repeated + 20
+        expected = defined(query, rows, lambda back: back >= -math.inf)
+        np.testing.assert_allclose(rows.attention(query), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["pages", "int8 pages"])
+def test_page_tables_of_any_type_and_strides(kind) -> None:
+    rng = np.random.default_rng(4)
+    pages = normal(12, KV_HEADS, 4, DIM)
+    stored = pages
+    if kind == "int8 pages":
+        values = rng.integers(-127, 128, pages.shape).astype(np.int8)
+        stored = qkv.Quantized(values, rng.random(pages.shape[:-1]).astype(np.float32) / 50)
+        pages = values * stored.scales[..., None]
+    for step in range(24):
+        table = rng.integers(0, 12, (BATCH, 6))[:, : 2 + step % 5]
+        given = [
+            table, table.astype(np.int32), np.asfortranarray(table), np.repeat(table, 2, 1)[:, ::2],
+            table.astype(np.uint8),
+        ][step % 3 + step % 2]  # fmt: skip
+        query = normal(BATCH, HEADS, 1, DIM, seed=step)
+        rows = qkv.Paged(stored, given)
+        lens = rng.integers(1, 4 * table.shape[1] + 1, BATCH)
+        found = qkv.attention(query, rows, rows, qkv.KeyLengths(lens))
+        for b, length in enumerate(lens):
+            own = np.concatenate([pages[n] for n in table[b]], axis=1)[:, :length]
+            own = np.repeat(own.astype(np.float64), HEADS // KV_HEADS, axis=0)
+            weights = np.exp(own @ query[b, :, 0, :, None] / math.sqrt(DIM))[..., 0]
+            expected = (weights[:, None] @ own)[:, 0] / weights.sum(-1, keepdims=True)
+            np.testing.assert_allclose(found[b, :, 0], expected, atol=2e-6)

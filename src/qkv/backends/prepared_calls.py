@@ -44,9 +44,10 @@ class Prepared:
         If the number of keys is free, `layouts` has the sizes and the strides, two tuples, of
         query, key, value and each array. Strides are in bytes, or, with `in_elements`, in elements.
         Of keys or values that are `StoredRows`, the address and the strides are those of `values`,
-        with 0 for batch rows of pages, and the sizes those of `shape`. Behind the arrays follow the
-        `page_table` and the `scales` of the key, then those of the value. The layout of a page and
-        of its scales, of which no sizes and strides are passed, is that of what was prepared for.
+        and the sizes those of `shape`. Behind the arrays follow the `page_table` and the `scales`
+        of the key, then those of the value. Sizes and strides of pages, and of their scales, are
+        those of kv heads, keys and elements; the stride from page to page is that of what was
+        prepared for.
         `q_shift` is added to the row of a query for its position. `between_products` says that
         threads of another library have just worked and will soon again, as around the layers of a
         model.
@@ -57,11 +58,13 @@ class Prepared:
     brief_keys : int
         Up to so many keys a call needs no thread but the caller's, and stays below some 20
         microseconds, for which it may hold the GIL.
-    if_alike : callable (query, key, value, rows, arrays=()), optional
+    if_alike : callable (query, key, value, rows, arrays=(), q_shift=None), optional
         Takes arrays of NumPy, and asks by itself whether they are as expected, which saves 6 of 11
         microseconds of a call of one token, and 20 of 32 of a step over 100 keys. Gives new
         results, lse only if `rows`, or None; for "forward" alone. If the number of keys is free,
-        queries stand where the problem aligns them.
+        queries stand where the problem aligns them, or at `q_shift`. Of `StoredRows` it takes
+        `values` and the arrays that `run` has the addresses of; whether the entries of tables are
+        pages is for the caller to ask.
     """
 
     run: Callable[..., bool]

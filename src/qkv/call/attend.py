@@ -78,6 +78,11 @@ def attend(
         repeated = _repeat(first, bound, rows)
         if repeated is not None:
             return repeated
+    latest = None if entry is None or backward else entry.first_of_stored
+    if latest is not None:
+        results = latest.results(bound, rows)
+        if results is not None:
+            return Attended(*results)
     views = heads_first(bound)
     form = None if views is None else form_of(bound, views, passes, entry)
     if entry is not None and views is not None and form is not None:

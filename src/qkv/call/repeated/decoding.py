@@ -22,7 +22,8 @@ from qkv.problem.building.check import KEY_OFFSET
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import scores_of_offset
 
-__all__ = ["arrays_from_lengths", "arrays_from_offset", "lengths_of_step", "position", "run_step"]
+__all__ = ["arrays_from_lengths", "arrays_from_offset", "lengths_of_step", "position",
+           "read_by_step", "run_step"]  # fmt: skip
 
 Array = NDArray[Any]
 
@@ -42,7 +43,23 @@ def run_step(
     `views` are query, key and value with heads before rows; the last two may be `StoredRows`.
     """
     query, key, _ = views
-    q_len, kv_len = query.shape[-2], key.shape[-2]
+    found = read_by_step(step, bound, query, key.shape[-2], getattr(key, "offset", None))
+    if found is None:
+        return None
+    q_shift, arrays = found
+    if bound.structure.is_plain:
+        return run_on_arrays(steps, views, arrays, rows=rows, q_shift=q_shift)
+    return run_on_stored_rows(steps, views, arrays, rows=rows, q_shift=q_shift)
+
+
+def read_by_step(
+    step: StepForm, bound: BoundCall, query: Array, kv_len: int, key_offset: Array | None
+) -> tuple[int, tuple[Array, ...]] | None:
+    """The position of query row 0, and the arrays that a step reads beside its operands.
+
+    None if the step has to be checked. `query` has heads before rows.
+    """
+    q_len = query.shape[-2]
     q_shift = position(step, bound.structure.options.q_offset, q_len, kv_len)
     arrays = in_place(bound, is_step=True)
     if step.lengths:
@@ -52,10 +69,9 @@ def run_step(
         q_shift, tables = (q_shift if found[0] is None else found[0]), found[1]
         arrays = (*arrays, *tables)
     if step.offset_scale is not None:
-        arrays = (*arrays, scores_of_offset(query, key.offset, step.offset_scale))
-    if bound.structure.is_plain:
-        return run_on_arrays(steps, views, arrays, rows=rows, q_shift=q_shift)
-    return run_on_stored_rows(steps, views, arrays, rows=rows, q_shift=q_shift)
+        assert key_offset is not None
+        arrays = (*arrays, scores_of_offset(query, key_offset, step.offset_scale))
+    return q_shift, arrays
 
 
 def lengths_of_step(

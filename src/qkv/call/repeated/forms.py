@@ -15,7 +15,7 @@ from qkv.call.repeated.cache import Entry, Form
 from qkv.problem.building.builder import INDEX_LIMIT
 
 __all__ = ["MAX_VALUE_BYTES", "Views", "fixed_form", "form_of", "has_form",
-           "heads_first", "in_place", "step_form", "values_of"]  # fmt: skip
+           "heads_first", "in_place", "leaves_of_step", "step_form", "values_of"]  # fmt: skip
 
 Array = NDArray[Any]
 Views = tuple[Array, Array, Array]
@@ -107,7 +107,7 @@ def step_form(bound: BoundCall, views: Sequence[Any], passes: Passes) -> Form | 
     if len(bound.leaves) > 3:
         if len(structure.lengths) > 1:
             return None
-        compared = _leaves_of_step(bound, kv_len[0])
+        compared = leaves_of_step(bound, kv_len[0])
         if compared is None:
             return None
         values, arrays = compared
@@ -120,7 +120,7 @@ def step_form(bound: BoundCall, views: Sequence[Any], passes: Passes) -> Form | 
     )  # fmt: skip
 
 
-def _leaves_of_step(
+def leaves_of_step(
     bound: BoundCall, kv_len: int
 ) -> tuple[tuple[Hashable, ...], list[Hashable]] | None:
     """Values and layouts of the arrays of variants in a decoding step.

@@ -109,13 +109,11 @@ def _taken_apart(rows: Rows) -> tuple[_Passed, list[_Passed]]:
     if not isinstance(rows, StoredRows):
         return _Passed(rows, rows.shape, rows.strides), []
     values, table, scales = rows.values, rows.page_table, rows.scales
-    strides, parts = values.strides, []
-    if table is not None:
-        # Batch rows differ in their tables alone.
-        strides = (*(0,) * (rows.ndim - 3), *strides[1:])
-        parts.append(_Passed(table, table.shape, table.strides))
-    if scales is not None and table is not None:
-        parts.append(_Passed(scales, (), ()))
-    elif scales is not None:
-        parts.append(_Passed(scales, scales.shape, scales.strides))
-    return _Passed(values, rows.shape, strides), parts
+    if table is None:
+        parts = [] if scales is None else [_Passed(scales, scales.shape, scales.strides)]
+        return _Passed(values, rows.shape, values.strides), parts
+    # Batch rows differ in their tables alone.
+    sizes, parts = rows.shape[-3:], [_Passed(table, table.shape, table.strides)]
+    if scales is not None:
+        parts.append(_Passed(scales, sizes[:-1], scales.strides[1:]))
+    return _Passed(values, sizes, values.strides[1:]), parts

@@ -150,10 +150,16 @@ class PassesOfCall:
         return done
 
     def _if_alike_with_sinks(
-        self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        rows: bool,
+        arrays: Sequence[Array] = (),
+        q_shift: int | None = None,
     ) -> Sequence[Any] | None:
         """See `qkv.backends.Prepared`; sinks take their share of what the kernel leaves."""
-        results = self._attend.if_alike(query, key, value, True, arrays)
+        results = self._attend.if_alike(query, key, value, True, arrays, q_shift)
         if results is None:
             return None
         sinks, at = self._sinks, quick_address_of
@@ -164,13 +170,19 @@ class PassesOfCall:
         return out, lse
 
     def _if_alike_rotated(
-        self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        rows: bool,
+        arrays: Sequence[Array] = (),
+        q_shift: int | None = None,
     ) -> Sequence[Array | None] | None:
         """See `qkv.backends.Prepared`; query and key are rotated first."""
         results = np.empty(*self._out), np.empty(*self._lse) if rows else None
         read = query, key, value, *results, *arrays
         own = self._pool.take()
-        if own.asks is None or not own.asks(*read):
+        if own.asks is None or not own.asks(q_shift, *read):
             self._give_back(own)
             return None
         count = len(read)
@@ -179,8 +191,8 @@ class PassesOfCall:
         if self._kernel.is_step:
             for array in (query, key, value, *arrays):
                 layouts += array.shape, array.strides
-        q_shift = own.words[_ADDRESSES + count + 1]
-        done = self._run_passes(own, addresses, read, layouts, q_shift)
+        position = own.words[_ADDRESSES + count + 1]
+        done = self._run_passes(own, addresses, read, layouts, position)
         self._give_back(own)
         return results if done else None
 

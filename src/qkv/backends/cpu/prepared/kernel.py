@@ -102,14 +102,20 @@ class Attend:
         return done
 
     def if_alike(
-        self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        rows: bool,
+        arrays: Sequence[Array] = (),
+        q_shift: int | None = None,
     ) -> Sequence[Any] | None:
         """See `qkv.backends.Prepared`; there are no results but out and lse."""
         out = np.empty(*self._out)
         lse = np.empty(*self._lse) if rows else None
         brief = self._brief
         if brief is not None and brief.read is not None:
-            done = brief.read(query, key, value, out, lse, *arrays)
+            done = brief.read(q_shift, query, key, value, out, lse, *arrays)
             if done <= 0:  # A step over many keys is not brief.
                 return (out, lse) if done else None
         own = self._pool.take()
@@ -117,7 +123,7 @@ class Attend:
             return None
         read, is_done = (query, key, value, out, lse, *arrays), False
         if own.read is not None:  # Else compiled code cannot read arrays of this NumPy.
-            kv_len = own.read(*read)
+            kv_len = own.read(q_shift, *read)
             is_done = kv_len > 0 and self._kernel.run(own.block, kv_len, read, False)
         self._pool.give_back(own)
         return (out, lse) if is_done else None

@@ -70,17 +70,20 @@ def steps_kernel(problem: Problem, form: AnyLengthForm, arrays: tuple[Array, ...
 
 
 def _operands(problem: Problem) -> list[Operand]:
-    """Query, key and value of any number of keys and any strides, with one batch axis at most."""
+    """Query, key and value of any number of keys and any strides, with one batch axis at most.
+
+    Pages have none: batch rows differ in their tables alone.
+    """
     operands, spec = problem.operands, problem.spec
     given = operands.query, operands.key, operands.value
     expected = []
     for words, array in zip((QUERY, KEY, VALUE), given, strict=True):
-        sizes = list(array.shape)
+        sizes, of_page = list(array.shape), _of_page(array)
         if array.ndim > 3:
-            sizes = [spec.batch_size, *sizes[-3:]]
+            sizes = sizes[-3:] if of_page else [spec.batch_size, *sizes[-3:]]
         if words is not QUERY:
             sizes[-2] = -1
-        expected.append(Operand(words.address, array.dtype, _axes(sizes, words)))
+        expected.append(Operand(words.address, array.dtype, _axes(sizes, words), *of_page))
     return expected
 
 
@@ -88,6 +91,13 @@ def _axes(sizes: Sequence[int], words: OperandWords) -> list[Axis]:
     """Axes of these sizes, the last of which is that of elements, and of any strides."""
     strides = [words.batch, words.head, words.row, words.element][-len(sizes) :]
     return [Axis(size, 0, word) for size, word in zip(sizes, strides, strict=True)]
+
+
+def _of_page(rows: Rows, part: Array | None = None) -> tuple[int, ...]:
+    """The bytes and the keys of a page; () if rows are not in pages."""
+    if not isinstance(rows, StoredRows) or rows.page_table is None:
+        return ()
+    return (rows.values if part is None else part).strides[0], rows.page_size
 
 
 def _parts(name: str, rows: Rows) -> list[Operand]:
@@ -98,12 +108,11 @@ def _parts(name: str, rows: Rows) -> list[Operand]:
     if rows.page_table is not None:
         table, slot = (word_index(f"{name}_{part}", FIELDS) for part in ("table", "slot"))
         axes = [Axis(rows.shape[0], 0, slot)] if rows.ndim > 3 else []
-        axes.append(Axis(1, 0, slot, rows.page_size))
+        axes.append(Axis(-1, 0, slot, rows.page_size))
         expected.append(Operand(table, rows.page_table.dtype, axes))
     if rows.scales is not None:
-        words = OperandWords.of(f"{name}_scales")
-        axes = []
-        if rows.page_table is None:  # The layout of pages is part of the form of a call.
-            axes = _axes([*rows.scales.shape[:-1], -1, 1], words)[:-1]
-        expected.append(Operand(words.address, rows.scales.dtype, axes))
+        words, of_page = OperandWords.of(f"{name}_scales"), _of_page(rows, rows.scales)
+        sizes = rows.scales.shape[1 if of_page else 0 : -1]
+        axes = _axes([*sizes, -1, 1], words)[:-1]
+        expected.append(Operand(words.address, rows.scales.dtype, axes, *of_page))
     return expected

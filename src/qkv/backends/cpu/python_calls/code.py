@@ -37,9 +37,10 @@ _JOB = ir.FunctionType(VOID, [POINTER, INT64]).as_pointer()
 def emit_calls(header: int) -> str:
     """The module with `read`, `write` and `step`; `header` is the bytes of Python's object header.
 
-    `read(query, key, value, *results, *arrays)` takes arrays, or None for a result that is not
-    wanted. It writes their addresses, and what may differ from call to call, into the block, and
-    runs the job if there is one for so many keys. The result is 0 if an operand is not as expected
+    `read(q_shift, query, key, value, *results, *arrays)` takes arrays, or None for a result that is
+    not wanted. It writes their addresses, and what may differ from call to call, into the block,
+    and runs the job if there is one for so many keys. `q_shift` is the position of the first query,
+    or None, and then the words of the call say it. The result is 0 if an operand is not as expected
     or the job's output is not finite; -1 if the job is done; else the number of keys, or 1 if that
     is fixed. Another number of arguments is unlike too.
 
@@ -143,7 +144,8 @@ class _Calls:
             b, checks = e.builder, _Checks(self, own)
             expected, call, block = checks.expected, checks.call, checks.block
             require = checks.require
-            first_array = e.add(call["results"], _OPERANDS)
+            first_result = 1 + _OPERANDS
+            first_array = e.add(call["results"], first_result)
             end = e.add(first_array, call["arrays"])
             require(b.icmp_signed("==", count, end))
             place, keys = e.at(expected, WORD * len(CALL_WORDS)), e.index(_ANY)
@@ -153,18 +155,25 @@ class _Calls:
             def read(n: Any, place: Value, keys: Value, is_array: int) -> Value:
                 """Read an array that must be as expected; the number of keys, if it is known."""
                 array = given(n)
-                address_place, dtype, _, ndim = self.operand_words(place)
+                address_place, dtype, _, ndim, page, page_rows = self.operand_words(place)
+                is_paged = b.icmp_signed("!=", page_rows, e.index(0))
+                page_axes = b.zext(is_paged, INT64)
                 own_ndim = b.sext(e.load(e.at(array, self.header + _NDIM), INT32, 4), INT64)
                 is_kind = b.icmp_signed("==", self.part(array, _DTYPE), dtype)
-                require(b.and_(is_kind, b.icmp_signed("==", own_ndim, ndim)))
+                require(b.and_(is_kind, b.icmp_signed("==", own_ndim, e.add(ndim, page_axes))))
+                # An array without axes may have no strides.
+                strides = b.select(is_paged, e.pointer(self.part(array, _STRIDES)), place)
+                has_page = b.icmp_signed("==", self.word(strides), page)
+                require(b.or_(b.not_(is_paged), has_page))
                 axes = e.at(place, WORD * len(OPERAND_WORDS))
-                keys = b.call(fits_axes, [array, axes, ndim, keys, block, e.index(is_array)])
+                of_call = axes, ndim, keys, block, e.index(is_array), page_axes, page_rows
+                keys = b.call(fits_axes, [array, *of_call])
                 require(b.icmp_signed("!=", keys, e.index(_UNLIKE)))
                 e.store(self.part(array, _DATA), e.at(block, address_place), WORD)
                 return keys
 
             for n in range(_OPERANDS):
-                keys = read(e.index(n), place, keys, 0)
+                keys = read(e.index(1 + n), place, keys, 0)
                 place = self.next_operand(place)
 
             def read_result(n: Value, carried: list[Value]) -> list[Value]:
@@ -178,18 +187,24 @@ class _Calls:
                 return [self.next_operand(place)]
 
             def read_array(n: Value, carried: list[Value]) -> list[Value]:
-                (place,) = carried
-                read(n, place, keys, 1)
-                return [self.next_operand(place)]
+                place, keys = carried
+                keys = read(n, place, keys, 1)
+                return [self.next_operand(place), keys]
 
-            (place,) = e.loop(_OPERANDS, first_array, 1, [place], read_result)
-            e.loop(first_array, end, 1, [place], read_array)
+            (place,) = e.loop(first_result, first_array, 1, [place], read_result)
+            _, keys = e.loop(first_array, end, 1, [place, keys], read_array)
             with b.if_then(b.icmp_signed("==", call["kv_len"], e.index(0))):
                 self.give(expected, b.call(run_job, [expected, block]))
             # With equal lengths the positions of queries may be left out, which is another call.
             require(b.icmp_signed("!=", keys, call["q_len"]))
             require(b.and_(e.below(0, keys), e.below(keys, e.add(call["longest"], 1))))
-            shift = e.mul(call["at_end"], e.sub(keys, call["q_len"]))
+            shift = given(e.index(0))
+            at_end = e.mul(call["at_end"], e.sub(keys, call["q_len"]))
+            is_given = b.icmp_signed("!=", b.ptrtoint(shift, INT64), call["none"])
+            as_number = b.inttoptr(call["as_long_long"], _AS_LONG_LONG)
+            as_given = partial(b.call, as_number, [shift])
+            shift = e.either(is_given, as_given, lambda: at_end)
+            self._require_shift(checks, shift)
             self._finish_step(checks, run_job, keys, shift)
 
     def _emit_step(self, run_job: Value) -> None:
@@ -221,7 +236,7 @@ class _Calls:
 
             def read(at: Any, layout: Value, place: Value, keys: Value, is_array: int) -> Value:
                 """Read what must be as expected; the number of keys."""
-                address_place, _, item, ndim = self.operand_words(place)
+                address_place, _, item, ndim, *_ = self.operand_words(place)
                 address, sizes, strides = argument(at), given(layout), given(e.add(layout, 1))
                 e.store(address, e.at(block, address_place), WORD)
                 is_there = b.icmp_signed("!=", address, e.index(0))
@@ -258,9 +273,14 @@ class _Calls:
             start = [place, e.add(layouts, 2 * _OPERANDS)]
             e.loop(first_array, layouts, 1, start, read_array)
             require(b.and_(e.below(0, keys), b.icmp_signed("<=", keys, longest)))
-            require(b.icmp_signed("<=", shift, longest))
-            require(b.icmp_signed(">=", shift, e.sub(0, longest)))
+            self._require_shift(checks, shift)
             self._finish_step(checks, run_job, keys, shift)
+
+    def _require_shift(self, checks: _Checks, shift: Value) -> None:
+        """Require a position of the first query for which the code was made."""
+        e, b, longest = self.e, self.e.builder, checks.call["longest"]
+        checks.require(b.icmp_signed("<=", shift, longest))
+        checks.require(b.icmp_signed(">=", shift, e.sub(0, longest)))
 
     def _finish_step(self, checks: _Checks, run_job: Value, keys: Value, shift: Value) -> None:
         """Write these words, and run the job if it takes so many keys; nothing may follow."""
@@ -280,11 +300,13 @@ class _Calls:
         block: Value,
         is_array: Value,
         own_axis: Callable[[Value], tuple[Value, Value]],
+        page_rows: Value | None = None,
     ) -> Value:
         """Compare sizes and strides with the expected ones, and write those that may differ.
 
         `own_axis(i)` gives a size, and a stride in bytes. `keys` is the number of keys, `_ANY` if
-        it is not known yet. It is returned, or `_UNLIKE`.
+        it is not known yet. It is returned, or `_UNLIKE`. An array of pages has `page_rows`, which
+        is else 0, where others have an entry for each key.
         """
         e, b = self.e, self.e.builder
         is_of_variant = b.icmp_signed("!=", is_array, e.index(0))
@@ -301,37 +323,44 @@ class _Calls:
             with b.if_then(has_keys):
                 e.store(own_size, e.at(block, place, -WORD), WORD)
             along_keys = b.icmp_signed("==", size, e.index(_ANY))
-            is_first = b.icmp_signed("==", known_keys, e.index(_ANY))
-            wanted = b.select(along_keys, b.select(is_first, own_size, known_keys), size)
+            if page_rows is not None:
+                in_page = b.and_(along_keys, b.icmp_signed("!=", page_rows, e.index(0)))
+                size = b.select(in_page, page_rows, size)
+                along_keys = b.and_(along_keys, b.not_(in_page))
             each = e.larger_of(keys_each, 1)
+            own_keys = e.mul(own_size, each)
+            is_first = b.icmp_signed("==", known_keys, e.index(_ANY))
+            has_all = b.or_(is_first, b.icmp_signed("==", own_keys, known_keys))
             entries = b.sdiv(e.add(known_keys, e.sub(each, 1)), each)
-            wanted = b.select(has_keys, entries, wanted)
-            fits = b.icmp_signed("==", own_size, wanted)
+            wanted = b.select(has_keys, entries, b.select(along_keys, known_keys, size))
+            fits = b.select(along_keys, has_all, b.icmp_signed("==", own_size, wanted))
             # One entry that is repeated will do for any number of them.
             is_one = b.icmp_signed("==", wanted, e.index(1))
             repeats = b.and_(is_one, b.icmp_signed("==", own_stride, e.index(0)))
             repeats = b.and_(repeats, b.and_(has_place, b.not_(has_keys)))
             fits = b.or_(fits, b.and_(repeats, is_of_variant))
             fits = b.and_(fits, b.or_(has_place, b.icmp_signed("==", own_stride, stride)))
-            keys_so_far = b.select(along_keys, own_size, known_keys)
+            keys_so_far = b.select(along_keys, own_keys, known_keys)
             return [b.and_(is_alike, fits), keys_so_far]
 
         is_alike, key_count = e.loop(0, ndim, 1, [ir.Constant(BIT, 1), keys], read_axis)
         return b.select(is_alike, key_count, e.index(_UNLIKE))
 
     def _axes_function(self) -> Value:
-        """`_fitting_axes` of an array object: `(array, axes, ndim, keys, block, is_array)`."""
+        """`_fitting_axes` of an array object, without its first `skipped` axes:
+        `(array, axes, ndim, keys, block, is_array, skipped, page_rows)`."""
         e = self.e
-        kinds = [POINTER, POINTER, INT64, INT64, POINTER, INT64]
+        kinds = [POINTER, POINTER, INT64, INT64, POINTER, INT64, INT64, INT64]
         with e.function("axes", kinds, INT64) as (function, arguments):
-            array, axes, ndim, keys, block, is_array = arguments
+            array, axes, ndim, keys, block, is_array, skipped, page_rows = arguments
             shape, strides = (e.pointer(self.part(array, x)) for x in (_SHAPE, _STRIDES))
 
             def own_axis(i: Value) -> tuple[Value, Value]:
-                at_size, at_stride = (e.at(x, e.mul(i, WORD)) for x in (shape, strides))
+                place = e.mul(e.add(i, skipped), WORD)
+                at_size, at_stride = (e.at(x, place) for x in (shape, strides))
                 return self.word(at_size), self.word(at_stride)
 
-            found = self._fitting_axes(axes, ndim, keys, block, is_array, own_axis)
+            found = self._fitting_axes(axes, ndim, keys, block, is_array, own_axis, page_rows)
             e.builder.ret(found)
         return function
 

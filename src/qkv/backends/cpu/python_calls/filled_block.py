@@ -45,12 +45,15 @@ class Axis(NamedTuple):
 class Operand(NamedTuple):
     """What is expected of an operand, and the word of the block that its address goes to.
 
-    Numbers that are only written have no dtype.
+    Numbers that are only written have no dtype. An array of pages of `page_rows` keys, which is
+    else 0, has one more axis than `axes`, the first, with a stride of `page` bytes.
     """
 
     place: int
     dtype: np.dtype[Any] | None = None
     axes: Sequence[Axis] = ()
+    page: int = 0
+    page_rows: int = 0
 
 
 def operand_of(place: int, array: Array) -> Operand:
@@ -65,7 +68,8 @@ class FilledBlock(NamedTuple):
     ----------
     block : ArgumentBlock
     read : callable
-        Takes arrays; None where NumPy's array objects cannot be read.
+        Takes the position of the first query, or None, and arrays; None where NumPy's array
+        objects cannot be read.
     write : callable
         Takes addresses alone if the number of keys is fixed, else what `step` takes.
     """
@@ -122,9 +126,9 @@ class FilledBlock(NamedTuple):
             "block": block.address,
         }
         words = [filled[name] for name in CALL_WORDS]
-        for place, dtype, axes in operands:
+        for place, dtype, axes, page, page_rows in operands:
             item = 0 if dtype is None else dtype.itemsize
-            words += [WORD * place, id(dtype), item, len(axes)]
+            words += [WORD * place, id(dtype), item, len(axes), page, page_rows]
             for size, stride, stride_place, keys in axes:
                 words += [size, stride, WORD * stride_place, keys]
         own, code = np.array(words, np.int64).view(_Words), _code()
@@ -158,12 +162,12 @@ def _can_read() -> bool:
     operands = [*[operand_of(n, array) for n in range(3)], Operand(3), Operand(4)]
     read = FilledBlock._untried(block, operands, {"results": 2}).read
     assert read is not None
-    if read(array, array, array, array, array) != 1:
+    if read(None, *[array] * 5) != 1:
         return False
     if list(block.words) != [address_of(array)] * 5:
         return False
     return not any(
-        read(*[other if n == place else array for n in range(3)], array)
+        read(None, *[other if n == place else array for n in range(3)], array)
         for other in _unlike(array)
         for place in range(3)
     )

@@ -16,12 +16,14 @@ fixed. The number of keys is at most `longest`. The first of `q_len` queries sta
 `PLACES` say where in the block something is, in bytes; `kv_len` is 0 if the number of keys is
 fixed, and `not_finite` if the job does not tell."""
 
-OPERAND_WORDS = ("place", "dtype", "item", "ndim")
+OPERAND_WORDS = ("place", "dtype", "item", "ndim", "page", "page_rows")
 """The words after `CALL_WORDS`, for query, key and value, each result and each array: where the
 address goes, the dtype object, the bytes of an element, and the number of axes. Of results nothing
-else is expected."""
+else is expected. Arrays of pages of `page_rows` keys, which is else 0, have one more axis, the
+first, with a stride of `page` bytes."""
 
 AXIS_WORDS = ("size", "stride", "place", "keys")
 """The words after `OPERAND_WORDS`, for each axis: its size, -1 for the number of keys; its stride
 in bytes, or, if any stride will do, where that goes, else 0. The axis of an array has an entry for
-so many `keys`, unless this is 0; the word before that of its stride is then its size."""
+so many `keys`, unless this is 0; the word before that of its stride is then its size. If its size
+is -1 too, no entry has fewer keys, as in a table of pages."""
