@@ -257,7 +257,7 @@ def test_a_result_that_is_not_finite_is_computed_again(watched) -> None:
     np.testing.assert_array_equal(qkv.attention(query, rows, rows), np.ones((1, 1, 1, 4)))
 
 
-@pytest.mark.parametrize("kind", ["pages", "int8", "int8 pages", "rolling int8"])
+@pytest.mark.parametrize("kind", ["pages", "int8", "int8 pages", "rolling int8", "arrays"])
 @pytest.mark.parametrize("is_ragged", [False, True], ids=["together", "of several lengths"])
 def test_the_latest_step_is_tried_first(watched, kind, is_ragged) -> None:
     """A step after one of other sizes is looked up, which takes 20 functions more."""

@@ -21,6 +21,7 @@ from qkv.call.checked import CheckedCall, check_call
 from qkv.call.repeated.cache import CALLS, PreparedCall
 from qkv.call.repeated.decoding import run_step
 from qkv.call.repeated.forms import Views, form_of, has_form, heads_first, in_place, values_of
+from qkv.call.repeated.latest_step import LatestStep
 from qkv.call.repeated.numpy_runs import run_on_arrays
 from qkv.call.repeated.preparing import prepare
 from qkv.call.repeated.stored_steps import stored_step
@@ -78,7 +79,7 @@ def attend(
         repeated = _repeat(first, bound, rows)
         if repeated is not None:
             return repeated
-    latest = None if entry is None or backward else entry.first_of_stored
+    latest = None if entry is None or backward else entry.first_of_steps
     if latest is not None:
         results = latest.results(bound, rows)
         if results is not None:
@@ -92,6 +93,9 @@ def attend(
             if results is not None:
                 if not backward:  # It is tried first when there is another one.
                     entry.first_of_arrays = known if known.if_alike else None
+                    if known.step is not None and not known.if_alike:
+                        kv_len = views[1].shape[-2]
+                        entry.first_of_steps = LatestStep.of(known, bound, kv_len)
                 return restored(results, bound)
             CALLS.discard(bound.structure, known)
     stored = None if backward or views is not None else stored_step(bound)

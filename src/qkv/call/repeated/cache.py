@@ -1,7 +1,7 @@
 """The cache of prepared calls: an entry for each structure, bounded, safe under threads and forks.
 
 An entry holds the prepared calls of one structure by their forms (`qkv.call.repeated.forms`), and
-those that are tried first: of NumPy arrays or views, of stored rows, and of tensors.
+those that are tried first: of NumPy arrays or views, of decoding steps, and of tensors.
 """
 
 from __future__ import annotations
@@ -113,18 +113,18 @@ class Entry:
         By form. None where backends prepare for no more than one number of keys.
     first_of_arrays : PreparedCall or None
         The latest of NumPy arrays; it is tried first.
-    first_of_stored : object
-        The latest `StoredRun` of pages or int8.
+    first_of_steps : object
+        The `LatestStep` of those that `first_of_arrays` does not serve.
     first_of_tensors : object
         The latest `Run` of tensors of torch.
     """
 
-    __slots__ = ("calls", "first_of_arrays", "first_of_stored", "first_of_tensors")
+    __slots__ = ("calls", "first_of_arrays", "first_of_steps", "first_of_tensors")
 
     def __init__(self) -> None:
         self.calls: dict[Form, PreparedCall | None] = {}
         self.first_of_arrays: PreparedCall | None = None
-        self.first_of_stored: Any = None
+        self.first_of_steps: Any = None
         self.first_of_tensors: Any = None
 
 
@@ -227,7 +227,7 @@ class CallCache:
         entry = self._entries[structure]
         del entry.calls[form]
         # Whatever is used again becomes the first again.
-        entry.first_of_arrays = entry.first_of_stored = entry.first_of_tensors = None
+        entry.first_of_arrays = entry.first_of_steps = entry.first_of_tensors = None
         if not entry.calls:
             del self._entries[structure]
 

@@ -139,7 +139,7 @@ def _run_stored(entry: Entry, bound: BoundCall, rows: bool) -> Any:
     tensors = [leaf for leaf in bound.leaves if type(leaf) is not np.ndarray]
     if not are_dense(*tensors) or gradients_wanted(tensors):
         return None
-    latest = entry.first_of_stored
+    latest = entry.first_of_steps
     found = None if latest is None else latest.results(bound, rows)
     if found is not None:
         return found if rows else found[0]
