@@ -188,3 +188,30 @@ def test_imaginary_parts_that_torch_has_not_negated_yet(kind: str) -> None:
         value = torch.complex(drawn(n), drawn(n + 200)).conj().imag
         rows, expected = cache.append(key, value), plain.append(key.clone(), value.clone())
         assert torch.equal(rows.attention(key), expected.attention(key.clone()))
+
+
+@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
+@pytest.mark.parametrize("dtype", [None, "int8"])
+@caches
+def test_a_token_for_each_of_many_sequences(kind, dtype, library) -> None:
+    """Twelve sequences of several lengths, of which some get no token in a step."""
+    rng = np.random.default_rng(7)
+    whole = rng.uniform(-1, 1, (12, HEADS, 40, DIM)).astype(np.float32)
+    cache, lens = KINDS[kind](dtype=dtype), rng.integers(1, 9, 12)
+    cache.append(library(whole[:, :, :8]), library(-whole[:, :, :8]), lens)
+    for _ in range(20):
+        counts = rng.integers(0, 2, 12)
+        token = library(whole[np.arange(12), :, lens][:, :, None])
+        rows = cache.append(token, -token, counts)
+        lens += counts
+        query = rng.standard_normal((12, HEADS, 1, DIM)).astype(np.float32)
+        found = np.asarray(rows.attention(library(query)))
+        for b in np.flatnonzero(counts):
+            seen = np.ones(lens[b], bool)
+            if kind in ("rolling", "sinks"):
+                seen[: -7 if kind == "rolling" else -5] = False
+                seen[: 0 if kind == "rolling" else 2] = True
+            key = whole[b, :, : lens[b]][:, seen].astype(np.float64)
+            weights = np.exp(key @ query[b].swapaxes(-1, -2) / np.sqrt(DIM))[..., 0]
+            expected = -(weights[:, None] @ key)[:, 0] / weights.sum(-1, keepdims=True)
+            np.testing.assert_allclose(found[b, :, 0], expected, atol=0.02 if dtype else 2e-6)

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from qkv.bridges import bridge_of
-from qkv.cache.arguments import Lengths
+from qkv.cache.arguments import Lengths, longest
 from qkv.cache.encoding import Encoding
 from qkv.cache.memory import Views, memory_with
 from qkv.cache.new_tokens import NewTokens
@@ -74,7 +76,12 @@ class RowBuffer:
     def write(self, new_tokens: NewTokens, start: Lengths, counts: Lengths) -> None:
         """Put the first `counts` of the new rows at row `start` of each sequence."""
         stored = memory_with(self.library).written(self.arrays, self._views)
-        _copy(stored, new_tokens.arrays, _runs(start, None, counts), self.axis)
+        is_step = counts.ndim == 1 and len(counts) > _FEW and longest(counts) == 1
+        is_on_host = is_step and all(type(array) is np.ndarray for array in stored)
+        if is_on_host and start.min() < start.max():
+            _copy_tokens(stored, new_tokens.arrays, start, counts)
+        else:
+            _copy(stored, new_tokens.arrays, _runs(start, None, counts), self.axis)
 
     def read(self, start: int, stop: int, encoding: Encoding) -> tuple[Any, Any]:
         """Key and value rows from `start` to `stop` of all sequences, without a copy."""
@@ -204,6 +211,20 @@ def _runs(target: Lengths | None, source: Lengths | None, counts: Lengths) -> li
     if all(len(set(of_each)) == 1 for of_each in numbers):
         return [_Run((), *[of_each[0] for of_each in numbers])]
     return list(map(_Run, product(*map(range, counts.shape)), *numbers))
+
+
+_FEW = 8
+"""Sequences up to which the token of each is copied by itself: to index by arrays takes longer."""
+
+
+def _copy_tokens(
+    targets: Sequence[Any], sources: Sequence[Any], start: Lengths, counts: Lengths
+) -> None:
+    """Copy the first row of each sequence that has one to row `start`."""
+    having = np.flatnonzero(counts)
+    places = start[having]
+    for written, rows in zip(targets, sources, strict=True):
+        written[having, :, places] = rows[having, :, 0]
 
 
 def _copy(targets: Sequence[Any], sources: Sequence[Any], runs: list[_Run], axis: int) -> None:
