@@ -304,3 +304,42 @@ def test_page_tables_of_any_type_and_strides(kind) -> None:
             weights = np.exp(own @ query[b, :, 0, :, None] / math.sqrt(DIM))[..., 0]
             expected = (weights[:, None] @ own)[:, 0] / weights.sum(-1, keepdims=True)
             np.testing.assert_allclose(found[b, :, 0], expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["int8", "pages", "int8 pages", "rolling int8"])
+def test_keys_in_storage_are_rotated(watched, kind, dtype) -> None:
+    """Rotated keys are gathered first; two steps are checked, and those after them are prepared."""
+    dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    cache, half = CACHES[kind](), DIM // 2
+    first = normal(BATCH, KV_HEADS, 10, DIM, dtype=dtype)
+    cache.append(first, first)
+
+    def rotated(x, positions):
+        angles = positions[:, None] / 10000 ** (np.arange(half) / half)
+        one, two = x[..., :half].astype(np.float64), x[..., half:].astype(np.float64)
+        cos, sin = np.cos(angles), np.sin(angles)
+        return np.concatenate([one * cos - two * sin, two * cos + one * sin], axis=-1)
+
+    for step in range(12):
+        token, query = (
+            normal(BATCH, heads, 1, DIM, seed=step, dtype=dtype) for heads in (KV_HEADS, HEADS)
+        )
+        rows = cache.append(token, -token)
+        found = rows.attention(query, qkv.RoPE(), qkv.Causal())
+        (part,) = rows.parts
+        length = 11 + step - part.kv_offset
+        seen = slice(max(0, length - 8), length) if kind.startswith("rolling") else slice(length)
+        positions = part.kv_offset + np.arange(length)[seen]
+        for b in range(BATCH):
+            turned = rotated(query[b], positions[-1:])
+            key, value = (rows_of(stored, b)[:, seen] for stored in (part.key, part.value))
+            key, value = (np.repeat(x, HEADS // KV_HEADS, axis=0) for x in (key, value))
+            scores = (rotated(key, positions) @ turned.swapaxes(-1, -2))[..., 0] / math.sqrt(DIM)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            expected = (weights[:, None] @ value)[:, 0] / weights.sum(-1, keepdims=True)
+            atol = 5e-6 if dtype == "float32" else 2e-2
+            np.testing.assert_allclose(found[b, :, 0].astype(np.float64), expected, atol=atol)
+    if not kind.startswith("rolling"):  # The first key has another position in each step.
+        assert watched.prepared("forward", any_length=True) == 1
+        assert watched.computed == 2

@@ -65,12 +65,16 @@ class Prepared:
         queries stand where the problem aligns them, or at `q_shift`. Of `StoredRows` it takes
         `values` and the arrays that `run` has the addresses of; whether the entries of tables are
         pages is for the caller to ask.
+    gathered_dtype : dtype, optional
+        If it is not None, keys that are `StoredRows` are to be gathered before each call
+        (`qkv.problem.stored_rows.whole_rows`), and key and query passed as arrays of this type.
     """
 
     run: Callable[..., bool]
     results: Sequence[ResultForm]
     brief_keys: int = 0
     if_alike: Callable[..., Any] | None = None
+    gathered_dtype: np.dtype[Any] | None = None
 
 
 def array_at(address: int, form: ResultForm, strides: Sequence[int] | None = None) -> Array:

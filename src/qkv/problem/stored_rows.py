@@ -217,13 +217,30 @@ def whole_rows(source: Rows, dtype: np.dtype[Any]) -> Array:
     """
     if not isinstance(source, StoredRows):
         return source
-    batch, heads = source.shape[:-3], source.shape[-3]
-    dtype = source.dtype if source.scales is None else dtype
-    out = np.empty(source.shape, dtype)
-    for index in np.ndindex(*batch):
-        for head in range(heads):
-            out[(*index, head)] = source.read(index, head, slice(None), dtype)
+    *batch, heads, length, dim = source.shape
+    values, scales, table = source.values, source.scales, source.page_table
+    out = np.empty(source.shape, gathered_dtype(source, dtype))
+    in_pages = out
+    if table is not None:
+        size = source.page_size
+        in_pages = out.reshape(*batch, heads, length // max(size, 1), size, dim).swapaxes(-4, -3)
+    # Padding may hold any values, some of which would raise warnings of NumPy.
+    with np.errstate(invalid="ignore", over="ignore"):
+        for index in np.ndindex(*batch):  # No copy of all pages is held beside the result.
+            own = index if table is None else table[index]
+            if scales is None:
+                in_pages[index] = values[own]
+            else:
+                by_rows = scales[own].astype(dtype, copy=False)[..., None]
+                np.multiply(values[own], by_rows, out=in_pages[index], dtype=dtype)
+        if source.offset is not None:
+            out += source.offset.astype(dtype, copy=False)[:, None]
     return out
+
+
+def gathered_dtype(rows: StoredRows, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The type of `whole_rows(rows, dtype)`."""
+    return rows.dtype if rows.scales is None else dtype
 
 
 def as_stored_rows(

@@ -20,7 +20,7 @@ from qkv.call.repeated.numpy_runs import run_on_arrays, run_on_stored_rows
 from qkv.problem.building.builder import INDEX_LIMIT
 from qkv.problem.building.check import KEY_OFFSET
 from qkv.problem.spec import Problem
-from qkv.problem.stored_rows import scores_of_offset
+from qkv.problem.stored_rows import scores_of_offset, whole_rows
 
 __all__ = ["arrays_from_lengths", "arrays_from_offset", "lengths_of_step", "position",
            "read_by_step", "run_step"]  # fmt: skip
@@ -49,6 +49,9 @@ def run_step(
     q_shift, arrays = found
     if bound.structure.is_plain:
         return run_on_arrays(steps, views, arrays, rows=rows, q_shift=q_shift)
+    dtype = steps.gathered_dtype
+    if dtype is not None:
+        views = (query.astype(dtype, copy=False), whole_rows(key, dtype), views[2])
     return run_on_stored_rows(steps, views, arrays, rows=rows, q_shift=q_shift)
 
 

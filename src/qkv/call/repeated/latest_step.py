@@ -55,7 +55,8 @@ class LatestStep(NamedTuple):
     def of(cls, known: PreparedCall, bound: BoundCall, kv_len: int) -> LatestStep | None:
         """The step of this call; None if compiled code asks too little to tell what is like it."""
         step, beside = known.step, _beside(bound, kv_len)
-        asks = step is not None and step.every_length and known.prepared.if_alike is not None
+        reads_all = known.prepared.if_alike is not None and known.prepared.gathered_dtype is None
+        asks = step is not None and step.every_length and reads_all
         if beside is None or not asks or bound.structure.layout != "bhld":
             return None
         return cls(known, beside)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from qkv.backends.cpu.prepared.placeholders import tables_of
 from qkv.partial import RowStatistics
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.spec import Problem
+from qkv.problem.stored_rows import StoredRows, gathered_dtype
 from qkv.process.forks import importing
 
 __all__ = ["prepare"]
@@ -41,7 +42,7 @@ def prepare(
     if 0 in sizes:
         return None
     # Of keys and values in storage of their own, decoding steps alone are prepared.
-    if (spec.key_storage or spec.value_storage) and (spec.rotation or not any_length):
+    if (spec.key_storage or spec.value_storage) and not any_length:
         return None
     is_short = is_decode(spec, host().shape_of(spec.compute_dtype))
     if any_length:
@@ -99,6 +100,7 @@ def _for_any_length(problem: Problem, arrays: tuple[Array, ...]) -> Prepared | N
         from qkv.backends.cpu.prepared.steps import steps_kernel
 
     rotates, positions = problem.spec.rotation is not None, problem.operands.positions
+    dtype = None
     if rotates:
         # All batch entries must share one table of angles, in which rows follow one another:
         # ranks within segments do not.
@@ -107,11 +109,18 @@ def _for_any_length(problem: Problem, arrays: tuple[Array, ...]) -> Prepared | N
             return None
         if not all(isinstance(rank, int) for rank in ranks):
             return None
+        query, key = problem.operands.query, problem.operands.key
+        if isinstance(key, StoredRows):  # Rotated keys are arrays in any case.
+            dtype = gathered_dtype(key, problem.spec.compute_dtype)
+            query, whole_key = np.empty(query.shape, dtype), np.empty(key.shape, dtype)
+            operands = replace(problem.operands, query=query, key=whole_key)
+            problem = Problem(replace(problem.spec, key_storage=None), operands)
     form = stages.rotated_form(problem) if rotates else problem
     words = any_length_form(form, arrays)
     if words is None:
         return None
-    return _prepared(problem, steps_kernel(form, words, arrays), "forward", is_short=True)
+    kernel = steps_kernel(form, words, arrays)
+    return replace(_prepared(problem, kernel, "forward", is_short=True), gathered_dtype=dtype)
 
 
 def _is_scheduled_alike(problem: Problem, arrays: tuple[Array, ...]) -> bool:
