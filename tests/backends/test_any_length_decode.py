@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import qkv
+from qkv.backends import LONGEST
 from qkv.backends.cpu import CpuBackend
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock
-from qkv.backends.cpu.prepared.any_length import LONGEST
 from qkv.call.repeated.numpy_runs import run_on_arrays
 from qkv.problem.building.check import check
 

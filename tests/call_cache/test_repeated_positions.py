@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import qkv
+from qkv.call.repeated.cache import CALLS
 
 pytestmark = pytest.mark.usefixtures("no_prepared_calls")
 
@@ -89,6 +90,49 @@ def test_a_stated_position_of_each_batch_row(
         allowed = (keys <= start[..., None]) & (keys < lens[..., None])
         expected = attention(query, key, value, allowed[..., None, None, :])
         np.testing.assert_allclose(np.asarray(found), expected, atol=2e-6)
+
+
+@ARRAYS
+def test_positions_of_each_batch_row_far_from_0(arrays: Callable[[Any], Any]) -> None:
+    """A step whose integers have 32 bits does not take positions whose triple has more."""
+    rng = np.random.default_rng(0)
+    far = qkv.ScoreMod(lambda score, b, h, i, j: np.where(3 * i > j, score, -np.inf))
+    for call in range(8):
+        start = np.array([2**30 if call > 4 else 15, -(2**30) if call > 5 else 5])
+        operands = [normal(rng, 2, 2, n, 16) for n in (1, 100 + call, 100 + call)]
+        lens = np.full(2, 90 + call)
+        found = qkv.attention(*map(arrays, operands), far, qkv.KeyLengths(lens), q_offset=start)
+        keys = np.arange(100 + call)
+        allowed = (keys < 3 * start[:, None]) & (keys < lens[:, None])
+        expected = attention(*operands, allowed[:, None, None])
+        np.testing.assert_allclose(np.asarray(found), expected, atol=2e-6)
+
+
+@ARRAYS
+def test_the_least_integer_is_no_position(arrays: Callable[[Any], Any]) -> None:
+    """Its magnitude has more than 64 bits."""
+    rng = np.random.default_rng(0)
+    operands = [arrays(normal(rng, 2, 2, n, 16)) for n in (1, 100, 100)]
+    variants = qkv.Causal(), qkv.KeyLengths(np.full(2, 90))
+    for _ in range(4):
+        qkv.attention(*operands, *variants, q_offset=np.array([15, 5]))
+    with pytest.raises(qkv.ArgumentError, match="q_offset reaches beyond"):
+        qkv.attention(*operands, *variants, q_offset=np.full(2, -(2**63)))
+
+
+@ARRAYS
+def test_positions_without_a_sign_are_prepared(arrays: Callable[[Any], Any]) -> None:
+    """NumPy warned in every call of the least of them, taken negative."""
+    rng = np.random.default_rng(0)
+    for call in range(4):
+        operands = [normal(rng, 2, 2, n, 16) for n in (1, 100 + call, 100 + call)]
+        lens, start = np.full(2, 90), np.array([15, 5 + call], np.uint64)
+        variants = qkv.Causal(), qkv.KeyLengths(lens)
+        found = qkv.attention(*map(arrays, operands), *variants, q_offset=start)
+        allowed = np.arange(100 + call) <= start[:, None]
+        expected = attention(*operands, allowed[:, None, None])
+        np.testing.assert_allclose(np.asarray(found), expected, atol=2e-6)
+    assert len(CALLS) == 1
 
 
 @pytest.mark.parametrize("make", ["fortran", "broadcast", "expand", "t"])

@@ -26,7 +26,14 @@ from numpy.typing import NDArray
 from qkv.arguments.declarations import shown
 from qkv.backends.conditions import Conditions, backends_changed, conditions
 from qkv.backends.entry_points import backend_entry_points
-from qkv.backends.prepared_calls import Passes, Prepared, ResultForm, array_at, array_reader
+from qkv.backends.prepared_calls import (
+    LONGEST,
+    Passes,
+    Prepared,
+    ResultForm,
+    array_at,
+    array_reader,
+)
 from qkv.backends.protocols import (
     Backend,
     DeviceBackend,
@@ -45,6 +52,7 @@ from qkv.problem.spec import Problem, Spec
 from qkv.process.forks import importing
 
 __all__ = [
+    "LONGEST",
     "Backend",
     "BrokenBackendWarning",
     "Choice",

@@ -16,6 +16,10 @@ Passes: TypeAlias = Literal["forward", "residuals", "statistics", "gradients"]
 """What is computed: attention, attention that a backward pass follows, attention with statistics of
 its rows, gradients."""
 
+LONGEST = 2**29
+"""The largest number of keys, and distance of a position from 0, of a call whose number of keys is
+free: differences of positions fit 32 bits."""
+
 
 class ResultForm(NamedTuple):
     """A result of a prepared call: a dense array, which `new(shape, dtype)` makes."""
@@ -48,7 +52,8 @@ class Prepared:
         of the key, then those of the value. Sizes and strides of pages, and of their scales, are
         those of kv heads, keys and elements; the stride from page to page is that of what was
         prepared for.
-        `q_shift` is added to the row of a query for its position. `between_products` says that
+        `q_shift` is added to the row of a query for its position. Positions that arrays of a step
+        state are within `LONGEST`; `run` does not read them. `between_products` says that
         threads of another library have just worked and will soon again, as around the layers of a
         model.
     results : sequence of ResultForm

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import Prepared
+from qkv.backends import LONGEST, Prepared
 from qkv.call.binding.bound import BoundCall
 from qkv.call.binding.flatten import ReadByValue
 from qkv.call.repeated.cache import StepForm
 from qkv.call.repeated.forms import in_place
 from qkv.call.repeated.numpy_runs import run_on_arrays, run_on_stored_rows
-from qkv.problem.building.builder import INDEX_LIMIT
 from qkv.problem.building.check import KEY_OFFSET
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import scores_of_offset, whole_rows
@@ -107,11 +106,14 @@ def lengths_of_step(
 
 
 def _positions_of_rows(bound: BoundCall, batch_shape: tuple[int, ...]) -> Array | None:
-    """The position of the first query of each batch row, which the call states."""
+    """The position of the first query of each batch row, which the call states.
+
+    None if they do not fit the batch, or are beyond what steps are prepared for.
+    """
     given = bound.leaves[-1]
     if given.shape != batch_shape or given.dtype.kind not in "iu":
         return None
-    if given.size and max(given.max(), -given.min()) > INDEX_LIMIT:
+    if given.size and (given.min() < -LONGEST or given.max() > LONGEST):
         return None
     return np.asarray(given.astype(np.int64).reshape(-1))
 

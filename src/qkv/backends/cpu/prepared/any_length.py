@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.backends import LONGEST
 from qkv.backends.cpu.passes.decode import DecodeArguments
 from qkv.backends.cpu.passes.scratch import NO_RESULTS
 from qkv.backends.cpu.plan.kernel_spec import bits_of, index_bounds
@@ -25,10 +26,6 @@ from qkv.problem.language.intervals import Interval
 from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
-
-LONGEST = 2**29
-"""The largest number of keys, and of |q_shift|, that steps are prepared for, so that differences of
-positions fit 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,12 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from qkv.backends import LONGEST
 from qkv.backends.cpu.decode.layout import FIELDS
 from qkv.backends.cpu.emit.argument_block import WORD, ArgumentBlock, word_index
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass
 from qkv.backends.cpu.passes.scratch import NO_RESULTS
-from qkv.backends.cpu.prepared.any_length import LONGEST, AnyLengthForm, shift_tables
+from qkv.backends.cpu.prepared.any_length import AnyLengthForm, shift_tables
 from qkv.backends.cpu.prepared.decode import KEY, NOT_FINITE, QUERY, RESULTS, VALUE, OperandWords
 from qkv.backends.cpu.prepared.kernel import Kernel
 from qkv.backends.cpu.prepared.placeholders import without_values
