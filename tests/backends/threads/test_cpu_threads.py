@@ -401,19 +401,54 @@ def test_a_fork_while_another_thread_holds_our_locks(leave) -> None:
     in_a_process(
         f"""
         from qkv.call.repeated.cache import CALLS
+        from qkv.problem.language.expressions import constant
+        from qkv.problem.language.nodes import _EXCLUSIVE
         attend()
-        for lock in (CALLS._exclusive.lock, threads._lock, threads._workers._lock):
+        ours = _EXCLUSIVE.lock, CALLS._exclusive.lock, threads._lock, threads._workers._lock
+        for lock in ours:
             lock.acquire()  # as another thread might have
         child = os.fork()
         if child == 0:
             for _ in range(3):
                 attend()
             assert threads._workers.size == 2
+            constant(0.123)
             {leave}
-        for lock in (CALLS._exclusive.lock, threads._lock, threads._workers._lock):
+        for lock in ours:
             lock.release()
         assert exit_code(child) == 0
         """
+    )
+
+
+@FORKS
+def test_a_fork_while_another_thread_writes_a_kernel() -> None:
+    """The fork waits until the kernel is made, which takes expressions that are new."""
+    in_a_process(
+        """
+        import signal, time
+        from qkv.backends.cpu.compiler.compile import EmitFunction, build
+        from qkv.backends.cpu.machine.host import host
+        from qkv.problem.language.expressions import constant
+        inside = threading.Event()
+        def emit():
+            inside.set()
+            time.sleep(0.5)
+            constant(0.123)
+            return "define void @job(ptr %arguments, i64 %number) { ret void }"
+        function = EmitFunction("__main__", "emit")
+        caller = threading.Thread(target=build, args=(function, (), host()))
+        caller.start()
+        inside.wait()
+        signal.alarm(60)  # ends a process that waits
+        child = os.fork()
+        if child == 0:
+            constant(0.456)
+            os._exit(0)
+        caller.join()
+        assert exit_code(child) == 0
+        """,
+        QKV_CACHE_DIR="",
     )
 
 

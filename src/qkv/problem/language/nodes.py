@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, Literal, Self, TypeAlias
 from weakref import WeakValueDictionary
+
+from qkv.process.forks import RenewedLock
 
 __all__ = [
     "VARIABLES", "Const", "Kind", "Load", "Node", "Number", "Op", "Var", "children", "fields_of",
@@ -74,11 +74,7 @@ _NODES: WeakValueDictionary[_Key, Any] = WeakValueDictionary()
 _find = _NODES.get
 _RECENT: deque[_Node] = deque(maxlen=4096)
 """Nodes that are kept alive, since calls like the last ones make them again."""
-_LOCK = threading.RLock()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
-    )
+_EXCLUSIVE = RenewedLock()
 
 _NOTHING: frozenset[str] = frozenset()
 
@@ -94,7 +90,7 @@ def _new(key: _Key, fields: tuple[Any, ...], parts: tuple[Node, ...], **own: Any
     made.tables = _union([part.tables for part in parts])
     for name, value in own.items():
         setattr(made, name, value)
-    with _LOCK:
+    with _EXCLUSIVE.lock:
         node = _NODES.setdefault(key, made)
     _RECENT.append(node)
     return node
