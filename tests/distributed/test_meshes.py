@@ -49,6 +49,31 @@ def test_keys_along_one_dimension_and_heads_along_the_other(
             torch.testing.assert_close(own.double(), right, rtol=3e-5, atol=3e-4)
 
 
+def numbers_on_a_mesh(rank: int, ranks: int) -> list[int]:
+    """The numbers of two calls of ranks of which some have made calls in other groups before."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from qkv.distributed import Order, attention
+    from qkv.distributed.messages.links import Links
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "heads"))
+    order = Order.contiguous(LENGTH, ranks)
+    shards = [order.shard(t, rank).float() for t in operands()[:3]]
+    if mesh.get_local_rank("heads") == 0:
+        Links.last_number += 100
+    numbers = [Links.last_number]
+    for _ in range(2):
+        attention(*shards, mesh=mesh, dim=("keys", "heads"), order=order, timeout=30)
+        numbers.append(Links.last_number)
+    return numbers
+
+
+def test_no_number_of_a_call_comes_again(group: Any) -> None:
+    """Else its messages might be taken for those of an earlier call that a rank left out."""
+    for before, first, second in group(4)(numbers_on_a_mesh):
+        assert before < first < second
+
+
 def on_a_mesh_of(rank: int, ranks: int, numbers: Any, dim: Any) -> str:
     """The error of a call on a mesh of these ranks, at a place in it that torch names."""
     from torch.distributed.device_mesh import DeviceMesh

@@ -26,7 +26,8 @@ _READ_WHOLE = 2**24
 
 def tell(links: Links, said: Mapping[str, Any], device: torch.device) -> list[dict[str, Any]]:
     """What every rank says, in the order of ranks; messages after it have a number of their own."""
-    said = {"version": __version__, "own last number": Links.last_number, **said}
+    # What ranks of one dimension of a mesh have said is passed on along the other, but this number.
+    said = {**said, "version": __version__, "own last number": Links.last_number}
     written = _written({name: _cut(name, value) for name, value in said.items()})
     buffer = np.zeros(_SIZE, np.uint8)
     buffer[: len(written)] = np.frombuffer(written, np.uint8)
