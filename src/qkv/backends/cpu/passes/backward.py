@@ -69,7 +69,8 @@ class BackwardPass:
 
     `corrects_delta` says that few queries see any key, so that the delta correction runs first.
     `names` are the tables whose gradients are wanted, `out_dtype` is the type of the output.
-    `inputs` tell which pairs have a weight of nearly 0 and are left out.
+    `inputs` tell which pairs have a weight of nearly 0 and are left out. `int_bits` are those of
+    the problem's values unless given.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class BackwardPass:
         names: Iterable[str],
         out_dtype: np.dtype[Any],
         inputs: BackwardInputs | None = None,
+        int_bits: int | None = None,
     ) -> None:
         spec, here = problem.spec, host()
         self._here = here
@@ -101,7 +103,7 @@ class BackwardPass:
         self._key = BackwardKey(
             kernel_spec(spec),
             replace(self.shape, q_blocks_per_task=1),
-            integer_bits(problem),
+            int_bits or integer_bits(problem),
             spec.rotation is not None,
             out_dtype.name,
             gradient_dtype(problem).name,

@@ -43,9 +43,11 @@ _TASKS_OF_A_THREAD = 32
 
 
 class ForwardPass(Workload):
-    """The forward pass of one problem."""
+    """The forward pass of one problem; `int_bits` are those of its values unless given."""
 
-    def __init__(self, problem: Problem, *, statistics: bool = False) -> None:
+    def __init__(
+        self, problem: Problem, *, statistics: bool = False, int_bits: int | None = None
+    ) -> None:
         spec, here = problem.spec, host()
         # Sinks scale the output afterwards: round to the type of storage only then.
         self.out_dtype = spec.compute_dtype if spec.sinks else np.dtype(spec.dtype)
@@ -53,7 +55,7 @@ class ForwardPass(Workload):
         key = ForwardKey(
             kernel_spec(spec),
             replace(self.shape, q_blocks_per_task=1),
-            integer_bits(problem),
+            int_bits or integer_bits(problem),
             False,
             spec.rotation is not None,
             self.out_dtype.name,

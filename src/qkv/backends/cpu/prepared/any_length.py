@@ -7,6 +7,7 @@ keys, or of a fixed number; `ArrayWords` writes where it lies into an argument b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,12 +17,19 @@ from numpy.typing import NDArray
 from qkv.backends import LONGEST
 from qkv.backends.cpu.passes.decode import DecodeArguments
 from qkv.backends.cpu.passes.scratch import NO_RESULTS
-from qkv.backends.cpu.plan.kernel_spec import bits_of, index_bounds
+from qkv.backends.cpu.plan.kernel_spec import (
+    any_values,
+    bits_of,
+    bounds_of_any,
+    index_bounds,
+    with_indices,
+    with_reads,
+)
 from qkv.backends.cpu.prepared.placeholders import tables_of
 from qkv.backends.cpu.python_calls.filled_block import Axis, Operand
 from qkv.errors import ArgumentError, ShapeError
 from qkv.problem.language.bounds import check_table_reads
-from qkv.problem.language.expressions import Const, Load, Node, Op, Var, rebuilt, walk
+from qkv.problem.language.expressions import Const, Load, Node, Op, Var, walk
 from qkv.problem.language.intervals import Interval
 from qkv.problem.spec import Problem
 
@@ -74,21 +82,19 @@ def any_length_form(problem: Problem, arrays: tuple[Array, ...]) -> AnyLengthFor
     ):
         return None
     spec, operands = problem.spec, problem.operands
-    by_name = {t.name: t for t in spec.tables}
     shifts = set(shift_tables(problem)) | _length_tables(problem, from_calls)
-    widest = [np.iinfo(by_name[n].dtype) for n in from_calls - shifts if by_name[n].kind == "int"]
-    limits = [(int(i.min), int(i.max)) for i in widest] or [(0, 0)]
+    known = any_values(spec, from_calls) | dict.fromkeys(shifts, Var("q_pos"))
     places = {
         **index_bounds(spec),
         "kv_index": Interval.of(0, LONGEST - 1),
         "q_pos": Interval.of(-LONGEST, LONGEST),
-        "kv_pos": Interval.of(min(low for low, _ in limits), max(high for _, high in limits)),
+        **bounds_of_any(spec, from_calls - shifts),
     }
-    roots = [_with_variables(node, shifts, from_calls) for node in (spec.score, spec.mask)]
+    roots = [with_reads(node, known) for node in (spec.score, spec.mask)]
     loads = [
         n for n in walk(spec.score, spec.mask) if isinstance(n, Load) and n.table in from_calls
     ]
-    reads = [_read_with_variables(load, shifts, from_calls) for load in loads]
+    reads = [_read_with_variables(load, known) for load in loads]
     try:
         check_table_reads([*roots, *reads], places, operands.tables)
     except (ShapeError, ArgumentError):
@@ -100,7 +106,7 @@ def any_length_form(problem: Problem, arrays: tuple[Array, ...]) -> AnyLengthFor
         if words_of_array is None:
             return None
         words.append(words_of_array)
-    return AnyLengthForm(bits_of(roots, places, operands.tables), words)
+    return AnyLengthForm(bits_of(with_indices(spec, known), places, operands.tables), words)
 
 
 def _offset_tables(problem: Problem) -> list[str]:
@@ -129,33 +135,10 @@ def shift_tables(problem: Problem) -> list[str]:
     return [name for name in _offset_tables(problem) if not problem.operands.tables[name].ndim]
 
 
-def _with_variables(node: Node, shifts: set[str], from_calls: set[str]) -> Node:
-    """The node with variables, of known bounds, in the place of what changes from step to step.
-
-    `q_pos` stands for where the queries are, `kv_pos` for integers of arrays that each call passes.
-    """
-
-    def replaced(n: Node, following: tuple[Node, ...]) -> Node:
-        match n:
-            case Load(table=table) if table in shifts:
-                return Var("q_pos")
-            case Load(table=table, kind="bool") if table in from_calls:
-                return Op("eq", "bool", (Var("q_pos"), Const("int", 0)))
-            case Load(table=table, kind=kind) if table in from_calls:
-                return Var("kv_pos" if kind == "int" else "score")
-            case Load(table=table, kind=kind):
-                return Load(table, kind, following)
-            case Op(name=name, kind=kind):
-                return Op(name, kind, following)
-        return n
-
-    return rebuilt(node, replaced)
-
-
-def _read_with_variables(load: Load, shifts: set[str], from_calls: set[str]) -> Load:
+def _read_with_variables(load: Load, known: Mapping[str, Node]) -> Load:
     """A read of an array that calls bring, with index 0 for axes that are as long as keys ask."""
     indices = [
-        Const("int", 0) if _keys_per_entry(index) else _with_variables(index, shifts, from_calls)
+        Const("int", 0) if _keys_per_entry(index) else with_reads(index, known)
         for index in load.indices
     ]
     return Load(load.table, load.kind, tuple(indices))

@@ -29,6 +29,7 @@ from qkv.backends.cpu.passes.backward_arguments import (
 from qkv.backends.cpu.passes.delta_correction import RowArrays
 from qkv.backends.cpu.passes.gradient import is_faint, needs_delta_correction
 from qkv.backends.cpu.passes.scratch import Pool, return_scratch, take_scratch
+from qkv.backends.cpu.plan.kernel_spec import integer_bits
 from qkv.backends.cpu.prepared.placeholders import placeholder, without_values
 from qkv.backends.cpu.prepared.stages import Rotate, RotateGradients, rotated_form
 from qkv.problem.backward import BackwardInputs
@@ -53,8 +54,9 @@ class PassesOfGradients:
         problem, read = without_values(problem, arrays)
         spec = problem.spec
         self._pass = BackwardPass(
-            problem, corrects_delta=False, names=(), out_dtype=inputs.out.dtype
-        )
+            problem, corrects_delta=False, names=(), out_dtype=inputs.out.dtype,
+            int_bits=integer_bits(problem, read),
+        )  # fmt: skip
         self._kernel = self._pass.kernel()
         results = Results(problem, self._pass)
         self._outputs = _outputs_of(problem, results)

@@ -10,6 +10,7 @@ from qkv.backends.cpu.decode.layout import FIELDS
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock, operand_fields, word_index
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass
 from qkv.backends.cpu.passes.scratch import NO_RESULTS
+from qkv.backends.cpu.plan.kernel_spec import integer_bits
 from qkv.backends.cpu.prepared.kernel import Kernel, expected_of
 from qkv.backends.cpu.prepared.placeholders import without_values
 from qkv.backends.cpu.python_calls.filled_block import operand_of
@@ -51,7 +52,8 @@ def run_decode(problem: Problem, result: Partial, statistics: RowStatistics | No
 def decode_kernel(problem: Problem, arrays: tuple[Array, ...]) -> Kernel:
     """The kernel of calls like this problem, with `arrays` that each call brings."""
     problem, read = without_values(problem, arrays)
-    decode, kv_len = DecodePass(problem), problem.spec.kv_len
+    decode = DecodePass(problem, int_bits=integer_bits(problem, read))
+    kv_len = problem.spec.kv_len
     template = DecodeArguments(problem, NO_RESULTS)
     always = decode.share(kv_len)
 

@@ -13,6 +13,7 @@ from qkv.backends.cpu.forward.layout import FIELDS
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.passes.forward_arguments import ForwardArguments
 from qkv.backends.cpu.passes.scratch import NO_RESULTS, BriefJob, return_scratch, take_scratch
+from qkv.backends.cpu.plan.kernel_spec import integer_bits
 from qkv.backends.cpu.prepared.kernel import Kernel, expected_of
 from qkv.backends.cpu.prepared.placeholders import without_values
 from qkv.backends.cpu.python_calls.filled_block import operand_of
@@ -39,9 +40,11 @@ _CALLER = ctypes.c_int64(0)
 
 def forward_kernel(problem: Problem, passes: Passes, arrays: tuple[Array, ...]) -> Kernel:
     """The kernel of calls like this problem, with `arrays` that each call brings."""
-    problem, read = without_values(problem, arrays)
-    forward = ForwardPass(problem, statistics=passes == "statistics")
-    template = ForwardArguments(problem, forward, 0, NO_RESULTS)
+    form, read = without_values(problem, arrays)
+    forward = ForwardPass(
+        problem, statistics=passes == "statistics", int_bits=integer_bits(problem, read)
+    )
+    template = ForwardArguments(form, forward, 0, NO_RESULTS)
     runs_alone, count, size = forward.most_workers <= 1, forward.count, forward.scratch_bytes
     brief_job = forward.kernel.brief_job if forward.is_brief else None
     results = list(_RESULTS)
