@@ -10,6 +10,7 @@ import torch
 
 import qkv
 from qkv.distributed import Order, balanced, plan
+from qkv.distributed.orders.heads import kv_heads_of
 
 LENGTH = 4096
 
@@ -91,3 +92,10 @@ def test_the_plan_counts_what_is_sent() -> None:
     grouped = np.broadcast_to(np.float32(0), (1, 3, LENGTH, 64))
     refused = plan(x[:, :3], grouped, grouped, ranks=8).strategies["ulysses"]
     assert "3 query heads cannot be shared out evenly to 8 ranks" in refused.refusal
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (6, 3)])
+def test_heads_are_left_whole_along_one_dimension(num_heads: int, num_kv_heads: int) -> None:
+    """Along two dimensions they are shared out whatever the strategy."""
+    with pytest.raises(qkv.UnsupportedError, match='"gather" along one dimension'):
+        kv_heads_of(num_heads, num_kv_heads, 2, 0)

@@ -6,6 +6,8 @@ from qkv.errors import UnsupportedError
 
 __all__ = ["heads_of", "kv_heads_of"]
 
+_ALONG_ROWS = 'Use strategy="ring" or "gather" along one dimension of the ranks'
+
 
 def heads_of(num_heads: int, ranks: int, rank: int) -> range:
     """The query heads that a rank computes.
@@ -18,7 +20,7 @@ def heads_of(num_heads: int, ranks: int, rank: int) -> range:
     if num_heads % ranks:
         raise UnsupportedError(
             f"{num_heads} query heads cannot be shared out evenly to {ranks} ranks.",
-            action='Use strategy="ring" or "gather", or a number of ranks that divides the heads.',
+            action=f"{_ALONG_ROWS}, or a number of ranks that divides the heads.",
         )
     each = num_heads // ranks
     return range(rank * each, (rank + 1) * each)
@@ -38,6 +40,6 @@ def kv_heads_of(num_heads: int, num_kv_heads: int, ranks: int, rank: int) -> ran
         raise UnsupportedError(
             f"{num_kv_heads} key heads can neither be shared out evenly to {ranks} ranks nor be "
             "held alike by as many ranks each.",
-            action='Use strategy="ring" or "gather".',
+            action=f"{_ALONG_ROWS}.",
         )
     return range(heads.start // group, (heads.stop - 1) // group + 1)
