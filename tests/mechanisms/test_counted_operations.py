@@ -301,6 +301,14 @@ def test_flash_corrects_the_rows_of_each_tile(n: int, causal: bool) -> None:
     assert layer.cost(n).counts["correction_exp"] == rows
 
 
+@pytest.mark.parametrize("loop", [linear, performer, rwkv6, mamba, mamba2, gated_delta])
+def test_every_sequence_of_a_batch_has_a_state_of_its_own(loop: Callable[[], None]) -> None:
+    layer = CASES[loop]
+    _, state = layer.step(np.ones((3, TOKENS, 8)))
+    kept = state["sums" if "sums" in state else "scan"]
+    assert int(layer.cost(TOKENS, batch=3).space["state"]) == kept.size
+
+
 def test_longer_sequences_need_longer_mixtures_of_linformer() -> None:
     """Pages and tables ask for the cost of many more tokens than the example reads."""
     short, long = (Linformer(8, 2, max_len=n, num_mixtures=3).cost(70, 4) for n in (5, 70))

@@ -225,7 +225,7 @@ class GatedDelta(RecurrentMechanism):
         ledger += activation_cost("decay", scalars) + step("decay", add=scalars, exp=scalars)
         ledger += step("decay", multiply=scalars) + activation_cost("beta", scalars)
         ledger += step("state", multiply=3 * states + values, add=2 * states - values,
-                      subtract=values, space=h * d * d_v)  # fmt: skip
+                      subtract=values, space=batch * h * d * d_v)  # fmt: skip
         ledger += step("read", multiply=states, add=states - values, space=values)
         ledger += step("norm", multiply=2 * values, add=values, divide=values + scalars,
                       sqrt=scalars)  # fmt: skip

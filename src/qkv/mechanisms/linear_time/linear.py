@@ -259,7 +259,7 @@ class Linear(StatefulMechanism, ProjectedAttention):
         both: int = h + g
         ledger += of_features * both
         of_head = (
-            step("state", multiply=pairs * d, add=pairs * (d + 1), space=features * (d + 1))
+            step("state", multiply=pairs * d, add=pairs * (d + 1), space=batch * features * (d + 1))
             + step("read", multiply=pairs * (d + 1), add=(pairs - tokens) * (d + 1))
             + step("divide", divide=tokens * d, space=tokens * d)
         )

@@ -205,7 +205,9 @@ class Mamba(RecurrentMechanism):
         ledger += activation_cost("conv", channels)
         ledger += projection("x_proj", tokens, c, r + 2 * s)
         ledger += projection("dt_proj", tokens, r, c, True) + activation_cost("dt_proj", channels)
-        ledger += step("state", multiply=3 * states + channels, exp=states, add=states, space=c * s)
+        ledger += step(
+            "state", multiply=3 * states + channels, exp=states, add=states, space=batch * c * s
+        )
         ledger += step("read", multiply=states + channels, add=states, space=channels)
         ledger += activation_cost("gate", channels) + step("gate", multiply=channels)
         if self.out_proj:

@@ -236,7 +236,7 @@ class Mamba2(RecurrentMechanism):
         ledger += activation_cost("conv", tokens * mixed)
         ledger += step("step", add=tokens * h) + activation_cost("step", tokens * h)
         ledger += step("decay", multiply=tokens * h, exp=tokens * h)
-        ledger += step("state", multiply=2 * states + channels, add=states, space=h * d * s)
+        ledger += step("state", multiply=2 * states + channels, add=states, space=batch * h * d * s)
         ledger += step("read", multiply=states + channels, add=states, space=channels)
         ledger += activation_cost("gate", channels) + step("gate", multiply=channels)
         ledger += step("norm", multiply=2 * channels, add=channels,

@@ -211,7 +211,7 @@ class RWKV6(RecurrentMechanism):
         for side in PROJECTIONS.values():
             ledger += projection(side, tokens, e, h * d)
         states = channels * d
-        ledger += step("state", multiply=2 * states, add=states, space=h * d * d)
+        ledger += step("state", multiply=2 * states, add=states, space=batch * h * d * d)
         ledger += step("bonus", multiply=channels + states, add=states)
         ledger += step("read", multiply=states, add=states - channels, space=channels)
         rows = tokens * h
