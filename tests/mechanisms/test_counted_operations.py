@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import qkv
 from qkv.mechanisms import (
     RWKV4,
     RWKV6,
@@ -22,6 +23,7 @@ from qkv.mechanisms import (
     Linformer,
     Mamba,
     Mamba2,
+    MultiHead,
     MultiHeadLatent,
     Performer,
     RelativeBias,
@@ -232,6 +234,18 @@ def linformer() -> None:
     projected(draw(TOKENS, h * d), e)
 
 
+def sinks() -> None:
+    """The softmax of a row has one term more than it has keys."""
+    e, h, d = 8, 2, 4
+    heads_of(e, h, d)
+    for _ in range(TOKENS * h):
+        scores = np.append(total(draw(d) * draw(TOKENS, d)) / 2, draw(1))
+        each(scores[1:], "compare")
+        weights = each(scores - draw(1), "exp")
+        total((weights[:-1] / total(weights))[:, None] * draw(TOKENS, d), 0)
+    projected(draw(TOKENS, h * d), e)
+
+
 def multi_head_latent() -> None:
     e, h, c, r, p, v, rank = 8, 2, 4, 2, 3, 5, 3
     latent = projected(draw(TOKENS, e), c + r)[:, :c]
@@ -268,6 +282,7 @@ CASES: dict[Callable[[], None], Any] = {
     differential: Differential(8, 4, bias=False),
     linformer: Linformer(8, 2, max_len=8, num_mixtures=3, bias=False),
     relative_bias: RelativeBias(8, 2),
+    sinks: MultiHead(8, 2, sinks=True, bias=False),
     multi_head_latent: MultiHeadLatent(8, 2, q_lora_rank=3, **LATENT),
 }
 
@@ -307,6 +322,12 @@ def test_every_sequence_of_a_batch_has_a_state_of_its_own(loop: Callable[[], Non
     _, state = layer.step(np.ones((3, TOKENS, 8)))
     kept = state["sums" if "sums" in state else "scan"]
     assert int(layer.cost(TOKENS, batch=3).space["state"]) == kept.size
+
+
+def test_maps_of_differential_attention_leave_rows_of_two_heads() -> None:
+    layer, x = CASES[differential], np.ones((3, TOKENS, 8))
+    maps = qkv.attention(*layer.heads(x, x, x))
+    assert int(layer.cost(TOKENS, batch=3).space["av"]) == maps.size
 
 
 def test_longer_sequences_need_longer_mixtures_of_linformer() -> None:

@@ -298,7 +298,9 @@ class ProjectedAttention(AttentionMechanism):
             ledger += self.norm_cost(batch * rows, heads)
             ledger += self.position_cost(rows) * (batch * heads)
         if self.sinks:
-            ledger += step("sinks", exp=batch * h * q_len, add=batch * h * q_len)
+            # A sink is one more term of each row's maximum and of its sum.
+            terms = batch * h * q_len
+            ledger += step("sinks", compare=terms, subtract=terms, exp=terms, add=terms)
         for pairs, count in pairs_of_heads:
             each = attention_ledger(pairs, q_len, d, d, scaled=self.scale != 1)
             each += self.score_cost(pairs)

@@ -172,8 +172,9 @@ class Differential(LlamaAttention):
             for key, count in wider.operations.items()
             if key[0] == "av"
         }
+        left = {"av": (wider.space["av"] - narrow.space["av"]) * heads}
         numbers = batch * tokens * h * d
-        ledger += Ledger(more) + step("difference", multiply=numbers, subtract=numbers)
+        ledger += Ledger(more, left) + step("difference", multiply=numbers, subtract=numbers)
         if self.normalize:
             rows = batch * tokens * (h // 2)
             ledger += step(
