@@ -142,6 +142,7 @@ def test_every_model_on_one_machine(output_of) -> None:
         (("--model", "gpt-2", "--context", "0"), "context=0 is not a positive integer"),
         (("--model", "gpt-2", "--batch", "-1"), "batch=-1 is not a positive integer"),
         (("--model", "gpt-2", "--dtype", "int3"), "dtype='int3' is not a type"),
+        (("--mechanism", "self", "--dtype", "int3"), "Pass one of float64, float32, float16, bf"),
         (("--model", "gpt-2", "--machine", "abacus"), "no machine is called 'abacus'"),
         (("--model", "gpt-2", "--mechanism", "self"), "not allowed with"),
         (("--steps",), "none is named"),

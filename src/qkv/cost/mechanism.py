@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qkv.arguments.declarations import Size, checked
-from qkv.cost.machines import Machine, Roofline, bytes_of
+from qkv.cost.machines import Machine, Roofline
 from qkv.ledger import Ledger
 from qkv.mechanisms import Mechanism
+from qkv.mechanisms.base.operations import item_bytes
 from qkv.mechanisms.registry import mechanism_class
 
 __all__ = ["MechanismCost", "mechanism_cost"]
@@ -108,12 +109,14 @@ def mechanism_cost(
     context, batch : int
         Tokens of each sequence, and sequences.
     dtype : str
-        The type in which arrays are stored: one of `DTYPE_BYTES`.
+        The type in which arrays are stored: "float64", "float32", "float16" or "bfloat16".
 
     Raises
     ------
     ArgumentError
         If no mechanism has that name, or a number is not positive.
+    DTypeError
+        If mechanisms do not compute in the dtype.
 
     Examples
     --------
@@ -123,7 +126,7 @@ def mechanism_cost(
     """
     if isinstance(mechanism, str):
         mechanism = mechanism_class(mechanism).example()
-    size = bytes_of(dtype)
+    size = item_bytes(dtype)
     heads = getattr(mechanism, "num_heads", 1)
     return MechanismCost(
         mechanism.name,
