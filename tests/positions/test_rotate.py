@@ -117,6 +117,15 @@ def test_rows_of_either_layout_and_single_positions() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["half_split", "interleaved"])
+def test_a_matrix_of_numpy_is_rotated_as_the_array_is(layout) -> None:
+    """Its `*` is a product of matrices, which of four rows of four pairs gave other numbers."""
+    rope, x = qkv.RoPE(layout=layout), rows(4, 8)
+    found = rope.rotate(x.view(np.matrix), np.arange(4))
+    assert type(found) is np.ndarray
+    np.testing.assert_allclose(found, by_hand(rope, x, np.arange(4)), atol=1e-12)
+
+
 def test_torch_compiles_it() -> None:
     rope, x, at = qkv.RoPE(), torch.from_numpy(rows(2, 5, 8)), torch.arange(5)
     compiled = torch.compile(rope.rotate, backend="eager", fullgraph=True)

@@ -21,6 +21,8 @@ _HOST = (np.ndarray, np.generic, int, list, tuple, range)
 def rotate(x: Any, positions: Any, inv_freq: Any, layout: str, attention_factor: float) -> Any:
     """Rotate pairs of the last axis of `x` by `positions * inv_freq`; see `RoPE.rotate`."""
     xp = array_namespace(x)
+    if xp is np:
+        x = np.asarray(x)  # For np.matrix, `*` would be a product of matrices.
     n = inv_freq.shape[0]
     if x.ndim == 0 or x.shape[-1] < 2 * n:
         raise ShapeError(
