@@ -11,6 +11,8 @@ from qkv.errors import ArgumentError, DTypeError, ShapeError
 
 __all__ = ["MOST_RANDOM", "Arrays", "Rows", "refuse_many_numbers"]
 
+_TYPES = ("float64", "float32", "float16", "bfloat16")
+
 MOST_RANDOM = 2**28
 """How many random numbers a mechanism draws, which are 2 GiB; larger weights are to be given."""
 
@@ -32,24 +34,23 @@ def refuse_many_numbers(what: str, numbers: int) -> None:
 
 def _rows(name: str, given: Any) -> Any:
     """An array (..., n, width) of a floating type."""
-    _array(name, given)
+    given = _array(name, given)
     if given.ndim < 2:
         raise ShapeError(
             f"{name} has shape {tuple(given.shape)}, not (..., n, width).",
             action="Pass one sequence of rows or more.",
         )
-    # torch has no arithmetic of its float8 types.
-    is_float8 = kind_of(given) == "torch" and given.dtype.itemsize == 1
-    if is_float8 or not _type_of(given).startswith(("float", "bfloat")):
+    if _type_of(given) not in _TYPES:
         raise DTypeError(
-            f"{name} has dtype {given.dtype}, not a floating type of 16 bits or more.",
+            f"{name} has dtype {given.dtype}; mechanisms take the floating types "
+            f"{', '.join(_TYPES)}, in the machine's byte order.",
             action="Convert it, to float32 for example.",
         )
     return given
 
 
 def _array(name: str, given: Any) -> Any:
-    """A dense array of a library that qkv knows."""
+    """A dense array of a library that qkv knows, without what a subclass of NumPy's changes."""
     kind = kind_of(given)
     if kind is None or not hasattr(given, "ndim") or not hasattr(given, "dtype"):
         raise no_array_error(given, name)
@@ -73,14 +74,15 @@ def _arrays(name: str, given: Any) -> Mapping[str, Any]:
             f"{name} is not a mapping of names to arrays, but a {type(given).__qualname__}.",
             action=f"Pass {name} as a dict of str to array.",
         )
-    for key, array in given.items():
-        kind = _type_of(_array(key, array))
+    arrays = {key: _array(key, array) for key, array in given.items()}
+    for key, array in arrays.items():
+        kind = _type_of(array)
         if not kind.startswith(("float", "bfloat", "int", "uint")):
             raise DTypeError(
                 f"{key} has dtype {kind}, which holds no real numbers.",
                 action="Convert it, to float32 for example.",
             )
-    return given
+    return arrays
 
 
 Rows: TypeAlias = Annotated[Any, _rows]
