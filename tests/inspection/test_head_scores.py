@@ -328,6 +328,32 @@ def test_weights_that_are_not_there_take_no_memory() -> None:
     assert peak < length * length * 4 / 2
 
 
+def test_many_packed_sequences_take_no_more_memory() -> None:
+    """A position comes once in each, and each has a first key: as many pairs as rows times both."""
+    import tracemalloc
+
+    sequences, each = 1024, 4
+    length = sequences * each
+    rng = np.random.default_rng(0)
+    query, key = rng.standard_normal((2, 1, 1, length, 8)).astype("f4")
+    packed = qkv.Segments(np.repeat(np.arange(sequences), each)), qkv.Causal()
+    head_scores(query[:, :, :300], key[:, :, :300], qkv.Causal())
+    tracemalloc.start()
+    scores = head_scores(query, key, *packed)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < length * length * 4 / 2
+    q, k = (rows.reshape(sequences, each, 8).astype(np.float64) for rows in (query, key))
+    raw = np.where(np.tri(each, dtype=bool), q @ k.swapaxes(1, 2) / np.sqrt(8), -np.inf)
+    weights = np.exp(raw) / np.exp(raw).sum(axis=2, keepdims=True)
+    previous = np.pad(weights.diagonal(-1, 1, 2), ((0, 0), (1, 0)))
+    expected = {
+        "previous": previous, "own": weights.diagonal(0, 1, 2), "sink": weights[:, :, 0]
+    }  # fmt: skip
+    for name, rows in expected.items():
+        np.testing.assert_allclose(scores.rows[name].reshape(sequences, each), rows, atol=3e-6)
+
+
 @pytest.mark.parametrize("at_least", [0, 1])
 def test_the_mask_of_earlier_tokens(at_least: int) -> None:
     query, key, ids = (array[:1] for array in arrays(9))

@@ -34,6 +34,7 @@ from qkv.inspection.heads.layer_heads import (
 )
 from qkv.inspection.heads.score_rows import SCORES, HeadScores
 from qkv.inspection.heads.unknown_tokens import ids_of
+from qkv.inspection.records.key_mass import mass_of_head
 from qkv.inspection.records.record import Record
 from qkv.inspection.weights.lazy_weights import LazyWeights
 from qkv.partial import Partial
@@ -269,11 +270,10 @@ class _WholeLayer(LayerHeads):
         """Weight on these keys, by the products of these alone, since they are few."""
         replay = self.record.weights.replay
         mass = np.zeros_like(self.lse)
-        rows = np.arange(mass.shape[2])
         for batch, chosen in enumerate(keys):
             numbers = np.flatnonzero(chosen)
             for head in range(mass.shape[1] if mass.shape[2] and len(numbers) else 0):
-                mass[batch, head] = replay.by_lse(batch, head, rows, numbers).sum(axis=1)
+                mass[batch, head] = mass_of_head(replay, batch, head, numbers)
         return mass
 
     def received(self) -> Array:

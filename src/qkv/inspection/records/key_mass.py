@@ -15,10 +15,14 @@ from qkv.inspection.weights.replay import PAIRS, Replay
 from qkv.problem.spec import Problem
 
 __all__ = [
-    "PLACES", "counted_rows", "has_key_at", "key_rows", "mass_at_offset", "mass_on_rows",
+    "PLACES", "counted_rows", "has_key_at", "key_rows", "mass_at_offset", "mass_of_head",
+    "mass_on_rows",
 ]  # fmt: skip
 
 Array = NDArray[Any]
+
+_PAIRS_HELD = 16 * PAIRS
+"""Weights that are held at once."""
 
 PLACES = {"previous": -1, "own": 0, "next": 1}
 """Keys that statistics of heads name, by their distance."""
@@ -26,19 +30,17 @@ PLACES = {"previous": -1, "own": 0, "next": 1}
 
 def mass_on_rows(replay: Replay, kv_index: Array) -> Array:
     """The weight on some rows of the key array, `(batch, num_heads, q_len)`."""
+    return _map_heads(replay, lambda *matrix: mass_of_head(replay, *matrix, kv_index))
+
+
+def mass_of_head(replay: Replay, batch: int, head: int, kv_index: Array) -> Array:
+    """The weight on some rows of the key array in one head, `(q_len,)`."""
     spec = replay.problem.spec
-    every_key = len(kv_index) == spec.kv_len
-    weights_of = replay.whole_rows if every_key else replay.by_lse
-
-    def head_mass(batch: int, head: int) -> Array:
-        step = max(1, PAIRS * 16 // max(len(kv_index), 1))
-        parts = np.split(np.arange(spec.q_len), range(step, spec.q_len, step))
-        sums = [
-            weights_of(batch, head, rows, kv_index).sum(axis=1, dtype=np.float64) for rows in parts
-        ]
-        return np.concatenate([np.zeros(0), *sums])
-
-    return _map_heads(replay, head_mass)
+    weights_of = replay.whole_rows if len(kv_index) == spec.kv_len else replay.by_lse
+    step = max(1, _PAIRS_HELD // max(len(kv_index), 1))
+    parts = np.split(np.arange(spec.q_len), range(step, spec.q_len, step))
+    sums = [weights_of(batch, head, rows, kv_index).sum(axis=1, dtype=np.float64) for rows in parts]
+    return np.concatenate([np.zeros(0), *sums])
 
 
 def mass_at_offset(replay: Replay, offset: int) -> Array:
@@ -52,11 +54,20 @@ def mass_at_offset(replay: Replay, offset: int) -> Array:
         ordered = kv_pos[order]
         first = np.searchsorted(ordered, q_pos + offset, "left")
         count = np.searchsorted(ordered, q_pos + offset, "right") - first
-        q_index = np.repeat(np.arange(len(q_pos)), count)
-        nth = np.arange(len(q_index)) - np.repeat(np.cumsum(count) - count, count)
-        kv_index = order[np.repeat(first, count) + nth]
-        weights = replay.pairs_by_lse(batch, head, q_index, kv_index)
-        return np.bincount(q_index, weights, minlength=len(q_pos))
+        # In packed sequences a position comes once in each, so that there may be many keys.
+        step = max(1, _PAIRS_HELD // max(count.max(initial=0), 1))
+        masses = [np.zeros(0)]
+        for start in range(0, len(q_pos), step):
+            rows, times = (
+                np.arange(start, min(start + step, len(q_pos))),
+                count[start : start + step],
+            )
+            q_index = np.repeat(rows, times)
+            nth = np.arange(len(q_index)) - np.repeat(np.cumsum(times) - times, times)
+            kv_index = order[np.repeat(first[rows], times) + nth]
+            weights = replay.pairs_by_lse(batch, head, q_index, kv_index)
+            masses.append(np.bincount(q_index - start, weights, minlength=len(rows)))
+        return np.concatenate(masses)
 
     return _map_heads(replay, head_mass)
 
