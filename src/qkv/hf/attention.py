@@ -186,9 +186,13 @@ def _masks_and_offsets(
     pattern = given.pattern
     # A mask that allows every pair holds for any lengths.
     fits = tuple(given.shape[2:]) == lengths or not pattern.variants
-    if pattern.materialized is not None or not fits:
+    if not fits:
         return (pattern.dense(),), 0, 0
-    return pattern.variants, pattern.q_offset, pattern.kv_offset
+    masks = None if pattern.materialized is None else (pattern.dense(),)
+    if _observers and pattern.from_first_token is not None:
+        # Observers read positions.
+        pattern = pattern.from_first_token()
+    return masks or pattern.variants, pattern.q_offset, pattern.kv_offset
 
 
 def _require_mask_type(mask: torch.Tensor) -> None:

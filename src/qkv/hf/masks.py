@@ -31,7 +31,7 @@ class MaskPattern:
     variants : tuple of masks
         Their intersection is the mask.
     q_offset, kv_offset : int
-        Positions of the first query row and the first key row.
+        Positions of the first query row and the first key row, as the variants count them.
     make : callable
         Makes the dense tensor, boolean or, for models that expect it, as eager attention adds it
         to scores.
@@ -39,6 +39,9 @@ class MaskPattern:
         That tensor, after `materialize` has returned it.
     layers : dict of LayerKind to PreparedLayer
         The prepared calls of layers that decode with this mask.
+    from_first_token : callable or None
+        Makes the pattern that counts positions from the first token, where this one counts them
+        from the first key that a cache still holds.
     """
 
     variants: tuple[MaskVariant, ...]
@@ -47,6 +50,7 @@ class MaskPattern:
     make: Callable[[], torch.Tensor]
     materialized: torch.Tensor | None = None
     layers: PreparedLayers = field(default_factory=dict)
+    from_first_token: Callable[[], MaskPattern] | None = None
 
     def dense(self) -> torch.Tensor:
         """The dense tensor."""
@@ -238,22 +242,30 @@ def state_mask(
     if variants is None:
         mask: torch.Tensor = dense()
         return mask
-    # The cache of a window drops its first keys, so that positions would change with every step.
-    first_key = 0 if are_of_distances(variants) else kv_offset
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    if padding is not None:
-        last_key = rows.key.stop
-        if any(isinstance(mask, Causal) for mask in variants):
-            last_key = min(last_key, rows.query.stop)
-        key_range = range(kv_offset, max(last_key, kv_offset))
-        variants += padding_masks(padding, key_range, kv_length, first_key)
-    shape = (batch_size, 1, q_length, kv_length)
-    first_query = q_offset - kv_offset + first_key
-    layers: PreparedLayers = layers_of(variants, first_key) if q_length == 1 else {}
     # Functions that were read take arrays of positions. vmap does not run where an operation of a
     # tensor subclass is dispatched, which is where the dense tensor may be asked for.
     make = partial(dense, use_vmap=False)
-    pattern = MaskPattern(variants, first_query, first_key, make, layers=layers)
+
+    def counted_from(first_key: int) -> MaskPattern:
+        """The pattern in which the first key has this position."""
+        masks = variants
+        if padding is not None:
+            last_key = rows.key.stop
+            if any(isinstance(mask, Causal) for mask in variants):
+                last_key = min(last_key, rows.query.stop)
+            key_range = range(kv_offset, max(last_key, kv_offset))
+            masks += padding_masks(padding, key_range, kv_length, first_key)
+        return MaskPattern(masks, q_offset - kv_offset + first_key, first_key, make)
+
+    # The cache of a window drops its first keys, so that positions would change with every step.
+    first_key = 0 if are_of_distances(variants) else kv_offset
+    pattern = counted_from(first_key)
+    if q_length == 1:
+        pattern.layers = layers_of(pattern.variants, first_key)
+    if first_key != kv_offset:
+        pattern.from_first_token = partial(counted_from, kv_offset)
+    shape = (batch_size, 1, q_length, kv_length)
     return StatedMask(shape, device, pattern, added or torch.bool)
 
 
