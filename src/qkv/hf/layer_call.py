@@ -29,7 +29,8 @@ class LayerCall:
         Masks, biases, softcap, sinks and dropout.
     scale : float or None
     q_offset, kv_offset : int
-        Positions of the first query row and the first key row.
+        Positions of the first query row and the first key row; 0 where the mask is a tensor, which
+        does not say them.
 
     Examples
     --------
@@ -88,6 +89,15 @@ class LayerCall:
         return LayerCall(
             self.module, query, key, value, variants, self.scale, self.q_offset, self.kv_offset
         )
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether it is known where its queries stand among its keys.
+
+        A mask that is a tensor does not say it, and earlier tokens of a cache may come first.
+        """
+        is_dense = any(isinstance(variant, torch.Tensor) for variant in self.variants)
+        return not is_dense or self.query.shape[2] == self.key.shape[2] or self.q_offset > 0
 
     @property
     def options(self) -> dict[str, Any]:

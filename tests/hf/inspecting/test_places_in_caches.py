@@ -56,3 +56,19 @@ def test_caches_of_windows_that_have_dropped_keys(family: str, cache: str) -> No
         for name, offset in (("previous", BEFORE - 1), ("own", BEFORE)):
             expected = weights.diagonal(offset, 2, 3)
             np.testing.assert_allclose(rows[name], expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("numbers", [False, True])
+def test_a_mask_of_four_dimensions_does_not_say_where_new_tokens_stand(numbers: bool) -> None:
+    mask = torch.ones(14, 14, dtype=torch.bool).tril()[BEFORE:] & REAL[:, None, None]
+    lowest = torch.tensor(torch.finfo(torch.float64).min, dtype=torch.float64)
+    given = torch.where(mask, 0 * lowest, lowest) if numbers else mask
+    model = model_of("llama")
+    told, untold = (
+        inspected(model, transformers.DynamicCache(config=model.config), each)
+        for each in (REAL, given)
+    )
+    for known, unknown in zip(told, untold, strict=True):
+        np.testing.assert_allclose(unknown.rows["entropy"], known.rows["entropy"], atol=1e-9)
+        for name in ("previous", "own", "distance", "duplicate", "induction"):
+            assert np.isnan(unknown.rows[name]).all(), name

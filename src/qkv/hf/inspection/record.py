@@ -145,9 +145,9 @@ def inspect(
     -----
     Tokens are read from the `input_ids` of the part of the model that a layer is in, padding from
     its `attention_mask`. Without ids (pictures, embeddings), or with a cache of earlier tokens,
-    duplicate and induction scores are NaN. So are all scores that compare positions where the keys
-    of a layer are made of another sequence than its queries, as the layer's arguments show. What a
-    backward pass computes anew (activation checkpointing) is not recorded again.
+    duplicate and induction scores are NaN. So are all scores that compare positions where keys are
+    of another sequence than queries, as a layer's arguments show, and where a mask of 4 dimensions
+    beside a cache says no positions. What backward computes anew (checkpoints) is not recorded.
 
     Unknown tokens, `tokenizer.unk_token_id`, are left out of duplicate and induction. Inside of the
     `with`, `record.unknown_id = ...` says which id that is, before the model is called.
@@ -308,11 +308,11 @@ class _Run:
         name = self.names.get(call.module)
         if name is None or not self.is_running or in_backward():
             return
-        one_sequence = self.arguments.same_sequence(call.module)
-        sequence = self.arguments.sequence_of(call.module)
-        ids, real = self._rows_of(sequence, call) if one_sequence else (None, None)
+        same = self.arguments.same_sequence(call.module)
+        sequence, comparable = self.arguments.sequence_of(call.module), same and call.has_positions
+        ids, real = self._rows_of(sequence, call) if comparable else (None, None)
         real_queries = None
-        if not one_sequence:
+        if not same:
             real = _real_rows(self.arguments.mask_of_other_keys(call.module), call.key)
             real_queries = _real_rows(sequence.real, call.query)
         self.seen[name] += 1
@@ -328,8 +328,8 @@ class _Run:
             scale=call.scale,
             q_offset=call.q_offset,
             kv_offset=call.kv_offset,
-            one_sequence=one_sequence,
-            sequences=(sequence.name, sequence.name if one_sequence else self._keys_of(call)),
+            one_sequence=comparable,
+            sequences=(sequence.name, sequence.name if same else self._keys_of(call)),
         )
         if self.progress is not None:
             self.progress(len(self.record), max(len(self.record), self._attention_layers()))
