@@ -328,6 +328,20 @@ def test_weights_that_are_not_there_take_no_memory() -> None:
     assert peak < length * length * 4 / 2
 
 
+@pytest.mark.parametrize("causal", [(), (qkv.Causal(),)], ids=["all", "causal"])
+def test_distances_far_from_the_first_position(causal: tuple[Any, ...]) -> None:
+    """A window that a cache of a long text holds: its distances are small, its positions not."""
+    query, key, ids = arrays(5)
+    offsets = {"q_offset": 8_000_000, "kv_offset": 8_000_000}
+    scores = head_scores(query.astype("f4"), key.astype("f4"), *causal, **offsets)
+    allowed = np.tri(LENGTH, dtype=bool) if causal else np.ones((LENGTH, LENGTH), bool)
+    weights, _ = softmax(query, key, allowed)
+    whole = np.ones(ids.shape, bool)
+    for head, mean in enumerate(scores.means()["distance"]):
+        expected = loop(weights, ids, "distance", head, np.zeros_like(ids), whole)
+        assert mean == pytest.approx(expected, rel=1e-5)
+
+
 def test_many_packed_sequences_take_no_more_memory() -> None:
     """A position comes once in each, and each has a first key: as many pairs as rows times both."""
     import tracemalloc

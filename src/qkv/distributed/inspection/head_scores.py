@@ -149,7 +149,7 @@ class _ShardedLayer(LayerHeads):
         operands = whole.problem.operands
         self.q_pos = np.broadcast_to(operands.positions.query_positions(), (batch, length))
         self.kv_pos = np.broadcast_to(operands.positions.key_positions(), (batch, length))
-        value[..., 0] = torch.from_numpy(self.own(self.kv_pos).copy())[:, None]
+        value[..., 0] = torch.from_numpy(self.own(self.kv_pos - self.origin).copy())[:, None]
         self._value = value
         self.sinks = operands.sinks
         self.real = self.real_keys(real)

@@ -249,7 +249,7 @@ class _WholeLayer(LayerHeads):
         positions = checked.problem.operands.positions
         self.q_pos = np.broadcast_to(positions.query_positions(), (batch, q_len))
         self.kv_pos = np.broadcast_to(positions.key_positions(), (batch, kv_len))
-        self._value[:, 0, :, 0] = self.kv_pos
+        self._value[:, 0, :, 0] = self.kv_pos - self.origin
         self._value[..., 1] = 1
         self.real = self.real_keys(real)
         self.real_queries = self.real_queries_of(real_queries, one_sequence)

@@ -38,7 +38,7 @@ def needs_float64(lse: Array) -> bool:
 class LayerHeads(ABC):
     """A layer whose heads are scored.
 
-    Values of the passes are `(p[j], 1)` for the position p[j] of each key.
+    Values of the passes are `(p[j] - origin, 1)` for the position p[j] of each key.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class LayerHeads(ABC):
         False where a query is padding.
     lse, entropy, max_weight : array (batch, num_heads, own queries)
     out : array (batch, num_heads, own queries, 2)
-        `sum_j w[i, j] p[j]`, and `sum_j w[i, j]` without sinks.
+        `sum_j w[i, j] (p[j] - origin)`, and `sum_j w[i, j]` without sinks.
     sinks : array (num_heads,) or None
     """
 
@@ -98,6 +98,11 @@ class LayerHeads(ABC):
     def inputs(self) -> KeptInputs | None:
         """What the weights come from, if it can be kept."""
         return None
+
+    @property
+    def origin(self) -> Array:
+        """The position `(batch, 1)` of query row 0; sums of distances from 0 would round more."""
+        return np.asarray(self.q_pos[:, :1].sum(axis=1, keepdims=True))
 
     @property
     def first(self) -> Array:
@@ -155,8 +160,8 @@ class LayerHeads(ABC):
         return np.asarray(part.out * share[..., None])
 
     def _distance(self) -> Array:
-        """`sum_j w |p[i] - p[j]|`, from the sums of w and of w p[j], behind and in all."""
-        q_pos, out = self.own(self.q_pos)[:, None], self.out
+        """`sum_j w |p[i] - p[j]|`, from sums of w and of w (p[j] - origin), behind and in all."""
+        q_pos, out = self.own(self.q_pos - self.origin)[:, None], self.out
         if any(isinstance(variant, Causal) for variant in self.variants):
             return np.asarray(q_pos * out[..., 1] - out[..., 0])
         behind = self._share(self.masked(Causal()))
