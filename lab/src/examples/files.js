@@ -76,11 +76,21 @@ function headerOf(text) {
   return header;
 }
 
+/** Whether a file says that it is a record of qkv: its scores have variants too, which are not read here. */
+function isRecord(metadata) {
+  try {
+    return /^qkv-(model-)?record$/.test(JSON.parse(metadata?.qkv ?? "{}")?.schema);
+  } catch {
+    return false;
+  }
+}
+
 function safetensors(buffer) {
   if (buffer.byteLength < 8) throw new Error("it is too short for a safetensors file.");
   const length = Number(new DataView(buffer).getBigUint64(0, true));
   if (length > buffer.byteLength - 8) throw new Error("it is not a safetensors file, or not all of it.");
   const header = headerOf(new TextDecoder().decode(new Uint8Array(buffer, 8, length)));
+  if (isRecord(header.__metadata__)) throw new Error("it is a saved record, which holds more than q, k and v; run qkv lab FILE.");
   const arrays = {};
   const unread = {};
   for (const [name, { dtype, shape, data_offsets: offsets }] of Object.entries(header)) {

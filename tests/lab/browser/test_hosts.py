@@ -120,6 +120,18 @@ def test_a_type_that_is_not_read_is_named(lab: Any, tmp_path: Path, name: str) -
     assert f"{name}: it holds q as {'<i8' if name.endswith('npz') else 'I64'}; float16" in said
 
 
+def test_a_saved_record_is_not_read_without_its_variants(lab: Any, tmp_path: Path) -> None:
+    q, k, v = np.random.default_rng(5).normal(size=(3, 4, 3))
+    qkv.inspect(q, k, v, qkv.Causal()).save(tmp_path / "record.safetensors")
+    page = lab.open("start")
+    page.set_input_files('input[type="file"]', tmp_path / "record.safetensors")
+    said = page.wait_for_selector(".own .failure").inner_text()
+    assert said == (
+        "record.safetensors: it is a saved record, which holds more than q, k and v; "
+        "run qkv lab FILE."
+    )
+
+
 @pytest.mark.parametrize(
     ("status", "said"),
     [
