@@ -170,8 +170,6 @@ export function Shell({ client, store, root }) {
       "[": () => go(-1),
       "]": () => go(1),
       "?": () => help.current.showModal(),
-      j: () => set({ token: view.token + 1 }),
-      k: () => set({ token: Math.max(0, view.token - 1) }),
       m: () => { set({ mask: next(MASKS, view.mask) }); announce(`mask ${next(MASKS, view.mask)}`); },
       s: () => { set({ scaled: view.scaled ? 0 : 1 }); announce(view.scaled ? "not scaled" : "scaled"); },
       d: () => { set({ digits: view.digits === 4 ? 12 : 4 }); announce(view.digits === 4 ? "12 digits" : "4 digits"); },

@@ -60,8 +60,11 @@ export class View {
     this.listeners = new Set();
     const first = this.first = { ...DEFAULTS, ...(model.get("data")?.view ?? {}) };
     this.values = inAddress ? parsed(location.hash, first) : { ...first, ...(model.get("view") ?? {}) };
+    /** What the address was when a view was changed that is not written into it yet. */
+    this.there = null;
     this.read = () => {
       clearTimeout(this.later);
+      this.there = null;
       if (address(this.values, first) === location.hash) return;
       this.values = parsed(location.hash, first);
       this.tell();
@@ -81,20 +84,25 @@ export class View {
     else this.model.off?.("change:view", this.follow);
   }
 
+  /** Writes what was changed into the address. A link that was followed since then stays, which a busy page may not have read yet. */
+  write() {
+    clearTimeout(this.later);
+    if (this.there === location.hash) history.replaceState(null, "", address(this.values, this.first));
+    this.there = null;
+  }
+
   /** @param {Partial<typeof DEFAULTS>} changes */
   set(changes) {
-    const before = this.values;
-    this.values = { ...before, ...changes };
-    if (this.inAddress) {
+    // A new panel is a place to come back to; a new cell is not, and sliders make many of them, more
+    // than browsers let a page write.
+    const isNewPlace = this.inAddress && (changes.panel ?? this.values.panel) !== this.values.panel;
+    if (isNewPlace) this.write();
+    this.values = { ...this.values, ...changes };
+    if (isNewPlace) history.pushState(null, "", address(this.values, this.first));
+    else if (this.inAddress) {
       clearTimeout(this.later);
-      // A new panel is a place to come back to; a new cell is not, and sliders make many of them,
-      // more than browsers let a page write.
-      if (this.values.panel !== before.panel) history.pushState(null, "", address(this.values, this.first));
-      else {
-        // A link that is followed before then stays: a busy page reads it later than the timer ends.
-        const there = location.hash;
-        this.later = setTimeout(() => location.hash === there && history.replaceState(null, "", address(this.values, this.first)), 120);
-      }
+      this.there = location.hash;
+      this.later = setTimeout(() => this.write(), 120);
     }
     const changed = Object.fromEntries(
       Object.entries(this.values).filter(([name, value]) => value !== this.first[name]));

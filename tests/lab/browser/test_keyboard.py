@@ -79,6 +79,30 @@ def test_every_panel_is_reached(lab: Any) -> None:
     assert page.get_attribute("main", "data-panel") == "tiles"
 
 
+def test_the_way_back_leads_to_what_was_typed_last(lab: Any) -> None:
+    page = lab.open("start")
+    page.click('table[aria-label="Q"] td[data-row="0"][data-column="0"]')
+    press(page, "7")
+    # The cell takes the number as it loses the focus, a moment before the panel changes.
+    page.click('nav a[href="#heatmap"]')
+    page.wait_for_selector('main[data-panel="heatmap"]')
+    page.go_back()
+    page.wait_for_selector('main[data-panel="start"]')
+    assert lab.grid("Q")[0, 0] == 7
+
+
+def test_the_queries_end_at_the_last(lab: Any) -> None:
+    page = lab.open("heatmap", token=3)
+    press(page, *"jjj")
+    page.wait_for_selector('[data-cell="4,0"]')
+    page.wait_for_function(
+        """() => [...document.querySelectorAll('[role="status"]')]
+            .some((each) => each.textContent === "query “mat”")"""
+    )
+    press(page, "k")
+    page.wait_for_selector('[data-cell="3,0"]')
+
+
 def test_keys_that_the_list_names(lab: Any) -> None:
     page = lab.open("heatmap")
     press(page, "m")
