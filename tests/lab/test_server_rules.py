@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import pickle
 import re
 import socket
@@ -234,6 +235,31 @@ def test_oversize_is_413(start: Callable[..., Client]) -> None:
 def test_lengths_are_capped_with_422(client: Client) -> None:
     status, answer = client.call("intervene", prompt="x" * 20_001)
     assert (status, answer["ok"]) == (422, False)
+
+
+def test_cookies_of_other_programs_hide_none(client: Client) -> None:
+    own = f"qkv-lab-{client.port}={client.cookie}"
+    others = ('seen={"times": 3}', "user=J\xf6rg", "open[tab]=2", "no value", "a=b c", 'cut="x')
+    for other in others:
+        for both in (f"{other}; {own}", f"{own}; {other}"):
+            assert client.request("GET", "/", headers={"Cookie": both})[0] == 200
+        assert client.request("GET", "/", headers={"Cookie": f"{other}; {own}x"})[0] == 401
+
+
+def test_a_body_that_breaks_off_is_no_failure_of_the_server(
+    client: Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.ERROR, "uvicorn.error")
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [caplog.handler])
+    for path, kind in (("/call", "application/json"), ("/file", OCTETS["Content-Type"])):
+        lines = (
+            f"POST {path} HTTP/1.1", f"Host: {client.host}", f"Origin: http://{client.host}",
+            client.cookie_line, f"Content-Type: {kind}", "Content-Length: 9", "", "",
+        )  # fmt: skip
+        with socket.create_connection(("127.0.0.1", client.port), timeout=10) as raw:
+            raw.sendall("\r\n".join(lines).encode() + b"{")
+    assert client.call("errata")[0] == 200
+    assert not caplog.records
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
@@ -213,7 +213,7 @@ class _Answers:
                 chunk = await asyncio.wait_for(anext(chunks), self.limits.idle_seconds)
             except StopAsyncIteration:
                 break
-            except TimeoutError:
+            except (TimeoutError, ClientDisconnect):
                 error = ArgumentError(f"the {what} did not arrive.")
                 raise _RefusedError(error, 408) from None
             data += chunk

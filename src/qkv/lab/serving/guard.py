@@ -11,7 +11,6 @@ import secrets
 import threading
 from collections.abc import Awaitable, Callable, MutableMapping
 from hmac import compare_digest
-from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -135,15 +134,12 @@ class Guard:
         return True
 
     def _has_cookie(self, scope: Scope) -> bool:
-        matched = False
-        for header in _all(scope, b"cookie"):
-            try:
-                given = SimpleCookie(header.decode("latin-1")).get(self._name)
-            except CookieError:
-                continue
-            if given is not None:
-                matched |= compare_digest(given.value.encode(), self._cookie.encode())
-        return matched
+        # A browser sends the cookies of all programs at this address, in whatever form these gave
+        # them, and one that http.cookies does not read would hide those after it.
+        cookies = b";".join(_all(scope, b"cookie")).split(b";")
+        pairs = [cookie.strip().partition(b"=") for cookie in cookies]
+        name, known = self._name.encode(), self._cookie.encode()
+        return any(given == name and compare_digest(value, known) for given, _, value in pairs)
 
     def _redirect(self, *, cookie: bool) -> Response:
         response = Response(status_code=303, headers={"location": "/"})
