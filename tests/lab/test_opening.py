@@ -13,9 +13,10 @@ import pytest
 import qkv
 from qkv.cli import main
 from qkv.errors import QkvError
+from qkv.files import Arrays
 from qkv.lab.session import Session
 from qkv.lab.small_examples.small_methods import SmallMethods
-from qkv.lab.sources.source import source_of
+from qkv.lab.sources.source import open_arrays, source_of
 from qkv.samples import language_model, real_sample, tiny_model
 
 
@@ -158,6 +159,25 @@ def test_the_share_of_learned_sinks_is_that_of_each_head(leading: tuple[int, ...
     exp, learned = np.exp(of_row_0), np.exp(sinks)[:, None]
     shares = (exp[:, :, 0] + learned) / (exp.sum(axis=2) + learned)
     assert [head["sink"] for head in heads] == pytest.approx(shares.mean(axis=1), abs=1e-6)
+
+
+def test_keys_at_a_distance_are_named_only_where_queries_are_placed() -> None:
+    rng = np.random.default_rng(2)
+    query, key = rng.normal(size=(2, 4)), rng.normal(size=(6, 4))
+
+    def opened(*variants: Any, **options: Any) -> Any:
+        source = open_arrays(Arrays(query, key, key, None, {}), "a", *variants, **options)
+        return ask(Session(source), "model")
+
+    model = opened()
+    assert model["scores"] == ["entropy", "max_weight", "sink"]
+    assert model["about"].startswith("Where 2 queries stand among 6 keys is not said")
+    exp = np.exp(query @ key.T / 2)
+    own = [exp[i, 4 + i] / exp[i].sum() for i in (0, 1)]
+    for placed in (opened(q_offset="end"), opened(q_offset=4)):
+        assert placed["layers"][0]["heads"][0]["own"] == pytest.approx(np.mean(own))
+        assert not placed["about"]
+    assert "own" in opened(qkv.Causal("end"))["scores"]
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4)], ids=["no batch row", "no head"])

@@ -246,9 +246,15 @@ def _layer_of_model(
 
 
 def heads_of_record(
-    record: Record, title: str, tokens: Sequence[str] | None, about: str = ""
+    record: Record,
+    title: str,
+    tokens: Sequence[str] | None,
+    about: str = "",
+    is_placed: bool = True,
 ) -> Heads:
     """One record as a model of one layer, with the scores that need no pass over all pairs.
+
+    Scores of keys at a distance are left out unless `is_placed`: it is known where queries stand.
 
     Raises
     ------
@@ -266,9 +272,10 @@ def heads_of_record(
             "Inspect arrays with a batch row and a head or more.",
         )
     entropy = np.asarray(record.entropy).reshape(shape)[0]
-    scores: tuple[str, ...] = ("entropy", "max_weight", "sink", "previous", "own")
-    if not any(isinstance(variant, Causal) for variant in record.variants):
-        scores += (NEXT,)
+    scores: tuple[str, ...] = ("entropy", "max_weight", "sink")
+    if is_placed:
+        is_causal = any(isinstance(variant, Causal) for variant in record.variants)
+        scores += ("previous", "own") if is_causal else ("previous", "own", NEXT)
 
     @cache
     def by_query() -> dict[str, Array]:

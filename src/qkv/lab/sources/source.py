@@ -125,7 +125,24 @@ def open_arrays(
     example = None
     if not variants and not options:
         example = small_example("file", title, [np.asarray(row) for row in rows], tokens)
-    return Source(title, example, heads_of_record(record, title, tokens, about))
+    *_, q_len, kv_len = record.weights.shape
+    is_placed = q_len == kv_len or _is_placed(rows, variants, options)
+    if not is_placed:
+        about = (
+            f"{about} Where {q_len} queries stand among {kv_len} keys is not said, so weights on "
+            "the previous, own and next key are left out; qkv inspect FILE with --q-offset start "
+            "or end has them, and --html PAGE writes its page."
+        ).strip()
+    return Source(title, example, heads_of_record(record, title, tokens, about, is_placed))
+
+
+def _is_placed(rows: Sequence[Any], variants: Sequence[Any], options: dict[str, Any]) -> bool:
+    """Whether it is said where queries stand, which a mask that reads positions has to know."""
+    try:
+        qkv.plan(*rows, qkv.Causal(), *variants, **options)
+    except qkv.AmbiguityError:
+        return False
+    return True
 
 
 def require_pairs(arrays: Arrays, most: int) -> None:
