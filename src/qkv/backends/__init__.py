@@ -135,10 +135,15 @@ def _found() -> dict[str, Backend]:
         try:
             made = point.load()()
             _check_protocol(made)
-            known.setdefault(made.name, made)
+            if made.name in known:
+                raise ArgumentError(
+                    f"there is another backend of the name {made.name}.",
+                    action="Give it a name of its own.",
+                )
+            known[made.name] = made
         except Exception as error:
             # A package that cannot be imported must not break calls that use other backends.
-            _broken[point.name] = f"{type(error).__name__}: {error}"
+            _broken[point.name] = " ".join(f"{type(error).__name__}: {error}".split())
             warnings.warn(
                 f"the backend {point.name!r} ({point.value}) cannot be loaded and is left out: "
                 f"{_broken[point.name]}",
