@@ -2,7 +2,7 @@
 
 import { BUILT_IN, encode } from "../examples/examples.js";
 import { answerOf, HostError } from "./host.js";
-import { DEFAULTS } from "./view.js";
+import { DEFAULTS, SHARED } from "./view.js";
 
 /**
  * The part of an address after #, for any page of the lab, which may open with another view.
@@ -12,9 +12,9 @@ import { DEFAULTS } from "./view.js";
 export function sharedAddress(view, example) {
   const known = !example || example.trace || BUILT_IN.some(({ name }) => name === example.name);
   const all = known ? { ...view, ex: view.ex || (example && !example.trace ? example.name ?? "" : "") } : { ...view, ex: "own", own: encode(example) };
-  const said = new URLSearchParams();
+  const said = new URLSearchParams({ [SHARED]: 1 });
   for (const name of Object.keys(DEFAULTS)) if (name !== "panel" && name !== "theme" && all[name] !== DEFAULTS[name]) said.set(name, String(all[name]));
-  return `#${view.panel}${said.size ? "&" : ""}${said}`;
+  return `#${view.panel}&${said}`;
 }
 
 /** The page as one HTML file that opens at a view. @param {import("./host.js").Client} client */

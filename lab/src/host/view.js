@@ -12,6 +12,9 @@ export const DEFAULTS = {
   theme: "", text: "Elizabeth could not help smiling at her", temperature: 1, sentence: "He was a very pleasant young", tour: 0, off: "", llayer: 1, lhead: 1, lquery: UNCHOSEN,
 };
 
+/** Stands in an address for any page: what it leaves out is as in DEFAULTS, and not as this page opens. */
+export const SHARED = "shared";
+
 /** The view of heads that were just opened. */
 export const NOTHING_CHOSEN = { layer: UNCHOSEN, head: UNCHOSEN, query: UNCHOSEN, kkey: UNCHOSEN, zoom: -99, x: 0, y: 0 };
 
@@ -27,9 +30,10 @@ const numeric = (name) => typeof DEFAULTS[name] === "number";
  */
 export function parsed(hash, first = DEFAULTS) {
   const [panel, ...rest] = hash.replace(/^#/, "").split("&");
-  const view = { ...first };
+  const given = new URLSearchParams(rest.join("&"));
+  const view = given.has(SHARED) ? { ...DEFAULTS, theme: first.theme } : { ...first };
   if (/^[a-z]+$/.test(panel)) view.panel = panel;
-  for (const [name, value] of new URLSearchParams(rest.join("&"))) {
+  for (const [name, value] of given) {
     if (!(name in DEFAULTS) || name === "panel") continue;
     if (!numeric(name)) view[name] = value;
     else if (name === "digits") view.digits = Number(value) > 4 ? 12 : 4; // Numbers are shown with 4 digits or 12.

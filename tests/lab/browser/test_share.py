@@ -63,6 +63,28 @@ def test_a_page_that_was_saved_opens_at_the_view(lab: Any, tmp_path: Path, again
     other.close()
 
 
+def test_an_address_opens_its_view_in_a_page_that_opens_with_another(
+    lab: Any, tmp_path: Path
+) -> None:
+    page = lab.open("heatmap", token=3, mask="causal")
+    path = saved(page, tmp_path)
+    page.keyboard.press("Escape")
+    page = lab.open("heatmap")
+    unmasked = weights_of(page)
+    page.click('header button:has-text("Share")')
+    part = page.inner_text(".sharedpart code")
+    other = elsewhere(page, path.as_uri() + part)
+    np.testing.assert_array_equal(weights_of(other), unmasked)
+    assert other.is_checked('label:has-text("none") input')
+    assert other.query_selector('[data-cell="0,0"]')
+    # What is changed there is in its address, as always.
+    other.click('label:has-text("window")')
+    other.wait_for_function("() => location.hash.includes('mask=window')")
+    other.reload()
+    assert other.is_checked('label:has-text("window") input')
+    other.close()
+
+
 def test_a_head_of_the_server_is_in_the_page(served: Any, tmp_path: Path) -> None:
     page = served.open("inspect", layer=1, head=2, query=20)
     page.wait_for_selector('canvas[data-missing="0"]')
