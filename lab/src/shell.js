@@ -176,7 +176,9 @@ export function Shell({ client, store, root }) {
       t: () => { set({ theme: next(THEMES, view.theme) }); announce(`theme ${THEME_NAMES[next(THEMES, view.theme)]}`); },
     };
     const pressed = (event) => {
-      if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
+      // Many keyboards have brackets with Alt alone.
+      const isBracket = ["[", "]"].includes(event.key);
+      if (event.defaultPrevented || event.ctrlKey || event.metaKey || (event.altKey && !isBracket)) return;
       if (usesKey(event.target, event.key) || root.querySelector("dialog[open]")) return;
       const each = keys.get(event.key) ?? common[event.key];
       if (!each) return;
