@@ -110,7 +110,7 @@ def test_positions_of_each_batch_row_far_from_0(arrays: Callable[[Any], Any]) ->
 
 @ARRAYS
 def test_the_least_integer_is_no_position(arrays: Callable[[Any], Any]) -> None:
-    """Its magnitude has more than 64 bits."""
+    """The magnitude of this number has more than 64 bits."""
     rng = np.random.default_rng(0)
     operands = [arrays(normal(rng, 2, 2, n, 16)) for n in (1, 100, 100)]
     variants = qkv.Causal(), qkv.KeyLengths(np.full(2, 90))

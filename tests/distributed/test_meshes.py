@@ -69,7 +69,7 @@ def numbers_on_a_mesh(rank: int, ranks: int) -> list[int]:
 
 
 def test_no_number_of_a_call_comes_again(group: Any) -> None:
-    """Else its messages might be taken for those of an earlier call that a rank left out."""
+    """Messages of a number that came before might be those of a call that a rank left out."""
     for before, first, second in group(4)(numbers_on_a_mesh):
         assert before < first < second
 

@@ -96,6 +96,6 @@ def test_the_plan_counts_what_is_sent() -> None:
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (6, 3)])
 def test_heads_are_left_whole_along_one_dimension(num_heads: int, num_kv_heads: int) -> None:
-    """Along two dimensions they are shared out whatever the strategy."""
+    """A mesh of two dimensions shares heads out, whatever the strategy."""
     with pytest.raises(qkv.UnsupportedError, match='"gather" along one dimension'):
         kv_heads_of(num_heads, num_kv_heads, 2, 0)

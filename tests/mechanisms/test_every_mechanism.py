@@ -306,7 +306,7 @@ def test_types_that_attention_refuses_are_refused_by_formulas_too(make: Any, dty
 
 @pytest.mark.parametrize("name", ["multi-head", "additive", "mamba", "linear", "rwkv4"])
 def test_a_matrix_of_numpy_is_an_array(name: str) -> None:
-    """For a matrix, `*` is a product of matrices, and it has two dimensions always."""
+    """Multiplying matrices by `*` is their product, and they have two dimensions always."""
     plain, x = MECHANISMS[name](8), np.random.default_rng(0).normal(size=(8, 8))  # type: ignore[call-arg, arg-type]
     weights = {key: w.view(np.matrix) if w.ndim == 2 else w for key, w in plain.weights.items()}
     layer = MECHANISMS[name](8, weights=weights)  # type: ignore[call-arg, arg-type]

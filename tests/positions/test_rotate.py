@@ -119,7 +119,7 @@ def test_rows_of_either_layout_and_single_positions() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["half_split", "interleaved"])
 def test_a_matrix_of_numpy_is_rotated_as_the_array_is(layout) -> None:
-    """Its `*` is a product of matrices, which of four rows of four pairs gave other numbers."""
+    """Multiplying matrices by `*` is their product, which once gave other numbers."""
     rope, x = qkv.RoPE(layout=layout), rows(4, 8)
     found = rope.rotate(x.view(np.matrix), np.arange(4))
     assert type(found) is np.ndarray
