@@ -43,6 +43,19 @@ class Added:
 
 
 @dataclass(frozen=True, eq=False)
+class OneOfThree:
+    """Keys whose number is one more than a multiple of three."""
+
+    roles: ClassVar = {"numbers": "in_place"}
+    positions_only: ClassVar = True
+    uses_batch_index: ClassVar = False
+    numbers: Any
+
+    def lower(self, builder: Any) -> None:
+        builder.mask(builder.table(self.numbers, "numbers")[builder.kv_index] % 3 == 1)
+
+
+@dataclass(frozen=True, eq=False)
 class Hashed:
     """Adds one of seven numbers, which a product of a position chooses."""
 
@@ -95,6 +108,19 @@ def test_whole_numbers_of_any_size(q_len: int) -> None:
         np.testing.assert_allclose(gradient, np.broadcast_to(along, value.shape), atol=3e-5)
         attended = qkv.attention(query, key, value, Added(numbers))
         np.testing.assert_allclose(attended, expected @ value, atol=2e-6)
+
+
+@pytest.mark.parametrize("q_len", [1, 2, 40])
+@pytest.mark.parametrize("grows", [True, False])
+def test_whole_numbers_of_which_a_remainder_is_taken(q_len: int, grows: bool) -> None:
+    rng = np.random.default_rng(0)
+    for call in range(5):
+        length = 60 + call * grows
+        query, key, value = (normal(rng, 1, 2, n, 8) for n in (q_len, length, length))
+        numbers = rng.integers(0, 2 ** (40 if call > 2 else 4), length)
+        out = qkv.attention(query, key, value, OneOfThree(numbers), q_offset="end")
+        expected = weights(query, key, np.where(numbers % 3 == 1, 0, -np.inf)) @ value
+        np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("q_len", [1, 40])
