@@ -26,10 +26,10 @@ from qkv.inspection.summaries import in_html
 from qkv.inspection.weights.lazy_weights import LazyWeights
 from qkv.inspection.weights.replay import Replay
 from qkv.inspection.weights.statistics import (
+    BestKeys,
     WeightStatistics,
     by_weight,
     number_of_keys,
-    top_keys,
     weight_statistics,
 )
 from qkv.problem.spec import Problem
@@ -75,7 +75,7 @@ class Record:
         self._progress = progress
         self._rows = found.rows
         self._received: Array | None = None
-        self._best: tuple[Array, Array] | None = None
+        self._best = BestKeys()
         self.backend: str = found.backend
         """The backend that ran."""
 
@@ -242,10 +242,9 @@ class Record:
             If k is not a whole number of 1 or more.
         """
         k = number_of_keys(k)
-        if self._best is None or self._best[0].shape[-1] < k:
-            self._best = self._best_keys(k)
+        best = self._best.at_least(k, self._replay, self._inspectable, self._progress)
         # The k best are the first of more, which come in order of their scores.
-        indices, weights = by_weight(*(np.array(of[..., :k]) for of in self._best))
+        indices, weights = by_weight(*(np.array(of[..., :k]) for of in best))
         return self._in_caller_shape(indices, 1), self._in_caller_shape(weights, 1)
 
     def mass(self, keys: Any) -> Any:
@@ -382,12 +381,6 @@ class Record:
         library = library_of(like, "lse")
         converted = library.restore(np.array(array.reshape(tuple(like.shape))))
         return converted.to(like.device) if hasattr(like, "is_meta") else converted
-
-    def _best_keys(self, k: int) -> tuple[Array, Array]:
-        """Keys and weights in order of falling scores."""
-        replay, told, backend = self._replay, self._progress, self._inspectable
-        best = backend.top(replay.problem, replay.lse, k, told) if backend is not None else None
-        return best or top_keys(replay, k, told)
 
     @cached_property
     def _weight_statistics(self) -> WeightStatistics:

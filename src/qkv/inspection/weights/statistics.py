@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arguments.declarations import checked_size
-from qkv.backends import Progress
+from qkv.backends import Inspectable, Progress
 from qkv.inspection.weights.replay import Replay, ScoreTile, weights_of
 
 Array = NDArray[Any]
@@ -74,6 +74,36 @@ def top_keys(replay: Replay, k: int, progress: Progress | None = None) -> tuple[
         a[rows], b[rows] = tile.shift
         _merge_tile(tile, indices[rows], best[rows])
     return indices, weights_of(best, a[..., None], b[..., None])
+
+
+@dataclass(slots=True, eq=False)
+class BestKeys:
+    """The best keys of each row, kept when they have been looked for.
+
+    Those of a backend and those of NumPy are kept apart. They round scores differently, and what
+    is given for k must not depend on what was asked before.
+    """
+
+    _by_backend: tuple[Array, Array] | None = None
+    _by_numpy: tuple[Array, Array] | None = None
+
+    def at_least(
+        self, k: int, replay: Replay, backend: Inspectable | None, progress: Progress | None
+    ) -> tuple[Array, Array]:
+        """Keys and weights of k keys or more, in order of falling scores."""
+        best = self._by_backend
+        if backend is not None and _are_fewer(best, k):
+            best = backend.top(replay.problem, replay.lse, k, progress)
+            self._by_backend = best or self._by_backend
+        if best is None:
+            best = self._by_numpy
+            if best is None or _are_fewer(best, k):
+                self._by_numpy = best = top_keys(replay, k, progress)
+        return best
+
+
+def _are_fewer(best: tuple[Array, Array] | None, k: int) -> bool:
+    return best is None or best[0].shape[-1] < k
 
 
 def by_weight(indices: Array, weights: Array) -> tuple[Array, Array]:
