@@ -30,7 +30,7 @@ PLACES = {"previous": -1, "own": 0, "next": 1}
 
 def mass_on_rows(replay: Replay, kv_index: Array) -> Array:
     """The weight on some rows of the key array, `(batch, num_heads, q_len)`."""
-    return _map_heads(replay, lambda *matrix: mass_of_head(replay, *matrix, kv_index))
+    return _map_heads(replay, lambda batch, head: mass_of_head(replay, batch, head, kv_index))
 
 
 def mass_of_head(replay: Replay, batch: int, head: int, kv_index: Array) -> Array:
@@ -56,7 +56,7 @@ def mass_at_offset(replay: Replay, offset: int) -> Array:
         count = np.searchsorted(ordered, q_pos + offset, "right") - first
         # In packed sequences a position comes once in each, so that there may be many keys.
         step = max(1, _PAIRS_HELD // max(count.max(initial=0), 1))
-        masses = [np.zeros(0)]
+        masses: list[Array] = [np.zeros(0)]
         for start in range(0, len(q_pos), step):
             rows, times = (
                 np.arange(start, min(start + step, len(q_pos))),
