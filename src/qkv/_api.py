@@ -146,6 +146,12 @@ def attention_of(
     return (attended.out, attended.lse) if return_lse else attended.out
 
 
+def _as_attended(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """Query, key and value in the types in which `attention` takes them, also under autocast."""
+    in_autocast = getattr(bridge_of(type(query)), "in_autocast", None)
+    return (query, key, value) if in_autocast is None else in_autocast(query, key, value)
+
+
 @ends_graph
 @with_options
 def inspect(
@@ -200,7 +206,8 @@ def inspect(
     >>> record.weights[2, :2].round(4)
     array([0.2645, 0.2645])
     """
-    bound = bind(query, key, value, variants, option_values("inspect", options)).of_copies()
+    operands = _as_attended(query, key, value)
+    bound = bind(*operands, variants, option_values("inspect", options)).of_copies()
     inspected = attend_for_inspection(bound)
     if not bound.structure.is_known:
         inspected.copy_tables()
@@ -249,7 +256,8 @@ def plan(
     >>> qkv.plan(x, x, x, backend="blocked").operations
     2048000000
     """
-    call = checked(query, key, value, variants, option_values("plan", options))
+    operands = _as_attended(query, key, value)
+    call = checked(*operands, variants, option_values("plan", options))
     with importing():
         from qkv.planning import make_plan
 

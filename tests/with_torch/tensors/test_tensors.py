@@ -279,6 +279,23 @@ def test_autocast() -> None:
     assert_close(found[0], qkv.attention(*rounded, inputs[3]), rtol=0, atol=0)
 
 
+def test_autocast_of_what_looks_into_attention() -> None:
+    """Query and key are float32 there after a rotation, and values are not."""
+    query, key, value = operands()
+    with torch.autocast("cpu", torch.bfloat16):
+        record = qkv.inspect(query, key, value.bfloat16(), qkv.Causal(), q_offset="end")
+        plan = qkv.plan(query, key, value.bfloat16(), qkv.Causal(), q_offset="end")
+        out = qkv.attention(query, key, value.bfloat16(), qkv.Causal(), q_offset="end")
+    assert_close(record.output, out, rtol=0, atol=0)
+    assert "bfloat16" in str(plan)
+    rounded = [t.bfloat16().double() for t in (query, key)]
+    scores = rounded[0] @ rounded[1].repeat_interleave(2, 1).mT * 8**-0.5
+    q_len, kv_len = scores.shape[-2:]
+    later = torch.ones(q_len, kv_len, dtype=torch.bool).triu(kv_len - q_len + 1)
+    weights = scores.masked_fill(later, float("-inf")).softmax(-1)
+    assert_close(record.max_weight.double(), weights.amax(-1), rtol=1e-5, atol=1e-6)
+
+
 def test_lse_is_differentiable() -> None:
     query, key, value = operands(torch.float64)
     found = gradients(lambda *t: qkv.attention(*t, return_lse=True)[1], query, key, value)

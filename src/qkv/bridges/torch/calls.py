@@ -7,10 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkv.arrays import is_array
 from qkv.bridges.learnable import with_scale
 from qkv.bridges.torch import compiled, eager
 from qkv.bridges.torch.compiled import merge_in_graph
-from qkv.bridges.torch.operands import LIBRARY, PLAIN, is_tracked
+from qkv.bridges.torch.operands import (
+    LIBRARY,
+    PLAIN,
+    autocast,
+    is_in_autocast,
+    is_tracked,
+    operand,
+)
 from qkv.bridges.torch.repeated.prepared import run_alike, run_prepared, run_step_of_span
 from qkv.bridges.torch.score_mods import begins_in_the_bridge
 from qkv.call.binding.bound import bind
@@ -18,7 +26,9 @@ from qkv.call.binding.options import OptionValues
 from qkv.call.repeated.cache import CALLS
 from qkv.errors import QkvError
 
-__all__ = ["PLAIN", "attention", "attention_to_span", "merge_in_graph", "run_alike"]
+__all__ = [
+    "PLAIN", "attention", "attention_to_span", "in_autocast", "merge_in_graph", "run_alike",
+]  # fmt: skip
 
 
 def attention(
@@ -46,6 +56,14 @@ def attention(
         return eager.attention(bound, variants, return_lse)
     except QkvError as error:
         raise error.with_action(LIBRARY.in_words(error.action)) from None
+
+
+def in_autocast(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """What `attention` computes with under autocast; keys in pages or as int8 stay as they are."""
+    given = query, key, value
+    if not isinstance(query, Tensor) or not is_in_autocast(query) or not all(map(is_array, given)):
+        return given
+    return autocast(*map(operand, given, ("query", "key", "value")))
 
 
 def attention_to_span(

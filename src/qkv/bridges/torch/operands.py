@@ -147,12 +147,17 @@ def check_devices(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
+def is_in_autocast(query: Tensor) -> bool:
+    """Whether autocast is on for the device of a query."""
+    device = query.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Operands in the type that autocast asks for, as torch's own attention would take them."""
-    device = query.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not is_in_autocast(query):
         return query, key, value
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(query.device.type)
     query, key, value = (
         t if t.dtype is torch.float64 else t.to(dtype) for t in (query, key, value)
     )
