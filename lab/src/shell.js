@@ -2,6 +2,7 @@
 
 import { options } from "preact";
 import { html, Lab, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./parts/lab.js";
+import { MASKS, THEMES } from "./host/view.js";
 import { Share } from "./parts/share.js";
 import { Working } from "./parts/working.js";
 import { Start } from "./panels/start.js";
@@ -50,8 +51,6 @@ const KEYS = [
   ["?", "this list"],
 ];
 
-const MASKS = ["none", "causal", "padding", "window"];
-const THEMES = ["", "light", "dark"];
 const THEME_NAMES = { "": "system", light: "light", dark: "dark" };
 const next = (list, value) => list[(list.indexOf(value) + 1) % list.length];
 

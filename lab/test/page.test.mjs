@@ -21,7 +21,7 @@ test("a view survives its address", () => {
 });
 
 test("addresses of others change nothing but what they may", () => {
-  const view = parsed("#<img>&token=NaN&dk=1e3&__proto__=x&unknown=1&mask=causal");
+  const view = parsed("#<img>&token=NaN&dk=1e3&__proto__=x&constructor=x&unknown=1&mask=causal&theme=constructor&ramp=blue&reduce=__proto__");
   assert.deepEqual({ ...view, mask: "none", dk: 64 }, parsed(""));
   assert.equal(view.dk, 1000);
 });

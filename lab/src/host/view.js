@@ -22,6 +22,12 @@ export const NOTHING_CHOSEN = { layer: UNCHOSEN, head: UNCHOSEN, query: UNCHOSEN
 const LIMITS = { n: [1, 1e7], d: [1, 65536], block: [1, Infinity], temperature: [0.1, 3] };
 const FRACTIONS = ["temperature", "zoom", "x", "y"];
 
+export const MASKS = ["none", "causal", "padding", "window"];
+export const THEMES = ["", "light", "dark"];
+
+/** The words of what can be no others. */
+const WORDS = { mask: MASKS, theme: THEMES, reduce: ["max", "mean"], ramp: ["root", "linear"] };
+
 const numeric = (name) => typeof DEFAULTS[name] === "number";
 
 /**
@@ -34,7 +40,7 @@ export function parsed(hash, first = DEFAULTS) {
   const view = given.has(SHARED) ? { ...DEFAULTS, theme: first.theme } : { ...first };
   if (/^[a-z]+$/.test(panel)) view.panel = panel;
   for (const [name, value] of given) {
-    if (!(name in DEFAULTS) || name === "panel") continue;
+    if (!Object.hasOwn(DEFAULTS, name) || name === "panel" || (WORDS[name] && !WORDS[name].includes(value))) continue;
     if (!numeric(name)) view[name] = value;
     else if (name === "digits") view.digits = Number(value) > 4 ? 12 : 4; // Numbers are shown with 4 digits or 12.
     else if (Number.isFinite(Number(value))) {

@@ -385,3 +385,14 @@ def test_a_table_is_copied(opened: Any) -> None:
     rows = page.evaluate("navigator.clipboard.readText()").split("\n")
     assert rows[0].split("\t") == ["", "The", "cat", "sat", "on", "mat"]
     assert json.loads(rows[1].split("\t")[2]) == pytest.approx(0.297641942691882, abs=1e-15)
+
+
+@pytest.mark.parametrize("word", ["casual", "constructor"])
+def test_a_word_that_no_panel_knows_opens_the_panel(opened: Any, word: str) -> None:
+    lab = opened()
+    for panel in ("heatmap", "inspect"):
+        lab.open(panel, mask=word, theme=word, ramp=word, reduce=word)
+        assert lab.page.is_visible("main h2")
+    lab.open("heatmap", mask=word)
+    assert lab.page.is_checked('label:has-text("none") input')
+    assert not lab.errors
