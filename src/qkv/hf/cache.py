@@ -66,8 +66,11 @@ class Cache(DynamicCache):
     was computed once serves many requests and takes its memory once. A model whose implementation
     is not "qkv", or on another device than the CPU, gets dense tensors of pages and of int8,
     gathered for each call. With pages a layer's key length is a multiple of `page_size`, as with a
-    static cache, so that cross-attention caches must have none. Not for `torch.compile`, and not
-    while training. Memory: see `qkv.cache.PagedCache` and the others, for each layer.
+    static cache, so that cross-attention caches must have none. A model with an encoder takes
+    `transformers.EncoderDecoderCache(Cache(config), Cache(config))`: in one cache alone, of qkv or
+    of transformers, T5 and BART mix the keys of both attentions without an error. Not for
+    `torch.compile`, and not while training. Memory: see `qkv.cache.PagedCache` and the others, for
+    each layer.
 
     Examples
     --------
