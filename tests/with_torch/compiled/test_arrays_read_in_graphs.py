@@ -115,6 +115,23 @@ def test_a_trace_of_jit_reads_the_arrays_of_each_call(kind: str) -> None:
     assert_close(trace(*tensors, other), _expected(kind, *tensors, other)[0], check_dtype=False)
 
 
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+@pytest.mark.parametrize("kind", ["lengths", "segments", "slopes", "cap"])
+def test_a_graph_made_of_real_tensors_reads_the_arrays_of_each_call(
+    kind: str, pre_dispatch: bool
+) -> None:
+    """`make_fx` runs what it traces unless told otherwise; those values were constants of it."""
+    made, array = KINDS[kind]
+
+    def attend(query, key, value, array):
+        return qkv.attention(query, key, value, made(array), backend="torch")
+
+    tensors, others = ([t.detach() + n for t in _operands()] for n in range(2))
+    graph = make_fx(attend, pre_dispatch=pre_dispatch)(*tensors, array)
+    other = array.flip(0) if array.ndim else array + 1
+    assert_close(graph(*others, other), _expected(kind, *others, other)[0], check_dtype=False)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_meta(kind: str) -> None:
     made, array = KINDS[kind]

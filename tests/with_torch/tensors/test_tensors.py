@@ -210,6 +210,16 @@ def test_make_fx(functional: bool) -> None:
     assert_close(traced(*inputs), user(*inputs))
 
 
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_make_fx_of_real_tensors(pre_dispatch: bool) -> None:
+    """Before torch's dispatch, what was computed in place was a constant of the graph."""
+    inputs = operands()
+    traced = make_fx(lambda *t: qkv.attention(*t), pre_dispatch=pre_dispatch)(*inputs)
+    others = [t.cos() for t in inputs]
+    right = torch.nn.functional.scaled_dot_product_attention(*others, enable_gqa=True)
+    assert_close(traced(*others), right)
+
+
 def test_export_and_fake_tensors() -> None:
     class Model(torch.nn.Module):
         def forward(self, query, key, value):

@@ -34,6 +34,7 @@ def hides_values(*tensors: Tensor) -> bool:
         or torch.is_autocast_enabled("cpu")
         or is_transformed()
         or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
         or torch._C._get_tracing_state() is not None
         or any(t.is_meta for t in tensors)
     )

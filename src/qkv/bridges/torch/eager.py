@@ -15,7 +15,7 @@ from qkv._dynamo import ends_graph
 from qkv.arrays.torch_arrays import check_beside, check_dense
 from qkv.arrays.views import view_beside
 from qkv.bridges.learnable import refuse_constants, refuse_undeclared
-from qkv.bridges.torch.observers import looks_on
+from qkv.bridges.torch.observers import has_modes, looks_on
 from qkv.bridges.torch.onnx import as_torch_operations
 from qkv.bridges.torch.openmp import on_torch_threads
 from qkv.bridges.torch.operands import (
@@ -124,7 +124,7 @@ def _hold_if_seen(structure: Structure) -> None:
     """Whatever looks on may write the text of the structure down."""
     if torch.compiler.is_exporting() and names_objects(structure.text):
         refuse_export()
-    if torch._C._len_torch_dispatch_stack() > 0:
+    if has_modes():
         hold(structure)
 
 

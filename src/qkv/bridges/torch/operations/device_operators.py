@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qkv.arrays.torch_arrays import is_readable
 from qkv.backends.torch.attention import is_transformed
+from qkv.bridges.torch.observers import keeps_values
 from qkv.bridges.torch.operations.groups import numbers, of_inputs
 from qkv.bridges.torch.operations.operators import check_shapes, empty_dense, empty_results
 from qkv.call.binding.bound import BoundCall, Structure
@@ -32,10 +33,10 @@ def reads_later(bound: BoundCall) -> bool:
     # Transforms would need rules of the operator, and ONNX does not know it.
     if is_transformed() or torch.onnx.is_in_onnx_export():
         return False
-    # A trace of torch.jit would take values that it can read as constants of later calls.
-    is_jit = torch._C._get_tracing_state() is not None
+    # A trace would take values that it can read as constants of later calls.
+    is_kept = keeps_values()
     arrays = [bound.leaves[n] for n in read_by_lower(bound)]
-    return any(isinstance(a, Tensor) and (is_jit or not is_readable(a)) for a in arrays)
+    return any(isinstance(a, Tensor) and (is_kept or not is_readable(a)) for a in arrays)
 
 
 def attend_later(bound: BoundCall, *, lse: bool) -> tuple[Tensor, Tensor | None]:
