@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import qkv
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.mechanisms import (
+    MECHANISMS,
     Additive,
     Cross,
     Differential,
@@ -311,3 +312,25 @@ def test_decoding_a_prompt_and_then_token_by_token() -> None:
     with pytest.raises(UnsupportedError, match="differentiates"):
         layer.step(x)
     close(torch.autograd.grad(layer(x).sum(), x)[0], torch.autograd.grad(whole(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize("name", ["multi-head", "linear", "rwkv4", "rwkv6", "mamba", "gated-delta"])
+def test_sequences_are_mapped_by_torch(name: str) -> None:
+    """vmap has no rule for `torch.moveaxis` of integers, and named it in its error."""
+    layer = MECHANISMS[name](8)  # type: ignore[call-arg, arg-type]
+    x = torch.randn(3, N, 8, dtype=torch.float64)
+    expected = np.stack([layer(one) for one in x.numpy()])
+    close(torch.func.vmap(layer)(x), torch.as_tensor(expected))
+
+
+def test_gradients_of_additive_attention_by_transforms_of_torch() -> None:
+    """A checkpoint in their way failed with an error about hooks of saved tensors."""
+    layer = Additive(4, hidden_dim=6)
+    w, u, v = (torch.as_tensor(layer.weights[f"{k}.weight"]) for k in ("q_proj", "k_proj", "score"))
+
+    def by_hand(x: Tensor) -> Tensor:
+        scores = torch.tanh((x @ w.T)[:, None] + x @ u.T) @ v[0]
+        return torch.softmax(scores, -1) @ x
+
+    x = torch.randn(N, 4, dtype=torch.float64)
+    close(torch.func.jacrev(layer)(x), torch.autograd.functional.jacobian(by_hand, x))

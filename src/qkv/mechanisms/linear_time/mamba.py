@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from qkv.arguments.declarations import Size, Whole
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.arrays.namespace import array_namespace, host_views, like
+from qkv.mechanisms.base.arrays.namespace import array_namespace, host_views, like, with_axis_moved
 from qkv.mechanisms.base.arrays.rows import Arrays
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.modules.loading import reads_module
@@ -353,8 +353,8 @@ def chunk(
     state = start.mT
     # Channels are the last axis, in memory too: they are more than states and fill vectors better.
     a = xp.stack([a[:, s] for s in range(a.shape[1])])
-    writes = xp.moveaxis(b, -2, 0)[..., None]
-    steps, inputs, reads = (xp.moveaxis(r, -2, 0)[..., None, :] for r in (step, step * x, c))
+    writes = with_axis_moved(b, -2, 0)[..., None]
+    steps, inputs, reads = (with_axis_moved(r, -2, 0)[..., None, :] for r in (step, step * x, c))
     rows = []
     for where, length in segments(x.shape[-2], chunk_size):
         decay = in_segments(xp.exp(steps[where, ...] * a), length)
@@ -362,7 +362,7 @@ def chunk(
         _, *after = linear_scan(decay, increment, state)
         state = after[-1][-1, ...]
         rows.append(reads[where, ...] @ joined_segments(after))
-    return xp.moveaxis(xp.concat(rows)[..., 0, :], 0, -2), state.mT
+    return with_axis_moved(xp.concat(rows)[..., 0, :], 0, -2), state.mT
 
 
 def _chunk_in_place(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from qkv.arguments.declarations import Size, Whole
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.arrays.namespace import array_namespace, like
+from qkv.mechanisms.base.arrays.namespace import array_namespace, like, with_axis_moved
 from qkv.mechanisms.base.arrays.rows import Arrays, Rows
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.modules.comparing import closest
@@ -261,7 +261,7 @@ def token_weights(key: Any, decay: Any, bonus: Any) -> Any:
     scores = xp.where(bias == -math.inf, bias, key[..., None, :, :] + bias)
     weights = xp.exp(scores - xp.max(scores, axis=-2, keepdims=True))
     weights = weights / xp.sum(weights, axis=-2, keepdims=True)
-    return xp.moveaxis(weights, -1, -3)
+    return with_axis_moved(weights, -1, -3)
 
 
 def recurrent(
@@ -320,7 +320,7 @@ def chunk(
     numerator, denominator, largest = _no_tokens(key) if state is None else state
     sums = xp.stack([numerator, denominator])
     # `linear_scan` runs along axis 0, so the tokens are moved there.
-    keys, values = xp.moveaxis(key, -2, 0), xp.moveaxis(value, -2, 0)
+    keys, values = with_axis_moved(key, -2, 0), with_axis_moved(value, -2, 0)
     rows = []
     for where, length in segments(keys.shape[0], chunk_size):
         k, v = (xp.stack(in_segments(array[where, ...], length)) for array in (keys, values))
@@ -334,9 +334,9 @@ def chunk(
         top = xp.maximum(before, k + bonus)
         faded, own = xp.exp(before - top), xp.exp(k + bonus - top)
         read = (faded * past[:, :, 0, ...] + own * v) / (faded * past[:, :, 1, ...] + own)
-        rows.append(joined_segments(xp.unstack(read)))
+        rows.append(joined_segments([read[token, ...] for token in range(length)]))
         sums, largest = totals[-1, -1, ...], tops[-1, -1, ...]
-    return xp.moveaxis(xp.concat(rows), 0, -2), (sums[0, ...], sums[1, ...], largest)
+    return with_axis_moved(xp.concat(rows), 0, -2), (sums[0, ...], sums[1, ...], largest)
 
 
 def _no_tokens(key: Any) -> tuple[Any, Any, Any]:

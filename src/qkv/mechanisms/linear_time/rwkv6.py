@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from qkv.arguments.declarations import NotNegative, Size, Whole
 from qkv.ledger import Count, Ledger, matmul, step, symbols
 from qkv.mechanisms.base.arrays.head_rows import join_heads, split_heads
-from qkv.mechanisms.base.arrays.namespace import array_namespace
+from qkv.mechanisms.base.arrays.namespace import array_namespace, with_axis_moved
 from qkv.mechanisms.base.arrays.normalization import layer_norm
 from qkv.mechanisms.base.arrays.rows import Arrays
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
@@ -254,7 +254,7 @@ def token_weights(receptance: Any, key: Any, log_decay: Any, bonus: Any) -> Any:
     xp = array_namespace(receptance)
     past = decays_between(log_decay.mT)
     # What token i reads has not decayed by its own number yet.
-    past = xp.moveaxis(xp.concat([past[..., :1, :], past[..., :-1, :]], axis=-2), -3, -1)
+    past = with_axis_moved(xp.concat([past[..., :1, :], past[..., :-1, :]], axis=-2), -3, -1)
     weights = xp.sum(receptance[..., :, None, :] * past * key[..., None, :, :], axis=-1)
     own = xp.sum(receptance * bonus * key, axis=-1)[..., None]
     return xp.tril(weights, k=-1) + xp.tril(xp.triu(own + xp.zeros_like(weights)))

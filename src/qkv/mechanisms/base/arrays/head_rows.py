@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qkv.mechanisms.base.arrays.namespace import array_namespace
+from qkv.mechanisms.base.arrays.namespace import array_namespace, with_axis_moved
 
 __all__ = ["join_heads", "split_heads"]
 
@@ -21,7 +21,7 @@ def split_heads(rows: Any, num_heads: int) -> Any:
     namespace = array_namespace(rows)
     width = rows.shape[-1] // num_heads
     apart = namespace.reshape(rows, (*rows.shape[:-1], num_heads, width))
-    return namespace.moveaxis(apart, -2, -3)
+    return with_axis_moved(apart, -2, -3)
 
 
 def join_heads(heads: Any) -> Any:
@@ -34,5 +34,5 @@ def join_heads(heads: Any) -> Any:
     (5, 12)
     """
     namespace = array_namespace(heads)
-    turned = namespace.moveaxis(heads, -3, -2)
+    turned = with_axis_moved(heads, -3, -2)
     return namespace.reshape(turned, (*turned.shape[:-2], turned.shape[-2] * turned.shape[-1]))

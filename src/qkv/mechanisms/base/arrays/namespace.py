@@ -21,6 +21,7 @@ __all__ = [
     "recomputed",
     "values",
     "widened",
+    "with_axis_moved",
 ]
 
 
@@ -108,6 +109,20 @@ def widened(x: Any) -> Any:
         return x
     namespace = array_namespace(x)
     return namespace.astype(x, namespace.float32)
+
+
+def with_axis_moved(x: Any, source: int, destination: int) -> Any:
+    """`x` with one axis at another place.
+
+    torch.func.vmap has a rule for `torch.moveaxis` of tuples alone.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> with_axis_moved(np.zeros((2, 3, 4)), 0, -1).shape
+    (3, 4, 2)
+    """
+    return array_namespace(x).moveaxis(x, (source,), (destination,))
 
 
 def as_numpy(array: Any, name: str = "array") -> Any:
@@ -198,7 +213,7 @@ def recomputed(function: Any, x: Any) -> Any:
     """Return `function` so that torch's backward pass computes it again instead of storing it.
 
     What lies between its arguments and its result then takes no memory between the passes. For
-    other libraries it is `function` itself.
+    other libraries, and inside the transforms of torch.func, it is `function` itself.
 
     Parameters
     ----------
@@ -211,6 +226,8 @@ def recomputed(function: Any, x: Any) -> Any:
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    if not torch.is_grad_enabled():
+    # A checkpoint needs hooks of saved tensors, which torch.func does not support.
+    transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    if transformed or not torch.is_grad_enabled():
         return function
     return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)

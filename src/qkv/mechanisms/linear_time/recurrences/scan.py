@@ -98,7 +98,7 @@ def in_segments(array: Any, length: int) -> tuple[Any, ...]:
     """
     xp = array_namespace(array)
     apart = xp.reshape(array, (array.shape[0] // length, length, *array.shape[1:]))
-    return tuple(xp.unstack(apart, axis=1))
+    return tuple(apart[:, token, ...] for token in range(length))
 
 
 def joined_segments(tokens: Sequence[Any]) -> Any:
