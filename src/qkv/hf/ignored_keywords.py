@@ -34,9 +34,10 @@ _OF_OTHER_PARTS = """
     layer_idx logits_to_keep mm_encoder_outputs num_items_in_batch num_logits_to_keep
     output_hidden_states output_router_logits past_key_value past_key_values per_layer_inputs
     pixel_attention_mask pixel_mask pixel_position_ids pixel_values pixel_values_videos
-    position_embeddings return_dict return_loss second_per_grid_ts shared_kv_states shift_labels
-    spatial_shapes use_audio_in_video use_cache video_grid_thw video_position_ids
-    video_second_per_grid vision_feature_layer vision_feature_select_strategy visual_pos_masks
+    position_embeddings return_dict return_loss return_shared_kv_states second_per_grid_ts
+    shared_kv_states shift_labels spatial_shapes use_audio_in_video use_cache video_grid_thw
+    video_position_ids video_second_per_grid vision_feature_layer vision_feature_select_strategy
+    visual_pos_masks
 """
 _OF_TOKENIZERS = """
     length num_truncated_tokens offset_mapping overflow_to_sample_mapping overflowing_tokens

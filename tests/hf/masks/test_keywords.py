@@ -126,3 +126,52 @@ def test_keywords_for_other_parts_of_a_model() -> None:
         with attending(model, implementation), torch.no_grad():
             logits[implementation] = model(input_ids=IDS, **kwargs).logits
     torch.testing.assert_close(logits["qkv"], logits["eager"], rtol=1e-10, atol=1e-10)
+
+
+def test_gemma4_with_an_assistant_that_reads_its_keys() -> None:
+    """The model is asked for its keys by a keyword that reaches every layer."""
+    if not hasattr(transformers, "Gemma4AssistantForCausalLM"):
+        pytest.skip("this transformers has no assistant of Gemma 4")
+    kwargs = {
+        **GROUPED,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 6,
+        "global_head_dim": 8,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+    }
+    config = transformers.Gemma4TextConfig(
+        **{**kwargs, "num_hidden_layers": 4, "layer_types": kwargs["layer_types"] * 2},
+        num_kv_shared_layers=2,
+    )
+    of_assistant = transformers.Gemma4AssistantConfig(
+        text_config=transformers.Gemma4TextConfig(**kwargs, num_kv_shared_layers=2),
+        backbone_hidden_size=config.hidden_size,
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma4ForCausalLM(config).double().eval()
+    assistant = transformers.Gemma4AssistantForCausalLM(of_assistant).double().eval()
+    assistant.generation_config.num_assistant_tokens = 3
+    with torch.no_grad():
+        for parameter in (*model.parameters(), *assistant.parameters()):
+            if parameter.ndim > 1:
+                parameter.normal_(0, 1.6 / parameter.shape[1] ** 0.5)
+    drafted: dict[str, list[Any]] = {}
+    outputs = {}
+    for implementation in ("eager", "qkv"):
+        drafts = drafted[implementation] = []
+        hook = assistant.register_forward_hook(lambda *call, kept=drafts: kept.append(call[-1]))
+        with attending(assistant, implementation), attending(model, implementation):
+            outputs[implementation] = model.generate(
+                IDS, assistant_model=assistant, max_new_tokens=10, do_sample=False,
+                output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
+        hook.remove()
+    got, expected = outputs["qkv"], outputs["eager"]
+    assert torch.equal(got.sequences, expected.sequences)
+    close = {"rtol": 1e-10, "atol": 1e-10}
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), **close)
+    pairs = zip(drafted["qkv"], drafted["eager"], strict=True)
+    assert drafted["qkv"]
+    for draft, by_eager in pairs:
+        torch.testing.assert_close(draft.logits, by_eager.logits, **close)
