@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends import LONGEST
+from qkv.backends import LONGEST_STEP
 from qkv.backends.cpu import CpuBackend
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock
 from qkv.call.repeated.numpy_runs import run_on_arrays
@@ -214,12 +214,12 @@ def test_what_holds_one_length_is_not_prepared() -> None:
 def test_lengths_and_shifts_beyond_what_was_prepared_for() -> None:
     query, key = normal(1, 2, 1, 16), normal(1, 2, 50, 16)
     steps = prepared(query, key, key, (qkv.Causal(),), q_offset="end")
-    for shift in (LONGEST + 1, -LONGEST - 1):
+    for shift in (LONGEST_STEP + 1, -LONGEST_STEP - 1):
         assert steps(query, key, key, False, (), shift) is None
     assert steps(query, key[:, :, :0], key[:, :, :0], False, (), 0) is None
     whole = prepared(query, key, key)(query, key, key, False, (), 0)[0]
-    assert steps(query, key, key, False, (), LONGEST)[0].tobytes() == whole.tobytes()
-    out, lse = steps(query, key, key, True, (), -LONGEST)
+    assert steps(query, key, key, False, (), LONGEST_STEP)[0].tobytes() == whole.tobytes()
+    out, lse = steps(query, key, key, True, (), -LONGEST_STEP)
     assert not out.any()
     assert np.isneginf(lse).all()
 

@@ -27,7 +27,7 @@ from qkv.arguments.declarations import shown
 from qkv.backends.conditions import Conditions, backends_changed, conditions
 from qkv.backends.entry_points import backend_entry_points
 from qkv.backends.prepared_calls import (
-    LONGEST,
+    LONGEST_STEP,
     Passes,
     Prepared,
     ResultForm,
@@ -52,7 +52,7 @@ from qkv.problem.spec import Problem, Spec
 from qkv.process.forks import importing
 
 __all__ = [
-    "LONGEST",
+    "LONGEST_STEP",
     "Backend",
     "BrokenBackendWarning",
     "Choice",

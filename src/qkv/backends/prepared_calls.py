@@ -16,7 +16,7 @@ Passes: TypeAlias = Literal["forward", "residuals", "statistics", "gradients"]
 """What is computed: attention, attention that a backward pass follows, attention with statistics of
 its rows, gradients."""
 
-LONGEST = 2**29
+LONGEST_STEP = 2**29
 """The largest number of keys, and distance of a position from 0, of a call whose number of keys is
 free: differences of positions fit 32 bits."""
 
@@ -53,7 +53,7 @@ class Prepared:
         those of kv heads, keys and elements; the stride from page to page is that of what was
         prepared for.
         `q_shift` is added to the row of a query for its position. Positions that arrays of a step
-        state are within `LONGEST`; `run` does not read them. `between_products` says that
+        state are within `LONGEST_STEP`; `run` does not read them. `between_products` says that
         threads of another library have just worked and will soon again, as around the layers of a
         model.
     results : sequence of ResultForm

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import LONGEST, Prepared
+from qkv.backends import LONGEST_STEP, Prepared
 from qkv.call.binding.bound import BoundCall
 from qkv.call.binding.flatten import ReadByValue
 from qkv.call.repeated.cache import StepForm
@@ -113,7 +113,7 @@ def _positions_of_rows(bound: BoundCall, batch_shape: tuple[int, ...]) -> Array 
     given = bound.leaves[-1]
     if given.shape != batch_shape or given.dtype.kind not in "iu":
         return None
-    if given.size and (given.min() < -LONGEST or given.max() > LONGEST):
+    if given.size and (given.min() < -LONGEST_STEP or given.max() > LONGEST_STEP):
         return None
     return np.asarray(given.astype(np.int64).reshape(-1))
 

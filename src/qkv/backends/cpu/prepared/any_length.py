@@ -1,8 +1,8 @@
 """The form of decoding steps of any length: proved once from the expressions of a problem.
 
 Bounds of integers, and with them how wide code must compute them, are those of all lengths and
-shifts up to `LONGEST`. Each array that calls bring has an entry for each key, for each block of
-keys, or of a fixed number; `ArrayWords` writes where it lies into an argument block.
+shifts up to `LONGEST_STEP`. Each array that calls bring has an entry for each key, for each block
+of keys, or of a fixed number; `ArrayWords` writes where it lies into an argument block.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import LONGEST
+from qkv.backends import LONGEST_STEP
 from qkv.backends.cpu.passes.decode import DecodeArguments
 from qkv.backends.cpu.passes.scratch import NO_RESULTS
 from qkv.backends.cpu.plan.kernel_spec import (
@@ -86,8 +86,8 @@ def any_length_form(problem: Problem, arrays: tuple[Array, ...]) -> AnyLengthFor
     known = any_values(spec, from_calls) | dict.fromkeys(shifts, Var("q_pos"))
     places = {
         **index_bounds(spec),
-        "kv_index": Interval.of(0, LONGEST - 1),
-        "q_pos": Interval.of(-LONGEST, LONGEST),
+        "kv_index": Interval.of(0, LONGEST_STEP - 1),
+        "q_pos": Interval.of(-LONGEST_STEP, LONGEST_STEP),
         **bounds_of_any(spec, from_calls - shifts),
     }
     roots = [with_reads(node, known) for node in (spec.score, spec.mask)]

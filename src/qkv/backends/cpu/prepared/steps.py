@@ -2,7 +2,7 @@
 
 A call writes addresses, strides and lengths into an
 argument block, and the kernel finds out which keys it reads. What code depends on, above all how
-wide integers are, is found once for all lengths and shifts up to `LONGEST`.
+wide integers are, is found once for all lengths and shifts up to `LONGEST_STEP`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from qkv.backends import LONGEST
+from qkv.backends import LONGEST_STEP
 from qkv.backends.cpu.decode.layout import FIELDS
 from qkv.backends.cpu.emit.argument_block import WORD, ArgumentBlock, word_index
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass
@@ -58,7 +58,7 @@ def steps_kernel(problem: Problem, form: AnyLengthForm, arrays: tuple[Array, ...
         return decode.run(block, share, keep_alive)
 
     words = {
-        "not_finite": NOT_FINITE, "kv_len": _KV_LEN, "q_shift": _Q_SHIFT, "longest": LONGEST,
+        "not_finite": NOT_FINITE, "kv_len": _KV_LEN, "q_shift": _Q_SHIFT, "longest": LONGEST_STEP,
         "q_len": problem.spec.q_len, "at_end": int(at_end),
     }  # fmt: skip
     array_operands = [words_of_array.operand for words_of_array in form.words]
