@@ -31,7 +31,7 @@ Array = NDArray[Any]
 __all__ = ["AngleTable", "Rotation", "angle_tables", "rotated_rows"]
 
 _LARGEST_TABLE = 2**23
-"""The most bytes of cosines and sines that are kept from call to call."""
+"""Bytes of cosines and sines from which on a table has no room for positions of later steps."""
 
 
 @lru_cache(maxsize=64)
