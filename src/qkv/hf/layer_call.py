@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 import qkv
@@ -97,7 +98,10 @@ class LayerCall:
         A mask that is a tensor does not say it, and earlier tokens of a cache may come first.
         """
         is_dense = any(isinstance(variant, torch.Tensor) for variant in self.variants)
-        return not is_dense or self.query.shape[2] == self.key.shape[2] or self.q_offset > 0
+        *_, lengths = layer_rows(self.key, self.value)
+        # Pages have room for more rows than there are tokens.
+        tokens = max((int(np.max(of.kv_lens)) for of in lengths), default=self.key.shape[2])
+        return not is_dense or self.query.shape[2] == tokens or self.q_offset > 0
 
     @property
     def options(self) -> dict[str, Any]:

@@ -72,3 +72,19 @@ def test_a_mask_of_four_dimensions_does_not_say_where_new_tokens_stand(numbers: 
         np.testing.assert_allclose(unknown.rows["entropy"], known.rows["entropy"], atol=1e-9)
         for name in ("previous", "own", "distance", "duplicate", "induction"):
             assert np.isnan(unknown.rows[name]).all(), name
+
+
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_the_first_tokens_of_a_cache_are_its_first_keys(page_size: int | None) -> None:
+    """A mask of four dimensions needs to say no more, and pages may have room for more tokens."""
+    mask = torch.ones(14, 14, dtype=torch.bool).tril() & REAL[:, None, None]
+    model, records = model_of("llama"), []
+    for cache, given in ((None, REAL), (qkv.hf.Cache(model.config, page_size=page_size), mask)):
+        with attending(model, "qkv"), torch.no_grad(), qkv.hf.inspect(model) as record:
+            model(input_ids=IDS, attention_mask=given, cache=cache)
+        records.append(record)
+    for told, found in zip(*records, strict=True):
+        real = REAL.numpy()[:, None]
+        for name in ("previous", "own", "distance"):
+            expected = np.where(real, told.rows[name], 0)
+            np.testing.assert_allclose(np.where(real, found.rows[name], 0), expected, atol=1e-9)
