@@ -39,6 +39,32 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     assert data_of(page)["results"]["example"]["examples"][0]["name"] == "file"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["lab", "--export", "FILE"],
+        ["lab", "FILE", "--export", "FILE"],
+        ["inspect", "--html", "FILE"],
+        ["inspect", "--model", "tiny", "--html", "FILE"],
+        ["inspect", "--model", "tiny", "--save", "FILE"],
+    ],
+)
+def test_files_of_other_kinds_are_not_replaced(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.safetensors"
+    qkv.files.write_arrays(file, X, X, X)
+    before = file.read_bytes()
+    command = [str(file) if word == "FILE" else word for word in words]
+    assert main(command) == 2
+    assert file.read_bytes() == before
+    assert "is there already, and it is not a" in capsys.readouterr().err
+    # What the command itself has written may be written again.
+    file.write_bytes(b"")
+    if command[1] != str(file):
+        assert [main(command), main(command)] == [0, 0]
+
+
 def test_a_page_without_heads_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     assert main(["lab", "--export", str(page)]) == 0

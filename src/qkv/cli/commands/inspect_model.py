@@ -9,13 +9,14 @@ from dataclasses import replace
 from qkv.arguments.declarations import shown
 from qkv.cli.commands.inspect import require_top, run_layer
 from qkv.cli.commands.inspect_json import finite
-from qkv.cli.commands.lab import require_folder, require_place, write_page
+from qkv.cli.commands.lab import require_place, require_room, write_page
 from qkv.cli.given import is_given
 from qkv.cli.inputs.arrays import checked_index
 from qkv.cli.inputs.model import about, inspect_model
 from qkv.cli.inputs.model_layer import model_layer, saved_layer
 from qkv.cli.variants import command_line_of
 from qkv.errors import ArgumentError
+from qkv.inspection.models.model_file import is_model_record
 from qkv.inspection.models.model_record import ModelRecord, load
 from qkv.inspection.rendering.progress_bar import Bar
 from qkv.inspection.summaries.terminal import Page
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace) -> str:
     require_top(options)
     # The run takes minutes, so this is checked first.
     if options.save:
-        require_folder(options.save)
+        require_room(options.save, is_model_record, "a record of a model")
     if options.html:
         require_place(options.html)
     if options.layer is not None and not (options.save or options.html):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,9 @@ from qkv.extras import install_command
 if TYPE_CHECKING:
     from qkv.lab.session import Session
 
-__all__ = ["DESCRIPTION", "add_arguments", "require_place", "run", "write_page"]
+__all__ = [
+    "DESCRIPTION", "add_arguments", "require_place", "require_room", "run", "write_page",
+]  # fmt: skip
 
 DESCRIPTION = (
     "Serves a page on 127.0.0.1 and prints its address: every step of attention on small examples, "
@@ -122,12 +126,27 @@ def require_place(path: str) -> None:
     """Raise an error if a page cannot be written there, before minutes of work."""
     from qkv.lab.document import asset
 
-    require_folder(path)
+    require_room(path, _is_page, "a page")
     asset("lab.js")
 
 
-def require_folder(path: str) -> None:
-    """Raise an error if the folder of a file that is to be written does not exist."""
+def _is_page(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(15).lower() == b"<!doctype html>"
+
+
+def require_room(path: str, is_alike: Callable[[str], bool], what: str) -> None:
+    """Raise an error if a file cannot be written there, or would take the place of another kind.
+
+    An option whose value was forgotten takes FILE for it, so that arrays would be lost.
+    """
+    if os.path.isfile(path) and os.path.getsize(path):
+        with suppress(OSError):
+            if not is_alike(path):
+                raise ArgumentError(
+                    f"{path!r} is there already, and it is not {what}, which would replace it.",
+                    action="Name another file.",
+                )
     folder = Path(path).absolute().parent
     if not folder.is_dir():
         raise ArgumentError(
