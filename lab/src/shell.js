@@ -91,7 +91,9 @@ export function Shell({ client, store, root }) {
   const set = (changes) => store.set(changes);
   const go = (by) => {
     const place = shown.indexOf(panel) + by;
-    if (place >= 0 && place < shown.length) set({ panel: shown[place][0] });
+    if (place < 0 || place >= shown.length) return;
+    set({ panel: shown[place][0] });
+    announce(shown[place][1]);
   };
 
   // Before the effects of the panel, which may change the view.

@@ -70,6 +70,10 @@ def test_every_panel_is_reached(lab: Any) -> None:
     for _ in PANELS[1:]:
         press(page, "]")
     assert page.get_attribute("main", "data-panel") == "exercises"
+    page.wait_for_function(
+        """() => [...document.querySelectorAll('[role="status"]')]
+            .some((each) => each.textContent === "Exercises")"""
+    )
     # Some keyboards have brackets with Alt.
     page.dispatch_event("body", "keydown", {"key": "[", "altKey": True, "bubbles": True})
     assert page.get_attribute("main", "data-panel") == "errata"
