@@ -286,6 +286,8 @@ def merge(*parts: tuple[Any, Any], layout: Layout = "bhld") -> tuple[Any, Any]:
     ------
     ArgumentError, ShapeError, DTypeError
         If there is no part, or parts do not fit one another.
+    UnsupportedError
+        If a library follows a later part, and the first is of another library.
 
     Notes
     -----
@@ -308,6 +310,6 @@ def merge(*parts: tuple[Any, Any], layout: Layout = "bhld") -> tuple[Any, Any]:
                 f"merge was given a {type(part).__name__}, not a pair (out, lse) of arrays.",
                 action="Pass what attention returns with return_lse=True.",
             )
-    traced = getattr(bridge_of(type(parts[0][0])), "merge_in_graph", None)
-    merged = None if traced is None else traced(parts, layout)
+    of_library = getattr(bridge_of(type(parts[0][0])), "merge", None)
+    merged = None if of_library is None else of_library(parts, layout)
     return merge_parts(parts, layout) if merged is None else merged

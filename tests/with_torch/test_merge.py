@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
 import qkv
@@ -116,3 +122,73 @@ def test_means_of_the_largest_number_are_finite_and_have_gradients() -> None:
     shares = torch.stack(lses).double().softmax(0).float()
     gradients = torch.autograd.grad(merged, outs, torch.ones(300, 1))
     assert_close(torch.stack(gradients)[..., 0], shares)
+
+
+class Joined(torch.nn.Module):
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return joined(*inputs, "bhld")
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "jit": lambda *t: torch.jit.trace(Joined(), t, check_trace=False),
+    "real": lambda *t: make_fx(Joined())(*t),
+    "fake": lambda *t: make_fx(Joined(), tracing_mode="fake")(*t),
+    "symbolic": lambda *t: make_fx(Joined(), tracing_mode="symbolic")(*t),
+    "exported": lambda *t: torch.export.export(Joined(), t, strict=False).module(),
+    "strict": lambda *t: torch.export.export(Joined(), t, strict=True).module(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("way", WAYS)
+def test_graphs_hold_what_is_computed(way: str) -> None:
+    """Results were constants of traces with real tensors, and an error of those with others."""
+    inputs = [t.detach() for t in operands("bhld")]
+    graph = WAYS[way](*inputs)
+    others = [t.cos() for t in inputs]
+    assert_close(tuple(graph(*others)), written_out(*others, "bhld"))
+
+
+def test_tensors_without_values() -> None:
+    with FakeTensorMode():
+        out, lse = joined(*[torch.empty(2, 3, n, 8) for n in (5, 11, 11)], "bhld")
+    assert (out.shape, lse.shape) == ((2, 3, 5, 8), (2, 3, 5))
+    real = qkv.attention(*[torch.ones(2, 3, 5, 8)] * 3, return_lse=True)
+    with pytest.raises(qkv.UnsupportedError, match="fake tensors, which have no values"):
+        qkv.merge((out, lse), real)
+
+
+def test_a_first_part_that_would_lose_a_gradient_is_refused() -> None:
+    """The result was an array of NumPy, without an error."""
+    inputs = operands("bhld")
+    part = qkv.attention(*inputs, return_lse=True)
+    of_numpy = tuple([t.detach().numpy() for t in part])
+    with pytest.raises(qkv.UnsupportedError, match="torch differentiates or traces out of a part"):
+        qkv.merge(of_numpy, part)
+    out, _ = qkv.merge(part, of_numpy)
+    found = torch.autograd.grad(out.sum(), inputs[2])
+    right = torch.autograd.grad(written_out(*inputs, "bhld")[0].sum() / 2, inputs[2])
+    assert_close(found, right)
+
+
+def test_tensors_beside_what_jax_differentiates() -> None:
+    jax = pytest.importorskip("jax", reason="its arrays stand beside tensors: pip install jax")
+    inputs = [t.detach().float() for t in operands("bhld")]
+    part = qkv.attention(*inputs, return_lse=True)
+    query, key, value = (jax.numpy.asarray(t.numpy()) for t in inputs)
+
+    def sum_of_merged(value: Any) -> Any:
+        return qkv.merge(qkv.attention(query, key, value, return_lse=True), part)[0].sum()
+
+    leaf = inputs[2].requires_grad_()
+    right = torch.autograd.grad(written_out(*inputs, "bhld")[0].sum() / 2, leaf)
+    np.testing.assert_allclose(jax.grad(sum_of_merged)(value), right[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("lse", [None, 3.0, [1.0]], ids=str)
+@pytest.mark.parametrize("wanted", [False, True])
+def test_an_lse_that_is_no_array_is_named(lse: object, wanted: bool) -> None:
+    out = torch.ones(2, 3, 5, 8).requires_grad_(wanted)
+    with pytest.raises(qkv.DTypeError, match=r"lse is .*, not an array"):
+        qkv.merge((out, lse), (out, out[..., 0]))

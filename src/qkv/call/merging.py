@@ -10,9 +10,9 @@ import numpy as np
 
 from qkv._dynamo import ends_graph
 from qkv.arguments.readable_checks import array_shape
-from qkv.arrays import is_array, library_of, namespace
+from qkv.arrays import ArrayLibrary, is_array, library_of, namespace
 from qkv.arrays.views import view
-from qkv.errors import DTypeError, ShapeError
+from qkv.errors import DTypeError, ShapeError, UnsupportedError
 from qkv.partial import Partial, merge
 from qkv.problem.building.builder import FLOATS
 from qkv.problem.building.check import Layout
@@ -38,7 +38,9 @@ def merge_parts(
         for name, given in (("out", out), ("lse", lse)):
             array_shape(name, given)  # raises where there is none, as that of a nested tensor
             _require_floats(name, given)
-        array, lse_array = (view(out, "out"), view(lse, "lse")) if xp is np else (out, lse)
+        array, lse_array = _beside(library, out, "out"), _beside(library, lse, "lse")
+        if xp is np:
+            array, lse_array = view(array, "out"), view(lse_array, "lse")
         array = array.swapaxes(-3, -2) if is_blhd else array
         expected = partials[0].out.shape if partials else array.shape
         if lse_array.shape != array.shape[:-1] or array.shape != expected:
@@ -57,6 +59,20 @@ def merge_parts(
     if xp is not np:
         return out, merged.lse
     return library.restore(np.ascontiguousarray(out)), library.restore(merged.lse)
+
+
+def _beside(library: ArrayLibrary, given: Any, name: str) -> Any:
+    """An array of a part for the library of the first part, a NumPy view if it is of another."""
+    own = library_of(given, name)  # raises if it is no array
+    if own.name == library.name:
+        return given
+    if own.is_tracked(given):
+        raise UnsupportedError(
+            f"{own.name} differentiates or traces {name} of a part, and the first part, like the "
+            f"result, is of {library.name}, which {own.name} cannot follow.",
+            action=f"Pass the first part as arrays of {own.name}.",
+        )
+    return view(given, name)
 
 
 def _require_floats(name: str, given: Any) -> None:

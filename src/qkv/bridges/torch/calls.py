@@ -10,7 +10,6 @@ from torch import Tensor
 from qkv.arrays import is_array
 from qkv.bridges.learnable import with_scale
 from qkv.bridges.torch import compiled, eager
-from qkv.bridges.torch.compiled import merge_in_graph
 from qkv.bridges.torch.operands import (
     LIBRARY,
     PLAIN,
@@ -27,7 +26,7 @@ from qkv.call.repeated.cache import CALLS
 from qkv.errors import QkvError
 
 __all__ = [
-    "PLAIN", "attention", "attention_to_span", "in_autocast", "merge_in_graph", "run_alike",
+    "PLAIN", "attention", "attention_to_span", "in_autocast", "merge", "run_alike",
 ]  # fmt: skip
 
 
@@ -83,6 +82,13 @@ def attention_to_span(
     bound = bind(query, key, value, variants, options)
     entry = CALLS.entry(bound.structure)
     return None if entry is None else run_step_of_span(entry, bound, span, return_lse)
+
+
+def merge(parts: tuple[tuple[Any, Any], ...], layout: Any) -> Any:
+    """`qkv.merge` where torch has to see what it is made of; None elsewhere."""
+    if torch.compiler.is_dynamo_compiling():
+        return compiled.merge(parts, layout)
+    return eager.merge(parts, layout)
 
 
 def _is_learned(scale: Tensor, query: Any) -> bool:

@@ -28,7 +28,7 @@ from qkv.call.merging import merge_parts
 from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.problem.stored_rows import Paged, Quantized
 
-__all__ = ["attention", "leave", "merge_in_graph"]
+__all__ = ["attention", "leave", "merge"]
 
 
 def attention(
@@ -202,13 +202,11 @@ def _tell_dynamo() -> None:
     torch.compiler.allow_in_graph(_merge_tensors)
 
 
-def merge_in_graph(parts: tuple[tuple[Any, Any], ...], layout: Any) -> Any:
-    """`qkv.merge` as one node of the graph that Dynamo writes; None if Dynamo does not read this.
+def merge(parts: tuple[tuple[Any, Any], ...], layout: Any) -> Any:
+    """`qkv.merge` as one node of the graph that Dynamo writes.
 
     The node runs on stand-ins, where torch sees what it is made of.
     """
-    if not torch.compiler.is_dynamo_compiling():
-        return None
     for out, lse in parts:
         if not (isinstance(out, Tensor) and isinstance(lse, Tensor)):
             raise UnsupportedError(

@@ -6,6 +6,8 @@ memory. Else the call becomes an operation that torch differentiates, batches or
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,10 +37,11 @@ from qkv.call.attend import attend
 from qkv.call.binding.bound import BoundCall, Structure, bind
 from qkv.call.binding.structure_text import hold, names_objects
 from qkv.call.device_call import check_device_call, names_device_backend
+from qkv.call.merging import merge_parts
 from qkv.errors import UnsupportedError
 from qkv.process.forks import on_one_torch_thread
 
-__all__ = ["attend_on_device", "attention", "refuse_export"]
+__all__ = ["attend_on_device", "attention", "merge", "refuse_export"]
 
 
 @on_one_torch_thread
@@ -82,7 +85,8 @@ def _attend(bound: BoundCall, return_lse: bool) -> Any:
         try:
             out, lse = functions.attend(*leaves, tensors, bound.structure)
         except (NotImplementedError, TypeError) as error:
-            _explain_subclasses(error, *leaves, *tensors)
+            if "qkv" in str(error):
+                _explain_subclasses(error, *leaves, *tensors)
             raise
         return (out, lse) if return_lse else out
     views = [view_beside(LIBRARY, *given) for given in zip(bound.leaves[3:], roles, strict=True)]
@@ -90,6 +94,22 @@ def _attend(bound: BoundCall, return_lse: bool) -> Any:
     attended = attend(seen, rows=return_lse)
     out = contiguous(LIBRARY.restore(attended.out))
     return (out, contiguous(LIBRARY.restore(attended.lse))) if return_lse else out
+
+
+def merge(parts: Sequence[tuple[Any, Any]], layout: Any) -> Any:
+    """`qkv.merge` by functions of torch, where torch must see them; None elsewhere.
+
+    What NumPy computes would be a constant of a trace, and tensors without values have none for it.
+    """
+    if not _is_watched(*chain(*parts)):
+        return None
+    tensors = [(as_tensor(out), as_tensor(lse)) for out, lse in parts]
+    _refuse_half_fake(*chain(*tensors))
+    try:
+        return merge_parts(tensors, layout, torch)
+    except (NotImplementedError, RecursionError, TypeError) as error:
+        _explain_subclasses(error, *chain(*tensors))
+        raise
 
 
 def attend_on_device(bound: BoundCall, return_lse: bool) -> Any:
@@ -140,7 +160,7 @@ def _refuse_gradients(*arrays: Any) -> None:
 def _explain_subclasses(error: Exception, *tensors: Any) -> None:
     """Tensors of classes of their own decide which operators they take."""
     names = {type(t).__name__ for t in tensors if isinstance(t, Tensor) and type(t) not in PLAIN}
-    if names and "qkv" in str(error):
+    if names:
         raise UnsupportedError(
             f"{' and '.join(sorted(names))} refuses operators that it does not know.",
             [("torch says", str(error).splitlines()[0][:200])],
@@ -155,7 +175,7 @@ def _refuse_half_fake(*tensors: Any) -> None:
         raise UnsupportedError(
             "fake tensors, which have no values, stand beside real ones.",
             [("fake", f"{sum(fake)} of {len(fake)} arrays of the call")],
-            "Call attention inside their FakeTensorMode, or convert all arrays with it.",
+            "Call it inside their FakeTensorMode, or convert all arrays with it.",
         )
 
 
