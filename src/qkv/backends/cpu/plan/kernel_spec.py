@@ -103,7 +103,7 @@ def bits_of(
 ) -> int:
     """`integer_bits` of some expressions, whose variables have these bounds."""
     nodes = list(walk(*roots))
-    integers = [n for n in nodes if n.kind == "int" and not isinstance(n, Const)]
+    integers: list[Node] = [n for n in nodes if n.kind == "int" and not isinstance(n, Const)]
     # Constants beside floating numbers become such before they are lanes.
     operations = [n for n in nodes if isinstance(n, Op) and n.kind != "float"]
     integers += [
