@@ -156,3 +156,17 @@ def test_what_is_no_number_has_no_encoding(positions: Any) -> None:
     """NumPy reads None as NaN, and a date as a number of days."""
     with pytest.raises(qkv.DTypeError, match="not integers"):
         qkv.SinusoidalPositions(4).encoding(positions)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_exports_for_any_length_are_refused_in_the_words_of_torch() -> None:
+    """The error spoke of a dtype of positions, which nobody had passed."""
+    length = torch.export.Dim("length", max=16)
+    for positions in (qkv.SinusoidalPositions(8), qkv.LearnedPositions(torch.ones(16, 8))):
+
+        class Added(torch.nn.Module):
+            def forward(self, x: torch.Tensor, positions: Any = positions) -> Any:
+                return positions(x)
+
+        with pytest.raises(Exception, match="length as dynamic but your code specialized it"):
+            torch.export.export(Added(), (torch.ones(2, 5, 8),), dynamic_shapes=({1: length},))

@@ -132,6 +132,23 @@ def test_torch_compiles_it() -> None:
     torch.testing.assert_close(compiled(x, at), rope.rotate(x, at), rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_torch_exports_it_for_any_length() -> None:
+    """The check of positions made a constant of the length, which torch refused."""
+    rope, length = qkv.RoPE(), torch.export.Dim("length", max=64)
+
+    class Rotated(torch.nn.Module):
+        def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+            return rope.rotate(x, at)
+
+    given = torch.from_numpy(rows(2, 5, 8)), torch.arange(5)
+    program = torch.export.export(Rotated(), given, dynamic_shapes=({1: length}, {0: length}))
+    x, at = rows(2, 9, 8), np.arange(9)[::-1].copy()
+    found = program.module()(torch.from_numpy(x), torch.from_numpy(at))
+    right = by_hand(rope, x, np.broadcast_to(at, (2, 9)))
+    np.testing.assert_allclose(found.numpy(), right, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("x", "positions", "expected", "fact"),
     [

@@ -228,6 +228,7 @@ def _check_width(x: Any, embed_dim: int) -> None:
 
 
 def _positions_of(x: Any, positions: ArrayLike | None) -> NDArray[Any]:
-    at = np.arange(x.shape[-2]) if positions is None else as_array("positions", positions)
+    # A size that torch traces becomes a number here: NumPy would make an object of it.
+    at = np.arange(int(x.shape[-2])) if positions is None else as_array("positions", positions)
     check_positions(at, x)
     return at

@@ -153,11 +153,9 @@ def check_positions(positions: Any, x: Any) -> None:
             action="Pass an integer array that broadcasts to x.shape[:-1].",
         )
     rows = tuple(x.shape[:-1])
-    try:
-        fits = np.broadcast_shapes(shape, rows) == rows
-    except ValueError:
-        fits = False
-    if not fits:
+    # Compared one by one: NumPy's function would make constants of sizes that torch traces.
+    pairs = zip(reversed(shape), reversed(rows), strict=False)
+    if len(shape) > len(rows) or any(size != row and size != 1 for size, row in pairs):
         raise ShapeError(
             f"positions have shape {shape}, which does not broadcast to the rows of x, {rows}.",
             [("x", str(tuple(x.shape)))],
