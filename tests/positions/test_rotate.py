@@ -116,7 +116,6 @@ def test_rows_of_either_layout_and_single_positions() -> None:
     assert rope.rotate(x[:, :0], np.arange(0)[:, None]).shape == (2, 0, 3, 8)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["half_split", "interleaved"])
 def test_a_matrix_of_numpy_is_rotated_as_the_array_is(layout) -> None:
     """Multiplying matrices by `*` is their product, which once gave other numbers."""
@@ -126,6 +125,7 @@ def test_a_matrix_of_numpy_is_rotated_as_the_array_is(layout) -> None:
     np.testing.assert_allclose(found, by_hand(rope, x, np.arange(4)), atol=1e-12)
 
 
+@pytest.mark.slow
 def test_torch_compiles_it() -> None:
     rope, x, at = qkv.RoPE(), torch.from_numpy(rows(2, 5, 8)), torch.arange(5)
     compiled = torch.compile(rope.rotate, backend="eager", fullgraph=True)
