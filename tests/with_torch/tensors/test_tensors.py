@@ -212,7 +212,7 @@ def test_make_fx(functional: bool) -> None:
 
 @pytest.mark.parametrize("pre_dispatch", [False, True])
 def test_make_fx_of_real_tensors(pre_dispatch: bool) -> None:
-    """Before torch's dispatch, what was computed in place was a constant of the graph."""
+    """What was computed in place was a constant of a graph that is made before dispatch."""
     inputs = operands()
     traced = make_fx(lambda *t: qkv.attention(*t), pre_dispatch=pre_dispatch)(*inputs)
     others = [t.cos() for t in inputs]
