@@ -11,6 +11,7 @@ import qkv
 from qkv.backends import LONGEST_STEP
 from qkv.backends.cpu import CpuBackend
 from qkv.backends.cpu.emit.argument_block import ArgumentBlock
+from qkv.backends.cpu.rows import rotation
 from qkv.call.repeated.numpy_runs import run_on_arrays
 from qkv.problem.building.check import check
 
@@ -271,3 +272,20 @@ def test_many_threads_take_steps_at_once() -> None:
     alone = [step(length) for length in lengths]
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(step, lengths)) == alone
+
+
+@pytest.mark.parametrize("first", [0, 900])
+def test_angles_are_computed_for_several_steps_ahead(monkeypatch, first) -> None:
+    """A table of any size has room for the positions that come next."""
+    inv_freq = 1 / 10000 ** (np.arange(4) / 4)
+    monkeypatch.setattr(rotation, "_MORE_BYTES", 16 * len(inv_freq) * 20)
+    table, computed = rotation.AngleTable(inv_freq, 0.5), []
+    compute = table._compute
+    monkeypatch.setattr(table, "_compute", lambda *of: computed.append(of) or compute(*of))
+    for count in range(1000, 1100):
+        found = table.rows(first, count)
+        last = (first + count - 1) * inv_freq
+        np.testing.assert_array_equal(found.cosines[:, -1], 0.5 * np.cos(last)[None])
+        np.testing.assert_array_equal(found.sines[:, -1], 0.5 * np.sin(last)[None])
+        assert found.cosines.shape == (1, count, 4)
+    assert len(computed) == 5

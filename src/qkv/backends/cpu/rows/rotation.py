@@ -30,8 +30,8 @@ Array = NDArray[Any]
 
 __all__ = ["AngleTable", "Rotation", "angle_tables", "rotated_rows"]
 
-_LARGEST_TABLE = 2**23
-"""Bytes of cosines and sines from which on a table has no room for positions of later steps."""
+_MORE_BYTES = 2**23
+"""The most bytes of cosines and sines that are computed ahead, for the positions of later steps."""
 
 
 @lru_cache(maxsize=64)
@@ -73,11 +73,9 @@ class AngleTable:
         """Cosines and sines of `count` positions from `start` on."""
         first, table = self._cached
         if start < first or start + count > first + table.cosines.shape[1]:
-            # Later decoding steps find their positions here, unless the table would be too large.
-            room = (
-                max(2 * count, 256) if 16 * count * len(self._inv_freq) < _LARGEST_TABLE else count
-            )
-            first, table = start, self._compute(start, room)
+            # Later decoding steps find their positions here.
+            more = min(max(count, 256), _MORE_BYTES // (16 * max(len(self._inv_freq), 1)))
+            first, table = start, self._compute(start, count + more)
             self._cached = first, table
         at = slice(start - first, start - first + count)
         return CosSin(table.cosines[:, at], table.sines[:, at])
