@@ -62,6 +62,8 @@ def as_arrays(stored):
     if isinstance(stored, qkv.Quantized):
         offset = None if stored.offset is None else np.asarray(stored.offset)
         return qkv.Quantized(np.asarray(stored.values), np.asarray(stored.scales), offset)
+    if isinstance(stored, torch.Tensor) and stored.dtype is torch.bfloat16:
+        stored = stored.float()
     return np.asarray(stored)
 
 
@@ -307,13 +309,24 @@ def test_page_tables_of_any_type_and_strides(kind) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["int8", "pages", "int8 pages", "rolling int8"])
-def test_keys_in_storage_are_rotated(watched, kind, dtype) -> None:
-    """Rotated keys are gathered first; two steps are checked, and those after them are prepared."""
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("is_ragged", [False, True], ids=["together", "of several lengths"])
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.one_in(3)
+def test_rotated_keys(watched, kind, is_ragged, library, dtype) -> None:
+    """Keys in storage of their own are gathered before they are rotated, and each query is rotated
+    by its own position; two steps are checked, and those after them are prepared."""
     dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
     cache, half = CACHES[kind](), DIM // 2
-    first = normal(BATCH, KV_HEADS, 10, DIM, dtype=dtype)
-    cache.append(first, first)
+
+    def given(array):
+        if library == "numpy":
+            return array
+        wide = torch.from_numpy(array.astype(np.float32))
+        return wide.bfloat16() if array.dtype == ml_dtypes.bfloat16 else wide
+
+    first = given(normal(BATCH, KV_HEADS, 10, DIM, dtype=dtype))
+    cache.append(first, first, np.array([5, 10]) if is_ragged else None)
 
     def rotated(x, positions):
         angles = positions[:, None] / 10000 ** (np.arange(half) / half)
@@ -325,13 +338,15 @@ def test_keys_in_storage_are_rotated(watched, kind, dtype) -> None:
         token, query = (
             normal(BATCH, heads, 1, DIM, seed=step, dtype=dtype) for heads in (KV_HEADS, HEADS)
         )
-        rows = cache.append(token, -token)
-        found = rows.attention(query, qkv.RoPE(), qkv.Causal())
+        rows = cache.append(given(token), given(-token))
+        found = rows.attention(given(query), qkv.RoPE(), qkv.Causal())
+        found = np.asarray(found.float() if library == "torch" else found, np.float64)
         (part,) = rows.parts
-        length = 11 + step - part.kv_offset
-        seen = slice(max(0, length - 8), length) if kind.startswith("rolling") else slice(length)
-        positions = part.kv_offset + np.arange(length)[seen]
-        for b in range(BATCH):
+        for b, last in enumerate(np.broadcast_to(rows.q_offset, BATCH)):
+            first_key = np.broadcast_to(part.kv_offset, BATCH)[b]
+            seen = np.arange(last + 1 - first_key)
+            seen = seen[-8:] if kind.startswith("rolling") else seen
+            positions = first_key + seen
             turned = rotated(query[b], positions[-1:])
             key, value = (rows_of(stored, b)[:, seen] for stored in (part.key, part.value))
             key, value = (np.repeat(x, HEADS // KV_HEADS, axis=0) for x in (key, value))
@@ -339,7 +354,39 @@ def test_keys_in_storage_are_rotated(watched, kind, dtype) -> None:
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             expected = (weights[:, None] @ value)[:, 0] / weights.sum(-1, keepdims=True)
             atol = 5e-6 if dtype == "float32" else 2e-2
-            np.testing.assert_allclose(found[b, :, 0].astype(np.float64), expected, atol=atol)
+            np.testing.assert_allclose(found[b, :, 0], expected, atol=atol)
     if not kind.startswith("rolling"):  # The first key has another position in each step.
         assert watched.prepared("forward", any_length=True) == 1
         assert watched.computed == 2
+
+
+@pytest.mark.parametrize("variants", [(), (qkv.Causal(),)], ids=["nothing", "causal"])
+@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
+def test_queries_at_the_end_of_each_sequence_are_rotated(watched, variants, library) -> None:
+    half = DIM // 2
+    inv_freq = 1 / 10000 ** (np.arange(half) / half)
+
+    def rotated(x, positions):
+        turned = np.exp(1j * positions[:, None] * inv_freq) * (x[..., :half] + 1j * x[..., half:])
+        return np.concatenate([turned.real, turned.imag], axis=-1)
+
+    rng = np.random.default_rng(1)
+    for step in range(8):
+        query = normal(BATCH, HEADS, 2, DIM, seed=step)
+        key, value = normal(2, BATCH, KV_HEADS, 20 + step, DIM, seed=step + 50)
+        lens = np.array([9, 9]) if step < 3 else rng.integers(2, 21 + step, BATCH)
+        found = qkv.attention(
+            *map(library, (query, key, value)), qkv.RoPE(), qkv.KeyLengths(lens), *variants,
+            q_offset="end",
+        )  # fmt: skip
+        for b, length in enumerate(lens):
+            own = np.repeat(rotated(key[b, :, :length], np.arange(length)), 2, axis=0)
+            scores = rotated(query[b], length - 2 + np.arange(2)) @ own.swapaxes(-1, -2)
+            if variants:
+                scores[:, 0, -1] = -np.inf
+            weights = np.exp(scores / math.sqrt(DIM))
+            values = np.repeat(value[b, :, :length].astype(np.float64), 2, axis=0)
+            expected = weights @ values / weights.sum(-1, keepdims=True)
+            np.testing.assert_allclose(found[b], expected, atol=5e-6)
+    assert watched.prepared("forward", any_length=True) == 1
+    assert watched.computed == 2

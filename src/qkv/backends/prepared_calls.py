@@ -52,10 +52,11 @@ class Prepared:
         of the key, then those of the value. Sizes and strides of pages, and of their scales, are
         those of kv heads, keys and elements; the stride from page to page is that of what was
         prepared for.
-        `q_shift` is added to the row of a query for its position. Positions that arrays of a step
-        state are within `LONGEST_STEP`; `run` does not read them. `between_products` says that
-        threads of another library have just worked and will soon again, as around the layers of a
-        model.
+        `q_shift` is added to the row of a query for its position. If queries of batch rows are
+        rotated by positions of their own, it is an array of int64 with one for each. Positions that
+        arrays of a step state are within `LONGEST_STEP`; `run` does not read them.
+        `between_products` says that threads of another library have just worked and will soon
+        again, as around the layers of a model.
     results : sequence of ResultForm
         Of out, sinks included, and lse. "residuals" has lse_rest and unrounded too, as
         `run_for_backward` gives them, or neither, or the first alone; "statistics" has the fields

@@ -59,6 +59,9 @@ class StepForm(NamedTuple):
         where the queries of each batch row stand.
     every_length : bool
         Whether it serves all numbers of keys, or those with the same `length_key` of variants.
+    turns_rows : bool
+        Whether queries are rotated, those of each batch row by a position of their own, which comes
+        from its number of keys, or which the call states.
     offset_scale : float or None
         The scale of the scores, if keys have an offset: each step computes what that adds to them.
     """
@@ -66,6 +69,7 @@ class StepForm(NamedTuple):
     at_end: bool
     lengths: int
     every_length: bool
+    turns_rows: bool = False
     offset_scale: float | None = None
 
 

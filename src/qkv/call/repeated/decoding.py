@@ -56,13 +56,14 @@ def run_step(
 
 def read_by_step(
     step: StepForm, bound: BoundCall, query: Array, kv_len: int, key_offset: Array | None
-) -> tuple[int, tuple[Array, ...]] | None:
-    """The position of query row 0, and the arrays that a step reads beside its operands.
+) -> tuple[int | Array, tuple[Array, ...]] | None:
+    """The position of query row 0, or one for each batch row, and the arrays that a step reads
+    beside its operands.
 
     None if the step has to be checked. `query` has heads before rows.
     """
     q_len = query.shape[-2]
-    q_shift = position(step, bound.structure.options.q_offset, q_len, kv_len)
+    q_shift: int | Array = position(step, bound.structure.options.q_offset, q_len, kv_len)
     arrays = in_place(bound, is_step=True)
     if step.lengths:
         found = lengths_of_step(step, bound, query.shape[:-3], q_len, kv_len)
@@ -78,10 +79,10 @@ def read_by_step(
 
 def lengths_of_step(
     step: StepForm, bound: BoundCall, batch_shape: tuple[int, ...], q_len: int, kv_len: int
-) -> tuple[int | None, tuple[Array, ...]] | None:
+) -> tuple[int | Array | None, tuple[Array, ...]] | None:
     """What a step reads of its numbers of keys; None if the step has to be checked.
 
-    The position of query row 0, if the numbers decide it, and arrays.
+    The position of query row 0, if the numbers decide it, or one for each batch row, and arrays.
     """
     lens = bound.leaves[bound.structure.lengths[0]].astype(np.int64)
     # Negative ones are large without a sign.
@@ -90,6 +91,9 @@ def lengths_of_step(
     if lens.shape != batch_shape:
         lens = np.broadcast_to(lens, batch_shape)
     lens = lens.reshape(-1)
+    if step.turns_rows:
+        positions = lens - q_len if step.at_end else _positions_of_rows(bound, batch_shape)
+        return None if positions is None else (positions, (lens, positions)[: step.lengths])
     q_shift: int | None = None
     if step.at_end and len(lens) == 1:
         q_shift = int(lens[0]) - q_len

@@ -55,11 +55,11 @@ class LatestStep(NamedTuple):
     def of(cls, known: PreparedCall, bound: BoundCall, kv_len: int) -> LatestStep | None:
         """The step of this call; None if compiled code asks too little to tell what is like it."""
         step, beside = known.step, _beside(bound, kv_len)
-        reads_all = known.prepared.if_alike is not None and known.prepared.gathered_dtype is None
-        asks = step is not None and step.every_length and reads_all
-        if beside is None or not asks or bound.structure.layout != "bhld":
+        if beside is None or step is None or bound.structure.layout != "bhld":
             return None
-        return cls(known, beside)
+        reads_all = known.prepared.if_alike is not None and known.prepared.gathered_dtype is None
+        asks = reads_all and step.every_length and not step.turns_rows
+        return cls(known, beside) if asks else None
 
     def results(self, bound: BoundCall, rows: bool) -> tuple[Any, Any] | None:
         """Output and lse as arrays of the query's library; None if a step is not like this one."""

@@ -22,7 +22,7 @@ def run_on_arrays(
     arrays: Sequence[Array],
     *,
     rows: bool = True,
-    q_shift: int | None = None,
+    q_shift: int | Array | None = None,
 ) -> list[Any] | None:
     """The results of a prepared call of arrays of its form.
 
@@ -36,8 +36,8 @@ def run_on_arrays(
         Those of variants.
     rows : bool
         Whether lse is wanted; it is None otherwise.
-    q_shift : int, optional
-        The position of the first query, if the number of keys is free.
+    q_shift : int or array, optional
+        The position of the first query, or one for each batch row, if the number of keys is free.
 
     Returns
     -------
@@ -62,7 +62,7 @@ def run_on_stored_rows(
     arrays: Sequence[Array],
     *,
     rows: bool,
-    q_shift: int,
+    q_shift: int | Array,
 ) -> list[Any] | None:
     """The same for a decoding step whose keys or values are `StoredRows`."""
     operands, parts = [], [_Passed(array, array.shape, array.strides) for array in arrays]

@@ -95,7 +95,7 @@ class PassesOfCall:
         addresses: Sequence[int],
         keep_alive: Any = (),
         layouts: Sequence[Any] = (),
-        q_shift: int = 0,
+        q_shift: int | Array = 0,
         in_elements: bool = False,
         between_products: bool = False,
     ) -> bool:
@@ -120,7 +120,7 @@ class PassesOfCall:
         addresses: Sequence[int],
         keep_alive: Any,
         layouts: Sequence[Any],
-        q_shift: int,
+        q_shift: int | Array,
         in_elements: bool = False,
         between_products: bool = False,
     ) -> bool:
@@ -129,6 +129,8 @@ class PassesOfCall:
         if self._rotate_steps is not None:
             rotate = self._rotate_steps(layouts, q_shift)
             layouts = (*rotate.layouts, *layouts[4:])
+        if not isinstance(q_shift, int):
+            q_shift = 0  # The kernel reads positions of batch rows in an array, if it needs them.
         rotated_bytes = 0 if rotate is None else rotate.bytes
         at = own.room(rotated_bytes + (0 if sinks is None else sinks.bytes))
         if rotate is not None:

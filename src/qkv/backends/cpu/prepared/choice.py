@@ -102,10 +102,10 @@ def _for_any_length(problem: Problem, arrays: tuple[Array, ...]) -> Prepared | N
     rotates, positions = problem.spec.rotation is not None, problem.operands.positions
     dtype = None
     if rotates:
-        # All batch entries must share one table of angles, in which rows follow one another:
-        # ranks within segments do not.
+        # Keys of all batch entries must share one table of angles, in which rows follow one
+        # another: ranks within segments do not.
         ranks = positions.q_rank, positions.kv_rank
-        if max(len(positions.q_shift), len(positions.kv_shift)) > 1:
+        if len(positions.kv_shift) > 1:
             return None
         if not all(isinstance(rank, int) for rank in ranks):
             return None

@@ -122,14 +122,16 @@ class RotateSteps:
         self._of_query, self._of_key = AngleTable(*angles), AngleTable(*angles)
         self._kv_shift = int(operands.positions.kv_shift[0])
 
-    def __call__(self, layouts: Sequence[Any], q_shift: int) -> Rotate:
-        """The rotation of a step whose first query is at `q_shift`; strides are in bytes."""
+    def __call__(self, layouts: Sequence[Any], q_shift: int | Array) -> Rotate:
+        """The rotation of a step whose first query is at `q_shift`, or those of batch rows at these
+        positions; strides are in bytes."""
         query, key = RowLayout(*layouts[:2]), RowLayout(*layouts[2:4])
-        angles = (
-            self._of_query.rows(q_shift, query.shape[-2]),
-            self._of_key.rows(self._kv_shift, key.shape[-2]),
-        )
-        return Rotate(self._rotation, (query, key), angles)
+        of_key = self._of_key.rows(self._kv_shift, key.shape[-2])
+        if isinstance(q_shift, int):
+            of_query = self._of_query.rows(q_shift, query.shape[-2])
+        else:
+            of_query = self._of_query.rows_of_batch(q_shift, query.shape[-2])
+        return Rotate(self._rotation, (query, key), (of_query, of_key))
 
 
 def _areas(layouts: Sequence[RowLayout], rotation: Rotation) -> list[int]:

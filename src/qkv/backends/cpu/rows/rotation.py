@@ -80,9 +80,16 @@ class AngleTable:
         at = slice(start - first, start - first + count)
         return CosSin(table.cosines[:, at], table.sines[:, at])
 
+    def rows_of_batch(self, starts: Array, count: int) -> CosSin:
+        """Those of `count` positions from each of `starts` on, which are not kept."""
+        return self._of_positions(starts[:, None] + np.arange(count))
+
     def _compute(self, start: int, count: int) -> CosSin:
-        angle = np.arange(start, start + count).astype(np.float64)[:, None] * self._inv_freq
-        return CosSin(self._factor * np.cos(angle)[None], self._factor * np.sin(angle)[None])
+        return self._of_positions(np.arange(start, start + count)[None])
+
+    def _of_positions(self, positions: Array) -> CosSin:
+        angle = positions.astype(np.float64)[..., None] * self._inv_freq
+        return CosSin(self._factor * np.cos(angle), self._factor * np.sin(angle))
 
 
 def angle_tables(angles: Angles, side: str) -> CosSin:

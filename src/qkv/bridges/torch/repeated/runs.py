@@ -126,7 +126,7 @@ class Step(NamedTuple):
         if q_len == kv_len:  # Then the positions may be left out, which is another call.
             return None
         form: Any = common.prepared.step
-        shift = position(form, bound.structure.options.q_offset, q_len, kv_len)
+        shift: Any = position(form, bound.structure.options.q_offset, q_len, kv_len)
         tables: tuple[Any, ...] = ()
         if lengths is not None:
             if _lengths_of(bound) != lengths:
