@@ -4,6 +4,7 @@ import gc
 import sys
 import threading
 import weakref
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -101,6 +102,23 @@ def test_keys_that_grow(batch) -> None:
         expected, _ = dense(query, key, value)
         found = qkv.attention(query, key, value, qkv.Causal("end"))
         np.testing.assert_allclose(found, expected, atol=3e-6)
+
+
+@pytest.mark.parametrize("q_offset", [0, 3, "start"])
+def test_steps_whose_queries_stand_elsewhere(q_offset) -> None:
+    """Steps of other sizes are looked up, which takes 10 functions more."""
+    first = 0 if q_offset == "start" else q_offset
+    counts = []
+    for kv_len in range(30, 45):
+        one, other = (arrays_of(1, kv_len, seed=kv_len, heads=(heads, 2)) for heads in (4, 6))
+        call = partial(qkv.attention, *one, qkv.Causal(), q_offset=q_offset)
+        counts.append(python_calls(call))
+        query, key, value = one
+        seen = [query, key[..., : first + 1, :], value[..., : first + 1, :]]
+        np.testing.assert_allclose(call(), dense(*seen)[0], atol=3e-6)
+        if kv_len > 36:
+            qkv.attention(*other, qkv.Causal(), q_offset=q_offset)
+    assert min(counts[10:]) > max(counts[4:7]) + 10
 
 
 def test_as_many_queries_as_keys_are_no_step() -> None:

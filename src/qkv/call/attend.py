@@ -93,7 +93,7 @@ def attend(
             if results is not None:
                 if not backward:  # It is tried first when there is another one.
                     entry.first_of_arrays = known if known.if_alike else None
-                    if known.step is not None and not known.if_alike:
+                    if known.step is not None:
                         kv_len = views[1].shape[-2]
                         entry.first_of_steps = LatestStep.of(known, bound, kv_len)
                 return restored(results, bound)
