@@ -81,7 +81,7 @@ class AngleTable:
         return CosSin(table.cosines[:, at], table.sines[:, at])
 
     def rows_of_batch(self, starts: Array, count: int) -> CosSin:
-        """Those of `count` positions from each of `starts` on, which are not kept."""
+        """Cosines and sines of `count` positions from each of `starts` on, which are not kept."""
         return self._of_positions(starts[:, None] + np.arange(count))
 
     def _compute(self, start: int, count: int) -> CosSin:
