@@ -80,7 +80,7 @@ def _combined(variant: Any) -> Iterator[Any]:
 
 
 READ_DIFFERENCES = frozenset(
-    {qkv.ALiBi, qkv.Causal, qkv.RelativeBias, qkv.Sinks, qkv.SlidingWindow, qkv.Softcap}
+    {qkv.ALiBi, qkv.Causal, qkv.RelativeBias, qkv.RoPE, qkv.Sinks, qkv.SlidingWindow, qkv.Softcap}
 )
 """Variants that read no position of a query or a key, only how far they are apart."""
 
@@ -134,8 +134,7 @@ def check_dropped(variants: Sequence[Any], kv_offset: Any) -> None:
         return
     for variant in variants:
         for each in _combined(variant):
-            known = type(each) in READ_DIFFERENCES or isinstance(each, qkv.RoPE)
-            if _reads_positions(each) and not known:
+            if _reads_positions(each) and type(each) not in READ_DIFFERENCES:
                 raise UnsupportedError(
                     "positions begin again in each segment, and the cache no longer has the "
                     f"tokens from which {shown(each)} counts.",
