@@ -278,7 +278,7 @@ def test_many_threads_take_steps_at_once() -> None:
 def test_angles_are_computed_for_several_steps_ahead(monkeypatch, first) -> None:
     """A table of any size has room for the positions that come next."""
     inv_freq = 1 / 10000 ** (np.arange(4) / 4)
-    monkeypatch.setattr(rotation, "_MORE_BYTES", 16 * len(inv_freq) * 20)
+    monkeypatch.setattr(rotation, "_BYTES_AHEAD", 16 * len(inv_freq) * 20)
     table, computed = rotation.AngleTable(inv_freq, 0.5), []
     compute = table._compute
     monkeypatch.setattr(table, "_compute", lambda *of: computed.append(of) or compute(*of))

@@ -59,7 +59,7 @@ class StepForm(NamedTuple):
         where the queries of each batch row stand.
     every_length : bool
         Whether it serves all numbers of keys, or those with the same `length_key` of variants.
-    turns_rows : bool
+    rotates_per_batch_row : bool
         Whether queries are rotated, those of each batch row by a position of their own, which comes
         from its number of keys, or which the call states.
     offset_scale : float or None
@@ -69,7 +69,7 @@ class StepForm(NamedTuple):
     at_end: bool
     lengths: int
     every_length: bool
-    turns_rows: bool = False
+    rotates_per_batch_row: bool = False
     offset_scale: float | None = None
 
 

@@ -91,7 +91,7 @@ def lengths_of_step(
     if lens.shape != batch_shape:
         lens = np.broadcast_to(lens, batch_shape)
     lens = lens.reshape(-1)
-    if step.turns_rows:
+    if step.rotates_per_batch_row:
         positions = lens - q_len if step.at_end else _positions_of_rows(bound, batch_shape)
         return None if positions is None else (positions, (lens, positions)[: step.lengths])
     q_shift: int | None = None

@@ -44,22 +44,22 @@ class LatestStep(NamedTuple):
     Attributes
     ----------
     known : PreparedCall
-    beside : tuple
-        What compiled code does not ask: values, types and sizes of the arrays beside the operands.
+    other_arrays : tuple
+        Values, types and sizes of the arrays that compiled code does not look at.
     """
 
     known: PreparedCall
-    beside: tuple[Hashable, ...]
+    other_arrays: tuple[Hashable, ...]
 
     @classmethod
     def of(cls, known: PreparedCall, bound: BoundCall, kv_len: int) -> LatestStep | None:
         """The step of this call; None if compiled code asks too little to tell what is like it."""
-        step, beside = known.step, _beside(bound, kv_len)
-        if beside is None or step is None or bound.structure.layout != "bhld":
+        step, others = known.step, _other_arrays(bound, kv_len)
+        if others is None or step is None or bound.structure.layout != "bhld":
             return None
         reads_all = known.prepared.if_alike is not None and known.prepared.gathered_dtype is None
-        asks = reads_all and step.every_length and not step.turns_rows
-        return cls(known, beside) if asks else None
+        asks = reads_all and step.every_length and not step.rotates_per_batch_row
+        return cls(known, others) if asks else None
 
     def results(self, bound: BoundCall, rows: bool) -> tuple[Any, Any] | None:
         """Output and lse as arrays of the query's library; None if a step is not like this one."""
@@ -74,7 +74,7 @@ class LatestStep(NamedTuple):
             kv_len = keys.shape[-2]
             if key.table is not None:
                 kv_len *= leaves[key.table].shape[-1]
-            if _beside(bound, kv_len) != self.beside or query.ndim < 3:
+            if _other_arrays(bound, kv_len) != self.other_arrays or query.ndim < 3:
                 return None
         except (QkvError, AttributeError, IndexError, TypeError, ValueError):
             return None  # The checked call has the error.
@@ -121,10 +121,10 @@ def _places(operands: tuple[Tree, ...]) -> tuple[_Places, _Places]:
     return key, value
 
 
-def _beside(bound: BoundCall, kv_len: int) -> tuple[Hashable, ...] | None:
-    """Values, types and sizes of arrays beside the rows; None if they are large.
+def _other_arrays(bound: BoundCall, kv_len: int) -> tuple[Hashable, ...] | None:
+    """Values, types and sizes of the arrays of variants, and of the offset of quantised keys.
 
-    Those are the arrays of variants, and the offset of quantised keys.
+    None if they are too large to be compared.
     """
     structure, leaves = bound
     values: tuple[Hashable, ...] = ()

@@ -64,10 +64,10 @@ def prepared_by(
         for tree in structure.variants:
             add_length_keys(tree, problem.spec.kv_len, length_keys)
         scale = problem.operands.scale if from_offset else None
-        turns_rows = (
+        rotates_per_batch_row = (
             problem.spec.rotation is not None and len(problem.operands.positions.q_shift) > 1
         )
-        step = StepForm(at_end, len(from_lengths), not length_keys, turns_rows, scale)
+        step = StepForm(at_end, len(from_lengths), not length_keys, rotates_per_batch_row, scale)
     if any_length and type(structure.options.q_offset) is int:
         # Most such queries stand at the end, where `if_alike` puts them.
         positions = replace(problem.operands.positions, align="end")

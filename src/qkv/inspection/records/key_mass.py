@@ -58,10 +58,8 @@ def mass_at_offset(replay: Replay, offset: int) -> Array:
         step = max(1, _PAIRS_HELD // max(count.max(initial=0), 1))
         masses: list[Array] = [np.zeros(0)]
         for start in range(0, len(q_pos), step):
-            rows, times = (
-                np.arange(start, min(start + step, len(q_pos))),
-                count[start : start + step],
-            )
+            times = count[start : start + step]
+            rows = start + np.arange(len(times))
             q_index = np.repeat(rows, times)
             nth = np.arange(len(q_index)) - np.repeat(np.cumsum(times) - times, times)
             kv_index = order[np.repeat(first[rows], times) + nth]

@@ -79,12 +79,12 @@ def _operands(problem: Problem) -> list[Operand]:
     given = operands.query, operands.key, operands.value
     expected = []
     for words, array in zip((QUERY, KEY, VALUE), given, strict=True):
-        sizes, of_page = list(array.shape), _of_page(array)
+        sizes, page_layout = list(array.shape), _page_layout(array)
         if array.ndim > 3:
-            sizes = sizes[-3:] if of_page else [spec.batch_size, *sizes[-3:]]
+            sizes = sizes[-3:] if page_layout else [spec.batch_size, *sizes[-3:]]
         if words is not QUERY:
             sizes[-2] = -1
-        expected.append(Operand(words.address, array.dtype, _axes(sizes, words), *of_page))
+        expected.append(Operand(words.address, array.dtype, _axes(sizes, words), *page_layout))
     return expected
 
 
@@ -94,7 +94,7 @@ def _axes(sizes: Sequence[int], words: OperandWords) -> list[Axis]:
     return [Axis(size, 0, word) for size, word in zip(sizes, strides, strict=True)]
 
 
-def _of_page(rows: Rows, part: Array | None = None) -> tuple[int, ...]:
+def _page_layout(rows: Rows, part: Array | None = None) -> tuple[int, ...]:
     """The bytes and the keys of a page; () if rows are not in pages."""
     if not isinstance(rows, StoredRows) or rows.page_table is None:
         return ()
@@ -112,8 +112,8 @@ def _parts(name: str, rows: Rows) -> list[Operand]:
         axes.append(Axis(-1, 0, slot, rows.page_size))
         expected.append(Operand(table, rows.page_table.dtype, axes))
     if rows.scales is not None:
-        words, of_page = OperandWords.of(f"{name}_scales"), _of_page(rows, rows.scales)
-        sizes = rows.scales.shape[1 if of_page else 0 : -1]
+        words, page_layout = OperandWords.of(f"{name}_scales"), _page_layout(rows, rows.scales)
+        sizes = rows.scales.shape[1 if page_layout else 0 : -1]
         axes = _axes([*sizes, -1, 1], words)[:-1]
-        expected.append(Operand(words.address, rows.scales.dtype, axes, *of_page))
+        expected.append(Operand(words.address, rows.scales.dtype, axes, *page_layout))
     return expected

@@ -30,7 +30,7 @@ Array = NDArray[Any]
 
 __all__ = ["AngleTable", "Rotation", "angle_tables", "rotated_rows"]
 
-_MORE_BYTES = 2**23
+_BYTES_AHEAD = 2**23
 """The most bytes of cosines and sines that are computed ahead, for the positions of later steps."""
 
 
@@ -74,7 +74,7 @@ class AngleTable:
         first, table = self._cached
         if start < first or start + count > first + table.cosines.shape[1]:
             # Later decoding steps find their positions here.
-            more = min(max(count, 256), _MORE_BYTES // (16 * max(len(self._inv_freq), 1)))
+            more = min(max(count, 256), _BYTES_AHEAD // (16 * max(len(self._inv_freq), 1)))
             first, table = start, self._compute(start, count + more)
             self._cached = first, table
         at = slice(start - first, start - first + count)
