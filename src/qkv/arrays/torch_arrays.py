@@ -74,6 +74,17 @@ def check_loaded(module: torch.nn.Module, weights: Iterable[torch.Tensor]) -> No
         )
 
 
+def keeps_values() -> bool:
+    """Whether torch traces with tensors that have values, as `torch.jit.trace` and `make_fx` do.
+
+    What is read of such a tensor is a constant of the trace.
+    """
+    has_proxies = (_dispatch_modes() and _get_dispatch_mode(_PROXY) is not None) or _has_key(
+        _PRE_DISPATCH
+    )
+    return has_proxies or _tracing_state() is not None
+
+
 def is_readable(array: torch.Tensor) -> bool:
     """Whether a tensor has values, which torch does not hide while it traces or transforms."""
     return type(array) in _PLAIN and not (array.is_meta or _is_transformed(array))
@@ -86,6 +97,12 @@ class TorchArrays:
 
     def view(self, array: Any, role: str) -> NDArray[Any]:
         """The tensor's memory as a NumPy array."""
+        if keeps_values():
+            raise UnsupportedError(
+                f"torch traces this computation, which reads the memory of {role}: the result "
+                "would be a constant of the trace.",
+                action="Call it outside of the trace; the output of qkv.attention is traced.",
+            )
         if type(array) in _PLAIN and array.dtype in _NUMPY_DTYPES:
             try:
                 if array.data_ptr() or not array.numel():
@@ -217,5 +234,11 @@ _NUMPY_DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.int8, torch.int32, torch.int64, torch.bool,
 )  # fmt: skip
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_get_dispatch_mode = torch._C._get_dispatch_mode
+_has_key = torch._C._dispatch_tls_is_dispatch_key_included
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+_tracing_state = torch._C._get_tracing_state
 _is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 _OPERANDS = ("query", "key", "value")

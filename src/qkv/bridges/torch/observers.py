@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-__all__ = ["follows", "has_modes", "keeps_values", "looks_on"]
+__all__ = ["follows", "has_modes", "looks_on"]
 
 _is_compiling = torch.compiler.is_compiling
 _is_autocast = torch.is_autocast_enabled
@@ -36,13 +36,3 @@ def follows() -> bool:
 def has_modes() -> bool:
     """Whether a mode sees every operator; `make_fx(pre_dispatch=True)` has a stack of its own."""
     return _dispatch_modes() > 0 or _has_key(_PRE_DISPATCH)
-
-
-def keeps_values() -> bool:
-    """Whether torch traces with tensors that have values, as `torch.jit.trace` and `make_fx` do.
-
-    What is read of such a tensor is a constant of the trace.
-    """
-    kind = torch._C._TorchDispatchModeKey.PROXY
-    has_proxies = torch._C._get_dispatch_mode(kind) is not None or _has_key(_PRE_DISPATCH)
-    return has_proxies or _tracing_state() is not None

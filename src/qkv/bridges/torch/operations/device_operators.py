@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.arrays.torch_arrays import is_readable
+from qkv.arrays.torch_arrays import is_readable, keeps_values
 from qkv.backends.torch.attention import is_transformed
-from qkv.bridges.torch.observers import keeps_values
 from qkv.bridges.torch.operations.groups import numbers, of_inputs
 from qkv.bridges.torch.operations.operators import check_shapes, empty_dense, empty_results
 from qkv.call.binding.bound import BoundCall, Structure
