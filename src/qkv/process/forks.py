@@ -129,8 +129,7 @@ def on_one_torch_thread(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def inside(*args: P.args, **kwargs: P.kwargs) -> R:
-        torch = sys.modules.get("torch")
-        if torch is None or not is_forked():
+        if not _is_fork or (torch := sys.modules.get("torch")) is None:
             return function(*args, **kwargs)
         threads = torch.get_num_threads()
         try:

@@ -64,7 +64,9 @@ class ContiguousCache(BufferedCache):
         return longest(self._stored.lengths) + new, 0
 
     def _check_room(self, before: Lengths, counts: Lengths) -> None:
-        if self.capacity is None or (before + counts <= self.capacity).all():
+        if self.capacity is None or longest(before) + longest(counts) <= self.capacity:
+            return
+        if (before + counts <= self.capacity).all():
             return
         raise ShapeError(
             f"the cache has room for {self.capacity} tokens, {before.max()} are in it and "
