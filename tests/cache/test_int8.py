@@ -46,9 +46,14 @@ def test_an_entry_changes_by_half_a_step(library: str, dtype: str) -> None:
     assert (np.abs(values).max(-1) == 127).all()
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_another_device_has_the_same_numbers(dtype: str) -> None:
-    """NumPy rounds rows in main memory, and torch those on another device: here on this one."""
+def test_another_device_has_the_same_numbers(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, compiled: bool
+) -> None:
+    """A kernel, or NumPy, rounds rows in main memory; torch those on another device, here this."""
+    if not compiled:
+        monkeypatch.setattr("qkv.cache.memory.int8_rows", lambda *_: None)
     rows, _ = rows_of("torch", dtype)
     rows[0, 0, 3], rows[0, 1, 4, 5], rows[0, 2, 6, 7] = 0, np.inf, np.nan
     offset = rows[0, :, 7].float()

@@ -7,6 +7,7 @@ JAX arrays cannot be written to, so the rows of a JAX cache lie in NumPy arrays,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from math import prod
 from typing import Any, Protocol, TypeAlias
@@ -14,7 +15,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from qkv.arrays import library_of
-from qkv.errors import ArgumentError, UnsupportedError
+from qkv.backends.cpu.rows.int8 import int8_rows
+from qkv.errors import ArgumentError, KernelBuildError, UnsupportedError
 
 __all__ = ["Memory", "RowsOfAlike", "Views", "memory_with"]
 
@@ -148,7 +150,10 @@ class HostMemory:
         return offset if np.isfinite(offset).all() else None
 
     def int8_with_scales(self, rows: Sequence[Any], offset: Any = None) -> list[tuple[Any, Any]]:
-        """See `Memory`; arrays of one shape are rounded together."""
+        """See `Memory`; without compiled code, arrays of one shape are rounded together."""
+        compiled = _compiled(rows, offset)
+        if compiled is not None:
+            return compiled
         dtype = np.float64 if rows[0].dtype == np.float64 else np.float32
         alike = all(each.shape == rows[0].shape for each in rows)
         groups = [rows] if alike else [[each] for each in rows]
@@ -161,6 +166,13 @@ class HostMemory:
                 wide[0] -= _beside(group[0], offset)
             pairs += zip(*_rounded(wide), strict=True)
         return pairs
+
+
+def _compiled(rows: Sequence[Any], offset: Any) -> list[tuple[Any, Any]] | None:
+    """Values and scales by the kernel of the CPU backend, where it can be made."""
+    with suppress(KernelBuildError, MemoryError):
+        return int8_rows(rows, offset)
+    return None
 
 
 def _beside(rows: Any, offset: Any) -> Any:

@@ -7,7 +7,7 @@ and packages on one line do not import one another:
     prepared      calls made ready for arrays of one form, so that repeating them costs little
     passes        one call of a kernel: the choice of it, its argument block, its tasks and threads
     plan | rows   plan: which blocks are computed at all, and what a kernel is compiled for
-                  rows: compiled passes over single rows, for rotary embedding and sinks
+                  rows: compiled passes over single rows, for rotary embedding, sinks and int8
     split_bf16 | bf16_tiles | tangents
                   split_bf16: kernels for float32 and float16 as sums of bfloat16 on matrix tiles
                   bf16_tiles: the forward kernel for bfloat16 on matrix tiles (AMX)

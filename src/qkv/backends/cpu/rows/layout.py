@@ -48,3 +48,22 @@ class SinksKey:
     halves: bool
     fused: bool
     keeps: bool = False
+
+
+INT8_ROW_FIELDS = (
+    "rows", "batches", "head_stride", "row_stride", "element_stride", "values", "scales", "offset",
+    "heads", "length", "dim",
+)  # fmt: skip
+
+INT8_FIELDS = ("limit", "first_count", *[f"{name}_{n}" for n in (0, 1) for name in INT8_ROW_FIELDS])
+"""Words of the argument block after the counter. Tasks below `first_count` round rows of the first
+array, the others of the second. `offset`, which is 0 for none, has a row for each head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Key:
+    """What the kernel depends on; `lanes` are of the type of computation."""
+
+    dtype: str
+    lanes: int
+    halves: bool
