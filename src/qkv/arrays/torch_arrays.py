@@ -107,8 +107,7 @@ class TorchArrays:
             try:
                 if array.data_ptr() or not array.numel():
                     plain = array.detach() if array.requires_grad else array
-                    memory: NDArray[Any] = _own_if_small(plain, array).numpy()
-                    return memory
+                    return _numpy_of(_own_if_small(plain, array))
             except (RuntimeError, TypeError, ValueError):
                 pass  # The checks below raise an error that explains the reason.
         check_dense(array, role)
@@ -125,9 +124,7 @@ class TorchArrays:
         try:
             plain = _own_if_small(array.detach().resolve_neg(), array)
             has_memory = bool(plain.data_ptr() or not plain.numel())
-            if plain.dtype is torch.bfloat16 and has_memory:
-                return np.asarray(plain.view(torch.uint16).numpy()).view(ml_dtypes.bfloat16)
-            memory = np.asarray(plain.numpy())
+            memory = _numpy_of(plain)
         except ValueError as error:
             raise ShapeError(
                 f"{role} has {array.ndim} dimensions, more than NumPy can have.",
@@ -204,6 +201,16 @@ class TorchArrays:
         )
 
 
+def _numpy_of(plain: torch.Tensor) -> NDArray[Any]:
+    """The memory of a tensor that autograd does not follow."""
+    memory: NDArray[Any]
+    if plain.dtype is torch.bfloat16:
+        memory = plain.view(torch.int16).numpy().view(_BFLOAT16)
+    else:
+        memory = plain.numpy()
+    return memory
+
+
 def _own_if_small(memory: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor, or a copy of that of a small parameter, such as sinks or slopes.
 
@@ -223,15 +230,17 @@ def _dtype_name(written: str) -> str:
     return name if "." in name else f"torch.{name}"
 
 
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _DTYPES = {
     torch.float64: np.dtype("float64"),
     torch.float32: np.dtype("float32"),
     torch.float16: np.dtype("float16"),
-    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    torch.bfloat16: _BFLOAT16,
     torch.bool: np.dtype(bool),
 }
 _NUMPY_DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.int8, torch.int32, torch.int64, torch.bool,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int32,
+    torch.int64, torch.bool,
 )  # fmt: skip
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
