@@ -346,6 +346,22 @@ def test_what_is_not_finite_under_transforms(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_learned_number_under_transforms(device: str) -> None:
+    """It was taken for an array of one entry, which a function of scores may not use whole."""
+    query, key, value = (normal(1, 2, 6, 4, seed=n).to(device) for n in range(3))
+
+    def total(number: torch.Tensor) -> torch.Tensor:
+        given = qkv.ScoreMod(lambda s, b, h, i, j: s * number)
+        return qkv.attention(query, key, value, given, backend="torch").square().sum()
+
+    def written_out(number: torch.Tensor) -> torch.Tensor:
+        return ((query @ key.mT / 2 * number).softmax(-1) @ value).square().sum()
+
+    number = torch.tensor(1.5, dtype=torch.float64, device=device)
+    assert_close(torch.func.grad(total)(number), torch.func.grad(written_out)(number))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_autocast_of_the_device(device: str) -> None:
     tensors = [normal(2, 2, 5, 8, seed=n).float().to(device) for n in range(3)]
     asked = {"device_type": device, "dtype": torch.bfloat16}

@@ -175,7 +175,7 @@ class TorchArrays:
                 if type(host) is torch.Tensor:
                     return self.view(host, role)
         if not by_value and (array.is_floating_point() or array.dtype is torch.bool):
-            return np.ascontiguousarray(self.described(array))
+            return np.asarray(self.described(array), order="C")  # Keeps a lone number as it is.
         raise UnsupportedError(
             "the values of an array are asked for while torch traces or transforms the call, "
             f"on {array.device} or with backend='torch'.",
