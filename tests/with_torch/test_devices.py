@@ -431,6 +431,60 @@ def test_forbidden_products_reach_no_gradient_of_a_score_mod(
     assert_close(gradients(spoiled), gradients(key))
 
 
+HOLES = normal(6, 6, seed=7).masked_fill(normal(6, 6, seed=8) < -0.5, -torch.inf)
+CAUSAL = torch.ones(6, 6).tril().bool()
+NOT_FINITE = {
+    "a bias, then a factor": (
+        lambda t: (qkv.Bias(HOLES), qkv.ScoreMod(lambda s, b, h, i, j: s * t)),
+        lambda s, t, i, j: (s + HOLES[i, j]) * t,
+        HOLES.isfinite(),
+    ),
+    "both in one function": (
+        lambda t: (qkv.ScoreMod(lambda s, b, h, i, j: (s + HOLES[i, j]) * t),),
+        lambda s, t, i, j: (s + HOLES[i, j]) * t,
+        HOLES.isfinite(),
+    ),
+    "logarithm of the distance": (
+        lambda t: (qkv.Causal(), qkv.ScoreMod(lambda s, b, h, i, j: s * t * np.log(1.5 + i - j))),
+        lambda s, t, i, j: s * t * (1.5 + i - j).log(),
+        CAUSAL,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+@pytest.mark.parametrize("transformed", [False, True])
+def test_numbers_of_forbidden_pairs_reach_no_gradient_of_a_table(
+    transformed: bool, name: str
+) -> None:
+    """The gradient of a learned factor was NaN: 0 was multiplied with the -inf beside it."""
+    variants, mod, allowed = NOT_FINITE[name]
+    query, key, value = (normal(1, 2, 6, 4, seed=n) for n in range(3))
+    factor = torch.tensor(1.5, dtype=torch.float64)
+
+    def total(query: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        given = variants(factor)
+        out = qkv.attention(query, key, value, *given, q_offset=0, backend="torch")
+        return out.square().sum()
+
+    def written_out(query: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """Row by row, of the keys alone that the row may see."""
+        rows = []
+        for head, i in np.ndindex(2, 6):
+            (j,) = torch.nonzero(allowed[i], as_tuple=True)
+            scores = mod(key[0, head, j] @ query[0, head, i] / 2, factor, i, j)
+            rows.append(scores.softmax(0) @ value[0, head, j])
+        return torch.stack(rows).square().sum()
+
+    inputs = [query.requires_grad_(), factor.requires_grad_()]
+    expected = torch.autograd.grad(written_out(*inputs), inputs)
+    if transformed:
+        found = torch.func.grad(total, argnums=(0, 1))(*(t.detach() for t in inputs))
+    else:
+        found = torch.autograd.grad(total(*inputs), inputs)
+    assert_close(found, expected)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_that_are_not_finite_have_gradients_of_nan(device: str) -> None:
     """Gradients of such rows were 0, as if nothing depended on them."""

@@ -123,18 +123,29 @@ class TensorAttention:
         indices = self._indices(start, stop)
         allowed = TensorEvaluation(indices, self.tables, self.dtype).value(spec.mask)
 
-        def modified(products: Tensor) -> Tensor:
-            variables = indices | {"score": products}
-            scores = TensorEvaluation(variables, self.tables, self.dtype).value(spec.score)
-            return scores.to(self.dtype)  # A score mod may give integers.
+        def modified(*, select: bool) -> Tensor:
+            """Scores after the mods; with `select`, forbidden pairs have no part in gradients.
 
-        if spec.score != SCORE and not (is_finite and spec.mask == TRUE):
-            if not is_finite:
-                with torch.no_grad():
-                    allowed = allowed & ~torch.isneginf(modified(scaled))
-            # Mods are differentiated at 0 where a pair is forbidden: 0 * NaN would be NaN.
-            scaled = torch.where(allowed, scaled, 0.0)
-        scores = torch.where(allowed, modified(scaled), -torch.inf).expand(scaled.shape)
+            What the mods read is 0 there, and has the gradient 0 whatever that of a mod would be,
+            since 0 * NaN is NaN.
+            """
+            variables = indices | {"score": torch.where(allowed, scaled, 0.0) if select else scaled}
+            differentiated = self.hides_values or torch.is_grad_enabled()
+            evaluation = TensorEvaluation(
+                variables, self.tables, self.dtype, allowed if select and differentiated else None
+            )
+            return evaluation.value(spec.score).to(self.dtype)  # A score mod may give integers.
+
+        scores = scaled
+        if spec.score != SCORE:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and is_finite):
+                scores = modified(select=is_finite and spec.mask != TRUE)
+            # A mod forbids pairs too, by a score of -inf.
+            forbidden = torch.isneginf(scores) & allowed
+            if not is_finite or (torch.is_grad_enabled() and bool(forbidden.any())):
+                allowed = allowed & ~forbidden
+                scores = modified(select=True)
+        scores = torch.where(allowed, scores, -torch.inf).expand(scaled.shape)
         weights, lse = softmax(scores, self.sinks)
         if self.problem.operands.dropout is not None:
             weights = weights * self._dropout_factors(start, stop)

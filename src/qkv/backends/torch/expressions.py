@@ -34,11 +34,16 @@ _OPERATIONS: Mapping[str, Callable[..., Tensor]] = {
 
 @dataclass(slots=True)
 class TensorEvaluation:
-    """Values of expressions on a device."""
+    """Values of expressions on a device.
+
+    Where `allowed` is given, what floating tables hold for other pairs is read as 0, so that no
+    gradient comes back from these.
+    """
 
     variables: Mapping[str, Tensor]
     tables: Mapping[str, Tensor]
     dtype: torch.dtype
+    allowed: Tensor | None = None
 
     def value(self, node: Node) -> Tensor:
         order = list(upwards(node))
@@ -65,7 +70,10 @@ class TensorEvaluation:
                 tensor = self.tables[table]
                 # A constant index stays an int, because reading it from the device is slow.
                 index = tuple(int(i.value) if isinstance(i, Const) else known[i] for i in indices)
-                return tensor[index] if indices else tensor
+                value = tensor[index] if indices else tensor
+                if self.allowed is None or not value.is_floating_point():
+                    return value
+                return torch.where(self.allowed, value, 0.0)
         name, args = node.name, node.args
         values = [self._constant(a) if isinstance(a, Const) else known[a] for a in args]
         if "float" in [arg.kind for arg in args] or (node.kind == "float" and name != "where"):
