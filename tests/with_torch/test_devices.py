@@ -485,6 +485,15 @@ def test_numbers_of_forbidden_pairs_reach_no_gradient_of_a_table(
     assert_close(found, expected)
 
 
+def test_lse_without_keys_has_gradients_of_zero() -> None:
+    """It was a constant, of which torch refuses gradients."""
+    inputs = [torch.zeros(1, 2, n, 4, requires_grad=True) for n in (3, 0, 0)]
+    _, lse = qkv.attention(*inputs, backend="torch", return_lse=True)
+    assert lse.tolist() == [[[-torch.inf] * 3] * 2]
+    found = torch.autograd.grad(lse, inputs[:2], torch.ones_like(lse))
+    assert_close(found, tuple(map(torch.zeros_like, inputs[:2])))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_that_are_not_finite_have_gradients_of_nan(device: str) -> None:
     """Gradients of such rows were 0, as if nothing depended on them."""

@@ -298,7 +298,7 @@ def softmax(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor
         column = largest[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], -1)
     if scores.shape[-1] == 0:
-        return scores, scores.new_full(scores.shape[:-1], -torch.inf)
+        return scores, scores.sum(-1) - torch.inf  # Not a constant, so that gradients are 0.
     empty = torch.isneginf(scores).all(-1)
     safe = torch.where(empty[..., None], 0.0, scores)
     weights = torch.where(forbidden, 0.0, safe.softmax(-1)[..., :kv_len])
