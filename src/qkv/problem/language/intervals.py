@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -141,6 +140,11 @@ def _divide(a: Interval, b: Interval) -> Interval:
     return Interval(quotient.low, quotient.high, quotient.nan | (_has_inf(a) & _has_inf(b)))
 
 
+def _quotient(a: Interval, b: Interval) -> Interval:
+    # A divisor is 1 or more; a lower bound that says less is that of a number beyond `EXACT`.
+    return _from_corners(np.floor_divide, a, Interval(np.where(b.low < 1, EXACT, b.low), b.high))
+
+
 def _remainder(a: Interval, b: Interval) -> Interval:
     inside = (a.low // b.low == a.high // b.low) & (b.low == b.high)
     return Interval(
@@ -212,7 +216,7 @@ RULES: Mapping[str, Callable[..., Interval]] = {
     "sub": lambda a, b: _add(a, _negative(b)),
     "mul": _multiply,
     "div": _divide,
-    "floordiv": partial(_from_corners, np.floor_divide),
+    "floordiv": _quotient,
     "mod": _remainder,
     "min": _pairwise(np.minimum),
     "max": _pairwise(np.maximum),
