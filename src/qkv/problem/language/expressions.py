@@ -182,6 +182,8 @@ def _as_number(node: Node) -> Node:
 
 
 def _simplify(name: str, args: tuple[Node, ...]) -> Node | None:
+    if name == "floor" and args[0].kind == "int":
+        return args[0]
     if name in ("and", "or"):
         decisive, neutral = (FALSE, TRUE) if name == "and" else (TRUE, FALSE)
         if decisive in args:
