@@ -245,19 +245,42 @@ MASKS: dict[str, Mod] = {
     "a hash": lambda b, h, i, j: (j * 2654435761 + i * 40503) % 2**32 < 2**31,
     "the smaller": lambda b, h, i, j: np.minimum(5 * j, 2**40) % 7 <= i,
     "comparisons": lambda b, h, i, j: (np.where(j % 3 == 0, j, -1) < 2**32) & (i >= j),
+    "the top bits of a hash": lambda b, h, i, j: (j * 6364136223846793005 + i) // 2**60 < 2,
+    "roundings of integers": lambda b, h, i, j: np.floor(2**60 + i) >= np.ceil(2**60 + 2 * j - 9),
     "beyond 64 bits": lambda b, h, i, j: (i >= j) & (j < 10.0**30) & (j > -(10.0**30)),
 }
 
 
-@pytest.mark.parametrize("backend", ["cpu", "blocked"])
+@pytest.mark.parametrize("backend", ["cpu", "blocked", "torch"])
 @pytest.mark.parametrize("q_len", [1, 20])
 @pytest.mark.parametrize("name", MASKS)
 def test_integers_of_more_than_32_bits(name, q_len, backend) -> None:
     """Small results of them were computed with the lower half of each constant."""
-    allowed = np.broadcast_to(MASKS[name](0, HEAD, Q_POS[:q_len], KV_POS), (2, q_len, 20))
-    right = qkv.attention(QUERY[:, :q_len], KEY, VALUE, allowed)
-    mask, where = qkv.Mask(MASKS[name]), {"q_offset": 0, "backend": backend}
-    found = qkv.attention(QUERY[:, :q_len], KEY, VALUE, mask, **where)
+    with np.errstate(over="ignore"):
+        allowed = np.broadcast_to(MASKS[name](0, HEAD, Q_POS[:q_len], KV_POS), (2, q_len, 20))
+    operands = [QUERY[:, :q_len], KEY, VALUE]
+    right = qkv.attention(*operands, allowed)
+    if backend == "torch":
+        operands = [torch.from_numpy(array) for array in operands]
+    found = qkv.attention(*operands, qkv.Mask(MASKS[name]), q_offset=0, backend=backend)
+    np.testing.assert_allclose(found, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "blocked", "torch"])
+@pytest.mark.parametrize("name", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
+def test_arithmetic_of_narrow_integers_does_not_wrap_around(name, backend) -> None:
+    largest = int(np.iinfo(name).max)
+    numbers = [largest - n for n in range(20)]
+    table, wide, within = np.array(numbers, name), np.array(numbers), np.arange(20, dtype=name)
+
+    def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (table[i] * 3 > largest) & (table[i] - table[j] - 3 < table[within[j]] * 0)
+
+    allowed = wide[:, None] - wide - 3 < 0
+    right = qkv.attention(QUERY, KEY, VALUE, allowed)
+    as_array = torch.from_numpy if backend == "torch" else np.asarray
+    operands = [as_array(array) for array in (QUERY, KEY, VALUE)]
+    found = qkv.attention(*operands, qkv.Mask(mask), backend=backend)
     np.testing.assert_allclose(found, right, rtol=1e-12, atol=1e-12)
 
 

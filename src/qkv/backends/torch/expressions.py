@@ -66,14 +66,17 @@ class TensorEvaluation:
         match node:
             case Var(name=name):
                 return self.variables[name]
-            case Load(table=table, indices=indices):
+            case Load(table=table, kind=kind, indices=indices):
                 tensor = self.tables[table]
                 # A constant index stays an int, because reading it from the device is slow.
                 index = tuple(int(i.value) if isinstance(i, Const) else known[i] for i in indices)
-                value = tensor[index] if indices else tensor
-                if self.allowed is None or not value.is_floating_point():
-                    return value
-                return torch.where(self.allowed, value, 0.0)
+                entries = tensor[index] if indices else tensor
+                # Narrow integers would wrap around, and torch computes with no wide unsigned ones.
+                if kind == "int":
+                    return entries.to(torch.int64)
+                if self.allowed is None or not entries.is_floating_point():
+                    return entries
+                return torch.where(self.allowed, entries, 0.0)
         name, args = node.name, node.args
         values = [self._constant(a) if isinstance(a, Const) else known[a] for a in args]
         if "float" in [arg.kind for arg in args] or (node.kind == "float" and name != "where"):
