@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from decimal import Decimal
+from fractions import Fraction
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -151,7 +153,10 @@ def test_reasons_of_traps() -> None:
         in check("003.1", np.ones((3, 2))).why
     )
     assert "yes and no are given; one number is asked for" in check("003.9", True).why
-    assert "an array of shape (1, 2, 2) is given" in check("003.1", np.ones((1, 2, 2))).why
+    assert "an array of shape (2, 2, 2) is given" in check("003.1", np.ones((2, 2, 2))).why
+    assert "words are given; 5 numbers" in check("003.2", ["0.15"] * 5).why
+    assert "words are given; 5 numbers" in check("003.2", [0.15, None, 0.25, 0.15, 0.2]).why
+    assert "the answer has inf at index 0" in check("003.2", [10**400] * 5).why
 
 
 @pytest.mark.parametrize(("text", "wanted"), WRITTEN["read"])
@@ -247,6 +252,7 @@ def test_the_solutions_are_right_as_they_are_typed(exercise: Any) -> None:
         ("003.9", "8σ²"),
         ("003.9", "sqrt(d_k) sigma^2"),
         ("003.9", "σ² √d_k"),
+        ("003.9", "√(d_kσ⁴)"),
         ("003.9", "÷32"),
         ("003.9", "/ 32"),
         ("003.9", "divide by √64 × 4"),
@@ -264,6 +270,8 @@ def test_the_solutions_are_right_as_they_are_typed(exercise: Any) -> None:
         ("003.8", "2 * np.log(297)"),
         ("003.8", "11,388"),
         ("003.8", "[11.387]"),
+        ("003.2", "[[0.15, 0.25, 0.25, 0.15, 0.20]]"),
+        ("003.4", "[[[1, 1, 1, 1, 1], [12, 0, 0, 0, 0]]]"),
         ("003.10", "2.048.000.000"),
     ],
 )
@@ -298,6 +306,30 @@ def test_arrays_of_other_libraries_and_pictures_are_answers() -> None:
     assert check("003.6", torch.tensor(UNSCALED["weights"]).bfloat16())
     assert check("003.9", np.array([32.0]))
     assert check("003.3", Figure().subplots().imshow(SHARED["weights"]))
+
+
+def test_numbers_of_any_exact_type_are_answers() -> None:
+    """Hand computation is often done with fractions."""
+    row = [0.15, 0.25, 0.25, 0.15, 0.2]
+    assert check("003.2", [Fraction(x) for x in row])
+    assert check("003.2", np.array([Decimal(str(x)) for x in row]))
+    assert check("003.1", [[1, Fraction(1, 2)], [1, Decimal("0.73")]])
+    assert check("003.9", Fraction(32))
+    assert check("003.9", Decimal(32))
+
+
+def test_single_elements_of_other_libraries_are_answers() -> None:
+    import jax.numpy as jnp
+    import torch
+
+    row = torch.tensor([0.15, 0.25, 0.25, 0.15, 0.2], requires_grad=True)
+    assert check("003.2", list(row))
+    assert check("003.2", row[None])
+    scores = jnp.eye(2)
+    assert check("003.5", (jnp.allclose(scores, scores.T), jnp.allclose(scores, scores + 1)))
+    assert check("003.5", torch.tensor([True, False]))
+    assert check("003.5", [torch.tensor(True), False])
+    assert not check("003.5", [torch.tensor(True), torch.tensor(True)])
 
 
 def test_operations_counted_one_by_one_are_right_too() -> None:

@@ -40,8 +40,9 @@ function numbersOf(answer, wanted) {
   if (sizes === null) throw new FormError(`the rows of the answer differ in length; ${asked}`);
   const given = flat(answer);
   if (given.some((x) => typeof x !== "number")) throw new FormError(`${given.every((x) => typeof x === "boolean") ? "yes and no" : "words"} are given; ${asked}`);
-  const isOne = !wanted.length && given.length === 1; // One number in brackets is one number.
-  if (!isOne && String(sizes) !== String(wanted)) throw new FormError(`${inWords(sizes)} given; ${asked}`);
+  const around = Math.max(0, sizes.length - wanted.length); // Brackets around the whole answer.
+  const isWanted = String(sizes.slice(around)) === String(wanted) && sizes.slice(0, around).every((size) => size === 1);
+  if (!isWanted) throw new FormError(`${inWords(sizes)} given; ${asked}`);
   return given;
 }
 
@@ -70,8 +71,8 @@ function compared({ right, mistakes, near }, answer) {
 /** Exercises with many right answers, or with truth values. */
 const OTHERS = {
   "003.4": (answer) => {
-    numbersOf(answer, [2, 5]);
-    const [high, low] = answer.map((row) => softmax(row).entropy);
+    const scores = numbersOf(answer, [2, 5]);
+    const [high, low] = [scores.slice(0, 5), scores.slice(5)].map((row) => softmax(row).entropy);
     const highest = 0.99 * Math.log(5);
     const said = `the entropies are ${high.toFixed(3)} and ${low.toFixed(3)} nats`;
     if (high < highest) return { right: false, why: `${said}; ${low >= highest ? "the rows are in the other order." : "the first must be at least 0.99 log(5) = 1.593: nearly equal scores give it."}` };

@@ -5,13 +5,15 @@ const FUNCTIONS = { sqrt: Math.sqrt, log: Math.log, ln: Math.log, exp: Math.exp,
 const CONSTANTS = { pi: Math.PI, e: Math.E };
 const PIECES = /( *)(\d+\.?\d*(?:e[-+]?\d+)?|\.\d+(?:e[-+]?\d+)?|log(?:2|10)(?=\()|[a-z]+(?:_[a-z]+)*|\*\*|[-+*/^%()[\],;\n])/gy;
 const SIGNS = [
-  [/[−–‐‑‒﹣－]/g, "-"], [/[×·⋅∙∗]/g, "*"], [/[÷∕⁄]/g, "/"], [/√/g, "sqrt "], [/π/g, "pi"], [/[σς]/g, "sigma"], [/[≈~]/g, "="],
+  [/[−–‐‑‒﹣－]/g, "-"], [/[×·⋅∙∗]/g, "*"], [/[÷∕⁄]/g, "/"], [/√/g, "sqrt "], [/π/g, "pi"], [/[σς]/g, " sigma"], [/[≈~]/g, "="], [/、/g, ","],
   [/[^\S\n]/g, " "], [/per ?cent\b/g, "%"], [/(?<=[\d.)%]) *x *(?=[\d.(])/g, "*"],
 ];
 const RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻";
 const LOWERED = "0123456789+-";
-const MODULES = /\b(?:np|numpy|math|torch|jnp)\./g;
-const ARRAYS = /\b(?:array|asarray|tensor)(?= *\()/g;
+/** Digits and signs as keyboards for Chinese and Japanese write them. */
+const WIDE = /[！-～]/g;
+/** What libraries print around numbers and truth values, such as np.float64(0.5) and np.True_. */
+const PRINTED = /\b(?:np|numpy|math|torch|jnp)\.|\b(?:array|asarray|matrix|tensor|b?float[0-9]*|int[0-9]*)(?= *\()|, *(?:dtype|device|requires_grad|grad_fn) *=[^,)]*|(?<=e)_\b/g;
 const WITH_THOUSANDS = /^[-+]?[1-9]\d{0,2}(?:(?:,\d{3})+|(?:'\d{3})+|(?: \d{3})+)(?:\.\d+)?$|^[-+]?[1-9]\d{0,2}(?:\.\d{3}){2,}$/;
 const THOUSANDS_COMMAS = /(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d)/g;
 const DECIMAL_COMMA = /(\d),(?=\d)/g;
@@ -34,14 +36,16 @@ const endless = () => new Error("not everything in this has a value that is a fi
  * @returns {any[]}
  */
 export function readings(text, letters = {}, before = []) {
-  const lowered = text.toLowerCase().replace(/[⁰¹²³⁴-⁹⁺⁻]+/g, (all) => `^(${[...all].map((each) => LOWERED[RAISED.indexOf(each)]).join("")})`);
+  const lowered = text.toLowerCase().replace(/[⁰¹²³⁴-⁹⁺⁻]+/g, (all) => `^(${[...all].map((each) => LOWERED[RAISED.indexOf(each)]).join("")})`)
+    .replace(WIDE, (each) => String.fromCharCode(each.charCodeAt(0) - 0xfee0));
   let written = SIGNS.reduce((all, [sign, plain]) => all.replace(sign, plain), lowered).trim();
   if (!written) throw new Error("nothing is written.");
   written = written.slice(Math.max(0, ...before.filter((word) => written.startsWith(word)).map((word) => word.length)));
+  written = written.replace(PRINTED, "");
   // Where letters have values, n is one of them and not a short no.
   const said = Object.keys(letters).length ? null : truths(written);
   if (said) return [said];
-  const plain = written.replace(/(\d)_(?=\d)/g, "$1").replace(MODULES, "").replace(ARRAYS, "").split(/([\n;,])/).map(unnamed).join("").trim();
+  const plain = written.replace(/(\d)_(?=\d)/g, "$1").split(/([\n;,])/).map(unnamed).join("").trim();
   const found = [];
   if (WITH_THOUSANDS.test(plain)) {
     const apart = /^[-+]?\d+(?:\.\d{3}){2}/.test(plain) ? /\./g : /[,' ]/g;

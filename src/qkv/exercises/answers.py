@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.exercises.verdict import NotNumbersError, Numbers, Verdict, numbers_in
+from qkv.errors import QkvError
+from qkv.exercises.verdict import NotNumbersError, Numbers, Verdict, array_of, numbers_in
 from qkv.exercises.written import UnreadableError, readings
 from qkv.inspection.traces.steps import softmax
 from qkv.ledger import attention_operations, ledger
@@ -201,13 +202,16 @@ def _entropy(answer: Any) -> Verdict:
 
 
 def _same_projection(answer: Any) -> Verdict:
-    given = list(answer) if isinstance(answer, list | tuple | np.ndarray) else []
-    if len(given) != 2 or not all(isinstance(each, bool | np.bool_) for each in given):
+    try:
+        given = array_of(answer)
+    except (ValueError, TypeError, RuntimeError, QkvError):
+        given = np.empty(0)
+    if given.shape != (2,) or given.dtype != bool:
         raise NotNumbersError(
             "two of yes and no are asked for, for the scores and then for the weights; in Python "
             "True and False."
         )
-    scores, weights = map(bool, given)
+    scores, weights = given
     if not scores:
         return Verdict(False, "with W_Q = W_K, q_i . k_j = q_i . q_j = q_j . k_i: symmetric.")
     if weights:

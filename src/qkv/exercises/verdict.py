@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from decimal import Decimal
+from numbers import Number, Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arrays import is_array
 from qkv.arrays.views import view
 from qkv.errors import QkvError
 
-__all__ = ["NotNumbersError", "Numbers", "Verdict", "numbers_in"]
+__all__ = ["NotNumbersError", "Numbers", "Verdict", "array_of", "numbers_in"]
 
 Array = NDArray[np.float64]
 
@@ -137,21 +140,20 @@ def numbers_in(answer: Any, shape: tuple[int, ...]) -> Array:
     if hasattr(answer, "get_array"):  # An image, as matplotlib's imshow returns it.
         answer = np.ma.filled(answer.get_array().astype(np.float64), np.nan)
     wanted = f"{_in_words(shape)} asked for."
-    plain = isinstance(answer, bool | list | tuple | int | float | np.generic)
     try:
-        array = np.asarray(answer) if plain else view(answer, "answer")
+        array = array_of(answer)
     except (ValueError, TypeError, RuntimeError, QkvError):
         what = "rows of the answer differ in length"
         if not isinstance(answer, list | tuple):
             what = f"answer is of type {type(answer).__name__}"
         raise NotNumbersError(f"the {what}; {wanted}") from None
     if array.dtype.kind not in "iuf" and array.dtype.name != "bfloat16":
-        words = {"b": "yes and no are", "O": "words are"}.get(
+        words = {"b": "yes and no are", "O": "words are", "U": "words are"}.get(
             array.dtype.kind, f"an array of {array.dtype} is"
         )
         raise NotNumbersError(f"{words} given; {wanted}")
-    if not shape and array.size == 1:  # One number in brackets is one number.
-        array = array.reshape(())
+    while array.ndim > len(shape) and len(array) == 1:  # Brackets around the whole answer.
+        array = array[0]
     if array.shape != shape:
         raise NotNumbersError(f"{_in_words(array.shape)} given; {wanted}")
     numbers = array.astype(np.float64)
@@ -160,6 +162,32 @@ def numbers_in(answer: Any, shape: tuple[int, ...]) -> Array:
         where = f" at {_place(first)}" if first else ""
         raise NotNumbersError(f"the answer has {numbers[first]}{where}; numbers are asked for.")
     return numbers
+
+
+def array_of(answer: Any) -> NDArray[Any]:
+    """An answer as an array: numbers of any exact type, arrays of any library, and lists of both.
+
+    Raises
+    ------
+    ValueError, TypeError, RuntimeError, QkvError
+        If it is neither, or rows differ in length.
+    """
+    if isinstance(answer, list | tuple):
+        array = np.array(
+            [array_of(x) if isinstance(x, list | tuple) or is_array(x) else x for x in answer]
+        )
+    else:
+        array = np.asarray(answer) if isinstance(answer, Number) else view(answer, "answer")
+    if array.dtype != object or not all(isinstance(x, Real | Decimal) for x in array.flat):
+        return array
+    return np.array([_as_float(x) for x in array.flat]).reshape(array.shape)
+
+
+def _as_float(number: Any) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # An integer beyond the largest float.
+        return np.inf
 
 
 def _in_words(shape: tuple[int, ...]) -> str:

@@ -24,12 +24,17 @@ _PIECES = re.compile(
 )
 _SIGNS = (
     ("[−–‐‑‒﹣－]", "-"), ("[×·⋅∙∗]", "*"), ("[÷∕⁄]", "/"), ("√", "sqrt "), ("π", "pi"),
-    ("[σς]", "sigma"), ("[≈~]", "="), (r"[^\S\n]", " "), (r"per ?cent\b", "%"),
+    ("[σς]", " sigma"), ("[≈~]", "="), ("、", ","), (r"[^\S\n]", " "), (r"per ?cent\b", "%"),
     (r"(?<=[0-9.)%]) *x *(?=[0-9.(])", "*"),
 )  # fmt: skip
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
-_MODULES = r"\b(?:np|numpy|math|torch|jnp)\."
-_ARRAYS = r"\b(?:array|asarray|tensor)(?= *\()"
+_WIDE = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}
+"""Digits and signs as keyboards for Chinese and Japanese write them."""
+_PRINTED = (
+    r"\b(?:np|numpy|math|torch|jnp)\.|\b(?:array|asarray|matrix|tensor|b?float[0-9]*|int[0-9]*)"
+    r"(?= *\()|, *(?:dtype|device|requires_grad|grad_fn) *=[^,)]*|(?<=e)_\b"
+)
+"""What libraries print around numbers and truth values, such as np.float64(0.5) and np.True_."""
 _WITH_THOUSANDS = (
     r"[-+]?[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+|(?:'[0-9]{3})+|(?: [0-9]{3})+)(?:\.[0-9]+)?"
     r"|[-+]?[1-9][0-9]{0,2}(?:\.[0-9]{3}){2,}"
@@ -78,19 +83,19 @@ def readings(text: str, letters: Mapping[str, float] = {}, before: Sequence[str]
     """
     written = re.sub(
         "[⁰¹²³⁴-⁹⁺⁻]+", lambda match: f"^({match[0].translate(_RAISED)})", text.lower()
-    )
+    ).translate(_WIDE)
     for sign, plain in _SIGNS:
         written = re.sub(sign, plain, written)
     written = written.strip()
     if not written:
         raise UnreadableError("nothing is written.")
     written = written[max((len(word) for word in before if written.startswith(word)), default=0) :]
+    written = re.sub(_PRINTED, "", written)
     # Where letters have values, n is one of them and not a short no.
     said = None if letters else _truths(written)
     if said is not None:
         return [said]
     plain = re.sub("([0-9])_(?=[0-9])", r"\1", written)
-    plain = re.sub(_ARRAYS, "", re.sub(_MODULES, "", plain))
     plain = "".join(map(_unnamed, re.split("([\n;,])", plain))).strip()
     found: list[Any] = []
     if re.fullmatch(_WITH_THOUSANDS, plain):
