@@ -158,6 +158,30 @@ def test_the_first_number_of_the_example_is_printed_with_its_calculation() -> No
     assert "cat  1 / 3.3597      = 0.2976" in text
 
 
+def test_each_mask_step_shows_what_that_mask_and_those_before_it_forbid() -> None:
+    mechanism, (x,) = MECHANISMS["strided"].example(), MECHANISMS["strided"].example_arguments()
+    explained = mechanism.explain(x, example_tokens(), 3)
+    steps = {step.title + step.formula: step for step in explained.steps}
+    scores = x[3, :4] @ x[:, 4:8].T / 2
+    causal = [line.value for line in steps["MaskCausal()"].lines]
+    np.testing.assert_allclose(causal, [*scores[:4], -np.inf], atol=1e-12)
+    both = [line.value for line in steps["Mask(SlidingWindow(1, 0) | Strided(2))"].lines]
+    np.testing.assert_allclose(both, [-np.inf, *scores[1:4], -np.inf], atol=1e-12)
+
+
+@pytest.mark.parametrize(("index", "name"), [(0, ""), (1, "_global")])
+def test_the_row_of_a_global_token_names_the_projections_that_made_it(
+    index: int, name: str
+) -> None:
+    layer = smaller("longformer")
+    x = np.random.default_rng(2).normal(size=(5, 8))
+    step = layer.explain(x, index=index).steps[0]
+    made = x[index] @ layer.weights[f"q{name or '_proj'}.weight"].T
+    np.testing.assert_allclose(step.lines[1].value, made, atol=1e-12)
+    parts = [f"{side} = x W_{side}{name} + b_{side}{name}" for side in "qkv"]
+    assert step.formula == ", ".join(parts)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_an_explanation_writes_the_biases_that_it_adds(bias: bool) -> None:
     layer = MultiHead(8, 2, bias=bias, qk_norm="head")

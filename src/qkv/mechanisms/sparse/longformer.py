@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Self, Unpack
 
@@ -16,7 +18,7 @@ from qkv.mechanisms.base.arrays.head_rows import split_heads
 from qkv.mechanisms.base.arrays.namespace import array_namespace, like, values
 from qkv.mechanisms.base.arrays.rows import Rows
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, select_columns
-from qkv.mechanisms.base.explanations.explanation import ExplainedToken
+from qkv.mechanisms.base.explanations.explanation import ExplainedToken, Step
 from qkv.mechanisms.base.modules.loading import (
     named_weights,
     reads_module,
@@ -150,6 +152,13 @@ class Longformer(ProjectedAttention):
             return super().problem_of(token)
         q, k, v = self._global_heads(token.query, token.query)
         return q, k, v, super().variants(q, k)
+
+    def steps_before(self, token: ExplainedToken, query: Any, key: Any, value: Any) -> list[Step]:
+        """Query, keys and values, with the name of the projections that made them."""
+        (step,) = super().steps_before(token, query, key, value)
+        if token.index not in self.global_tokens:
+            return [step]
+        return [replace(step, formula=re.sub(r"\b([Wb]_[qkv])\b", r"\1_global", step.formula))]
 
     def sequences(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
         """x for all three.

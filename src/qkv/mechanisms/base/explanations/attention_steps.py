@@ -74,8 +74,9 @@ def _steps_of_head(trace: Trace, head: TracedHead, tokens: Sequence[str]) -> lis
         formula = f"s = (q . k) * {number(trace.problem.scale)}"
         steps.append(Step("Scale", formula, token_lines(tokens, row.scaled)))
     steps += [Step("Score", stage.label, token_lines(tokens, stage.scores)) for stage in row.stages]
+    seen = row.stages[-1].scores if row.stages else row.scaled
     for mask in row.masks:
-        seen = np.where(mask.allowed, row.scores, -np.inf)
+        seen = np.where(mask.allowed, seen, -np.inf)
         steps.append(Step("Mask", mask.label, token_lines(tokens, seen)))
     return steps + softmax_and_output(row.softmax, head.value, tokens)
 
