@@ -147,6 +147,19 @@ def model() -> Session:
     return session
 
 
+def test_words_and_emoji_keep_their_joiners() -> None:
+    family, persian = (
+        "\U0001f469\u200d\U0001f467",
+        "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",
+    )
+    tokens = [family, persian, "a\nb", "\u202e\u200d", "\u200d".join("x" * 60)]
+    x = np.eye(5, dtype=np.float32)
+    session = Session(source_of(qkv.inspect(x, x, x), tokens=tokens))
+    shown = session.answer("model").result["tokens"]
+    assert shown[:4] == [family, persian, r"a\nb", "\\u202e\u200d"]
+    assert len(shown[4]) == 40
+
+
 def test_heads_of_a_model(model: Session) -> None:
     exact = model.exact  # type: ignore[attr-defined]
     found = ask(model, "model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -162,8 +163,15 @@ class Heads:
 
 
 def shown(token: str) -> str:
-    """A token for display: control characters escaped, and cut where it is long."""
-    return printable(token, _LONGEST_TOKEN)
+    """A token for display: control characters escaped, and cut where it is long.
+
+    Joiners stay as they are, because words of Persian and Hindi and many emoji are written with
+    them. The page itself replaces those that join nothing.
+    """
+    parts = re.split("([\u200c\u200d])", token)
+    parts[::2] = [printable(part, _LONGEST_TOKEN) for part in parts[::2]]
+    whole = "".join(parts)
+    return whole if len(whole) <= _LONGEST_TOKEN else whole[: _LONGEST_TOKEN - 3] + "..."
 
 
 def heads_of_model(record: ModelRecord, about: str = "") -> Heads:
