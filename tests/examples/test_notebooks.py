@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,17 @@ NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples" / "notebooks").glob("
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook(path: Path, tmp_path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
-    stored = [shapes(cell) for cell in notebook.cells]
+    stored, sizes = [shapes(cell) for cell in notebook.cells], kilobytes(notebook)
     assert any(stored), "commit with outputs"
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert [shapes(cell) for cell in notebook.cells] == stored
+    assert kilobytes(notebook) == pytest.approx(sizes, rel=0.1)
+
+
+def kilobytes(notebook: Any) -> list[float]:
+    """Sizes of files that are printed; they are nearly the same on all machines."""
+    printed = [each.get("text", "") for cell in notebook.cells for each in cell.get("outputs", [])]
+    return [float(size) for size in re.findall(r"([0-9.]+) kB", "".join(printed))]
 
 
 def shapes(cell: Any) -> list[tuple[str, ...]]:
