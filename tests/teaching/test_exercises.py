@@ -318,6 +318,19 @@ def test_numbers_of_any_exact_type_are_answers() -> None:
     assert check("003.9", Decimal(32))
 
 
+def test_tables_and_masked_arrays_are_answers() -> None:
+    class Table:
+        """As a DataFrame of pandas."""
+
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            return np.array([[1, 0.5], [1, 0.73]], dtype)
+
+    assert check("003.1", Table())
+    assert check("003.1", np.ma.array([[1, 0.5], [1, 0.73]]))
+    hidden = np.ma.array([[1, 0.5], [1, 0.73]], mask=[[0, 0], [0, 1]])
+    assert "the answer has nan at row 1, column 1" in check("003.1", hidden).why
+
+
 def test_single_elements_of_other_libraries_are_answers() -> None:
     import jax.numpy as jnp
     import torch

@@ -138,7 +138,9 @@ class Numbers:
 def numbers_in(answer: Any, shape: tuple[int, ...]) -> Array:
     """An answer as float64 numbers of a shape, all of them finite."""
     if hasattr(answer, "get_array"):  # An image, as matplotlib's imshow returns it.
-        answer = np.ma.filled(answer.get_array().astype(np.float64), np.nan)
+        answer = answer.get_array()
+    if isinstance(answer, np.ma.MaskedArray):
+        answer = np.ma.filled(answer.astype(np.float64), np.nan)
     wanted = f"{_in_words(shape)} asked for."
     try:
         array = array_of(answer)
@@ -176,8 +178,10 @@ def array_of(answer: Any) -> NDArray[Any]:
         array = np.array(
             [array_of(x) if isinstance(x, list | tuple) or is_array(x) else x for x in answer]
         )
+    elif isinstance(answer, Number) or (hasattr(answer, "__array__") and not is_array(answer)):
+        array = np.asarray(answer)  # A table of pandas, among others.
     else:
-        array = np.asarray(answer) if isinstance(answer, Number) else view(answer, "answer")
+        array = view(answer, "answer")
     if array.dtype != object or not all(isinstance(x, Real | Decimal) for x in array.flat):
         return array
     return np.array([_as_float(x) for x in array.flat]).reshape(array.shape)
