@@ -126,6 +126,31 @@ def test_a_loaded_record_answers_with_the_same_bits(name: str, tmp_path: Path) -
     assert (tmp_path / "s.safetensors").read_bytes() == (tmp_path / "r.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("variant", "options"),
+    [
+        (qkv.Softcap(np.array(5.0)), {}),
+        (qkv.Softcap(torch.tensor(5.0)), {}),
+        (qkv.Sinks(np.array(0.5)), {}),
+        (qkv.ALiBi(np.array(0.25)), {}),
+        (qkv.Causal(), {"scale": np.array(0.3), "q_offset": np.array(1)}),
+    ],
+    ids=repr,
+)
+def test_an_array_without_dimensions_has_none_when_it_is_read(
+    variant: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    record = qkv.inspect(Q[0], K[0], K[0], variant, **options)
+    record.save(tmp_path / "r.safetensors")
+    loaded = qkv.Record.load(tmp_path / "r.safetensors")
+    assert bits(loaded.weights[...]) == bits(record.weights[...])
+    model = qkv.ModelRecord("one layer", keep="weights")
+    kept = model.add(Q[0], K[0], variant, name="layer 0", **options).weights[...]
+    model.save(tmp_path / "m.safetensors")
+    again = qkv.ModelRecord.load(tmp_path / "m.safetensors")
+    assert bits(again[0].weights[...]) == bits(kept)
+
+
 def test_a_record_of_a_prepared_call_is_that_of_a_checked_one(tmp_path: Path) -> None:
     for _ in range(3):
         record = qkv.inspect(Q[0, 0], K[0, 0], K[0, 0], qkv.Causal())

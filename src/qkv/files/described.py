@@ -49,7 +49,8 @@ def write_described(
     from safetensors.numpy import save
 
     header = json.dumps({"schema": schema, "version": version, **about})
-    dense = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    # `np.ascontiguousarray` would give a single number a dimension.
+    dense = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     replace_file(path, save(dense, {_KEY: header}))
 
 
