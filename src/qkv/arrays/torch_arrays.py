@@ -175,7 +175,8 @@ class TorchArrays:
                 if type(host) is torch.Tensor:
                     return self.view(host, role)
         if not by_value and (array.is_floating_point() or array.dtype is torch.bool):
-            return np.asarray(self.described(array), order="C")  # Keeps a lone number as it is.
+            # `np.ascontiguousarray` would give a tensor without dimensions one.
+            return np.asarray(self.described(array), order="C")
         raise UnsupportedError(
             "the values of an array are asked for while torch traces or transforms the call, "
             f"on {array.device} or with backend='torch'.",

@@ -184,6 +184,32 @@ def test_a_cap_that_is_not_positive_is_said_where_the_graph_runs(backend: str) -
             run(query, -cap)
 
 
+@pytest.mark.parametrize("how", ["compile", "vmap", "grad"])
+def test_a_sink_of_all_heads_is_a_tensor_without_dimensions(how: str) -> None:
+    query, key, value = (tensor.detach() for tensor in _operands())
+    sink = torch.tensor(0.7)
+
+    def attend(sink: torch.Tensor) -> torch.Tensor:
+        return qkv.attention(query, key, value, qkv.Sinks(sink), backend="torch")
+
+    def right(sink: torch.Tensor) -> torch.Tensor:
+        powers = (query.double() @ key.double().mT / DIM**0.5).exp()
+        return powers @ value.double() / (powers.sum(-1, keepdim=True) + sink.double().exp())
+
+    if how == "grad":
+        found, expected = (
+            torch.func.grad(lambda sink, of=of: of(sink).sin().sum())(sink)
+            for of in (attend, right)
+        )
+    elif how == "vmap":
+        sinks = torch.stack([sink, -sink])
+        found, expected = torch.vmap(attend)(sinks), torch.stack([right(sink), right(-sink)])
+    else:
+        run = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        found, expected = run(sink), right(sink)
+    assert_close(found, expected, check_dtype=False)
+
+
 def _operands() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     shape = BATCH, HEADS, LENGTH, DIM
