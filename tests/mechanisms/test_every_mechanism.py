@@ -169,6 +169,17 @@ def test_each_mask_step_shows_what_that_mask_and_those_before_it_forbid() -> Non
     np.testing.assert_allclose(both, [-np.inf, *scores[1:4], -np.inf], atol=1e-12)
 
 
+def test_turned_rows_are_not_said_to_equal_the_rows_before() -> None:
+    mechanism, (x,) = MECHANISMS["rotary"].example(), MECHANISMS["rotary"].example_arguments()
+    explained = mechanism.explain(x, example_tokens(), 1)
+    (step,) = (step for step in explained.steps if step.title == "Rotate")
+    cat = step.lines[2]  # after the query and the key of "The"
+    pairs = x[1, 4:8:2] + 1j * x[1, 5:8:2]
+    turned = pairs * np.exp(1j * np.array([1, 0.01]))
+    np.testing.assert_allclose(cat.value, turned.view(np.float64), atol=1e-12)
+    assert cat.work == "[1, 0, 1, 0] turned"
+
+
 @pytest.mark.parametrize(("index", "name"), [(0, ""), (1, "_global")])
 def test_the_row_of_a_global_token_names_the_projections_that_made_it(
     index: int, name: str

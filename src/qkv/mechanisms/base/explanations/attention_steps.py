@@ -55,9 +55,9 @@ def _steps_of_head(trace: Trace, head: TracedHead, tokens: Sequence[str]) -> lis
     steps: list[Step] = []
     query, key = row.query, head.key
     if row.rotated_query is not None and head.rotated_key is not None:
-        lines = Line("q", row.rotated_query.tolist(), numbers(query))
+        lines = Line("q", row.rotated_query.tolist(), f"{numbers(query)} turned")
         keys = tuple(
-            Line(token, rotated.tolist(), numbers(given))
+            Line(token, rotated.tolist(), f"{numbers(given)} turned")
             for token, given, rotated in zip(tokens, key, head.rotated_key, strict=True)
         )
         formula = "each pair of numbers turns by position * frequency"
