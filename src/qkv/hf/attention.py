@@ -138,10 +138,11 @@ def attend(
             return out, None
     if _observers:
         call = call.watched()
-    for observer in _observers:
+    # Other threads begin and end observations meanwhile, which must not hide one from this loop.
+    for observer in tuple(_observers):
         observer(call)
     out = call.output()
-    for change in _changes:
+    for change in tuple(_changes):
         out = change(call, out)
     return out, weights_of(call) if wanted else None
 

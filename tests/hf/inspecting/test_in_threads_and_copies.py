@@ -7,6 +7,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from families import SIZES, VOCABULARY  # noqa: E402
 
 import qkv  # noqa: E402
 import qkv.hf  # noqa: E402
+from qkv.hf.attention import change_outputs  # noqa: E402
 
 IDS = torch.randint(3, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(3))
 OTHERS = IDS[:, :5].flip(1)
@@ -124,3 +126,37 @@ def test_torch_compiles_again_after_two_threads() -> None:
         pool.submit(second.__exit__, None, None, None).result()
     function(torch.ones(2))
     assert compiled
+
+
+def test_what_ends_in_another_thread_meanwhile_hides_nothing() -> None:
+    """While a layer went through the observers, one that ended made it leave out the next."""
+    model, calls = llama(), []
+    expected = logits(model)
+    ended: list[Any] = []
+
+    def end(*_: Any) -> None:
+        if ended:
+            in_a_thread(ended.pop().close)
+
+    def end_and_give(_: Any, output: Any) -> Any:
+        end()
+        return output
+
+    qkv.hf.enable()
+    model.set_attn_implementation("qkv")
+    with ExitStack() as first:
+        ended.append(first)
+        first.enter_context(qkv.hf.observe(end))
+        with qkv.hf.observe(calls.append):
+            logits(model)
+    assert not ended
+    assert len(calls) == SIZES["num_hidden_layers"]
+
+    with ExitStack() as first:
+        ended.append(first)
+        first.enter_context(change_outputs(end_and_give))
+        with qkv.hf.intervene(model, {(0, 1): "off"}):
+            changed = logits(model)
+    with qkv.hf.intervene(model, {(0, 1): "off"}):
+        torch.testing.assert_close(changed, logits(model))
+    assert not torch.allclose(changed, expected)
