@@ -94,15 +94,19 @@ def test_steps_of_a_cache_that_drops_tokens() -> None:
         found = rows.attention(Q[:1, :, i : i + 1], segments, qkv.SlidingWindow(1, 0))
         right = expected("window", 0, LENGTH)[None, :, i : i + 1]
         np.testing.assert_allclose(found, right, rtol=0, atol=1e-12)
-    with pytest.raises(qkv.UnsupportedError, match=r"from which Prefix\(2\) counts"):
-        rows.attention(Q[:1, :, -1:], segments, qkv.Causal() | qkv.Prefix(2))
+    for variant in (qkv.Causal() | qkv.Prefix(2), qkv.RandomBlocks(2, 1)):
+        with pytest.raises(
+            qkv.UnsupportedError, match=r"from which (Prefix|RandomBlocks)\(2.* counts"
+        ):
+            rows.attention(Q[:1, :, -1:], segments, variant)
 
 
 def test_tokens_in_the_middle_have_no_position_in_each_segment() -> None:
     rows = qkv.cache.ContiguousCache().append(K, V)
     segments = qkv.Segments(IDS[:, 3:5], IDS)
-    with pytest.raises(qkv.UnsupportedError, match="neither the first nor the last tokens"):
-        rows.attention(Q[:, :, 3:5], segments, qkv.Causal(), q_offset=3)
+    for variant in (qkv.Causal(), qkv.RandomBlocks(2, 1)):
+        with pytest.raises(qkv.UnsupportedError, match="neither the first nor the last tokens"):
+            rows.attention(Q[:, :, 3:5], segments, variant, q_offset=3)
     first = rows.attention(Q[:, :, :2], qkv.Segments(IDS[:, :2], IDS), qkv.Causal(), q_offset=0)
     for batch in range(2):
         right = expected("causal", batch, LENGTH)[:, :2]

@@ -90,7 +90,6 @@ _WITHOUT_POSITIONS = frozenset(
         qkv.BlockSparse,
         qkv.Dropout,
         qkv.KeyLengths,
-        qkv.RandomBlocks,
         qkv.Segments,
         qkv.Sinks,
         qkv.Softcap,
