@@ -11,6 +11,7 @@ import pytest
 import qkv
 import qkv.cache
 from qkv.cache import ContiguousCache, PagedCache, RollingCache
+from qkv.cache.pages import allocator, page_pool
 
 CACHES: dict[str, Callable[..., Any]] = {
     "contiguous": ContiguousCache,
@@ -190,6 +191,21 @@ def test_a_table_is_read_as_far_as_it_is_needed() -> None:
     cache.append(KEY, VALUE)
     prefix = cache.share(np.array([[cache.page_table[0, 0], 99]]), 4)
     assert prefix.page_table.tolist() == [[cache.page_table[0, 0]]]
+
+
+def test_the_most_pages_are_all_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as many pages were made as there can be, and an error named them, far below the end."""
+    for module in (allocator, page_pool):
+        monkeypatch.setattr(module, "MOST_PAGES", 40)
+    cache, row = PagedCache(1), np.ones((1, 1, 1, 2))
+    cache.append(row.repeat(25, axis=2), row.repeat(25, axis=2))
+    for _ in range(15):
+        cache.append(row, row)
+    assert (cache.lengths, cache.pages_free, cache.nbytes) == (40, 0, 40 * 2 * 2 * 8)
+    before = state(cache)
+    with pytest.raises(qkv.ShapeError, match=r"41 pages of page_size=1 are needed; .* at most 40"):
+        cache.append(row, row)
+    same(before, state(cache))
 
 
 def test_no_room() -> None:

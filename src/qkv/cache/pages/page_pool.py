@@ -22,8 +22,8 @@ from qkv.cache.arguments import Lengths, longest, require_unchanged
 from qkv.cache.encoding import Encoding
 from qkv.cache.memory import Views, memory_with
 from qkv.cache.new_tokens import Latest, NewTokens, RowFormat
-from qkv.cache.pages.allocator import PageAllocator
-from qkv.errors import UnsupportedError
+from qkv.cache.pages.allocator import MOST_PAGES, PageAllocator
+from qkv.errors import ShapeError, UnsupportedError
 from qkv.problem.stored_rows import Paged
 from qkv.process.forks import RenewedLock
 
@@ -267,7 +267,15 @@ class PagePool:
         total = self.allocator.num_pages
         missing = count - self.allocator.num_free
         if missing > 0 and not self.fixed:
-            total = max(total + missing, 2 * total, FIRST_PAGES)
+            needed = total + missing
+            if needed > MOST_PAGES:
+                raise ShapeError(
+                    f"{needed} pages of page_size={self.page_size} are needed; a cache has at "
+                    f"most {MOST_PAGES}.",
+                    action="Make the cache with a larger page_size, or free sequences that have "
+                    "ended.",
+                )
+            total = max(needed, min(max(2 * total, FIRST_PAGES), MOST_PAGES))
         if missing <= 0 or not self.fixed:
             self._counts_are_right = False
             self._make_room(total, new_tokens)
