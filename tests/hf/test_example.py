@@ -25,3 +25,4 @@ def test_it_prints_small_differences(capsys: pytest.CaptureFixture[str]) -> None
         assert float(difference) < 1e-4 < float(largest)
     assert "same 16 tokens generated    True" in printed
     assert re.search(r"layers that call qkv +4\n", printed)
+    assert "LayerWeights(shape=(1, 8, 4096, 4096), dtype=torch.float32)\n" in printed

@@ -24,11 +24,15 @@ from qkv.inspection.weights.lazy_weights import index_per_axis, require_small
 __all__ = ["LayerWeights", "weights_of"]
 
 _Tensor = torch.Tensor
+_PROPERTIES = (
+    "shape", "dtype", "device", "ndim", "layout", "itemsize", "nbytes", "requires_grad", "is_leaf",
+    "grad", "grad_fn", "is_cpu", "is_cuda", "is_meta", "is_nested", "is_quantized", "is_sparse",
+)  # fmt: skip
 _DESCRIBE = frozenset({
-    _Tensor.size, _Tensor.dim, _Tensor.ndimension, _Tensor.numel, _Tensor.nelement,
-    _Tensor.is_floating_point, _Tensor.is_complex, _Tensor.element_size, _Tensor.get_device,
-    *[getattr(_Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")],
-    *[getattr(_Tensor, name).__get__ for name in ("requires_grad", "is_cpu", "is_cuda", "is_leaf")],
+    _Tensor.size, _Tensor.dim, _Tensor.ndimension, _Tensor.numel, _Tensor.nelement, torch.numel,
+    _Tensor.is_floating_point, _Tensor.is_complex, torch.is_floating_point, torch.is_complex,
+    _Tensor.element_size, _Tensor.get_device, _Tensor.__len__, _Tensor.__format__, _Tensor.__dir__,
+    *[getattr(_Tensor, name).__get__ for name in _PROPERTIES],
 })  # fmt: skip
 """What is answered without weights."""
 

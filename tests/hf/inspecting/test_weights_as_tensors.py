@@ -114,6 +114,29 @@ def test_what_they_say_of_themselves() -> None:
         assert not attentions("qkv")[0].requires_grad
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_to_be_described_and_printed_they_are_not_computed(
+    gradients: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text with them in braces, their length or the names in them computed the whole matrix."""
+    monkeypatch.setattr(layer_weights, "attend_for_inspection", None)
+    x = torch.zeros(1, 2, 100_000, 4, requires_grad=gradients)
+    weights = qkv.hf.LayerWeights(
+        qkv.hf.LayerCall(torch.nn.Identity(), x, x, x, (qkv.Causal(),), None, 0, 0)
+    )
+    assert f"{weights}" == str(weights) == repr(weights)
+    assert "record" in dir(weights)
+    assert len(weights) == 1
+    assert torch.numel(weights) == 2 * 100_000**2
+    assert (weights.itemsize, weights.nbytes) == (4, 8 * 100_000**2)
+    assert torch.is_floating_point(weights)
+    assert not torch.is_complex(weights)
+    assert weights.grad is None
+    assert weights.grad_fn is None
+    for kind in ("meta", "nested", "quantized", "sparse", "cuda"):
+        assert not getattr(weights, f"is_{kind}")
+
+
 def test_a_loss_on_weights_reaches_the_parameters() -> None:
     """Such a loss once gave neither an error nor a gradient."""
     found, expected = (_gradients_of_loss(name) for name in ("qkv", "eager"))
