@@ -57,7 +57,7 @@ def main() -> None:
     usage = qkv.hf.check(model, tokens, attention_mask=real)
     print(f"layers that call qkv        {len(usage.calls)}")
 
-    # Weights of 4096 tokens: 2 GiB in float32 if they were stored, 512 numbers if 512 are read.
+    # Weights of 4096 tokens in all layers: 2 GiB in float32 if they were stored. A row is read.
     long = torch.randint(1, 256, (1, 4096))
     with torch.no_grad():
         weights = model(long, output_attentions=True).attentions

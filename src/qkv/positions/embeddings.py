@@ -163,11 +163,12 @@ class LearnedPositions:
         Raises
         ------
         ArgumentError
-            A size is not a positive integer, or the table would be larger than 2 GiB.
+            A size is not a positive integer, or the table would have more than 2**28 numbers.
         """
         if max_positions * embed_dim > 2**28:
             raise ArgumentError(
-                f"a table of {max_positions} x {embed_dim} numbers is larger than 2 GiB.",
+                f"a table of {max_positions} x {embed_dim} would be {max_positions * embed_dim} "
+                f"random numbers; at most {2**28} are drawn.",
                 action="Choose smaller sizes, or pass a table.",
             )
         rng = np.random.default_rng(seed)
