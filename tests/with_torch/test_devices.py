@@ -485,6 +485,61 @@ def test_numbers_of_forbidden_pairs_reach_no_gradient_of_a_table(
     assert_close(found, expected)
 
 
+I, J = torch.arange(6)[:, None], torch.arange(6)
+
+
+def choices(s, b, h, i, j, t):
+    for n in range(40):
+        s = torch.where(i - j == n, s * t / (1.0 + n * j), s)
+    return s
+
+
+PIECES = {
+    "divided by the distance": (
+        lambda s, b, h, i, j, t: torch.where(i != j, s * t / abs(i - j), s),
+        lambda s, t: torch.where(I != J, s * t / abs(I - J).clamp(min=1), s),
+    ),
+    "infinite where it is not chosen": (
+        lambda s, b, h, i, j, t: torch.where(s < 0, torch.exp(1000 * s * t), s * t),
+        lambda s, t: torch.where(s < 0, torch.exp(1000 * s.clamp(max=0) * t), s * t),
+    ),
+    "the larger of two": (
+        lambda s, b, h, i, j, t: torch.maximum(s, t * torch.log(1.0 * j)),
+        lambda s, t: torch.where(J > 0, torch.maximum(s, t * J.clamp(min=1).log()), s),
+    ),
+    "equal ones": (
+        lambda s, b, h, i, j, t: torch.minimum(s * s, t * s * s / torch.exp(0.0 * j)),
+        lambda s, t: torch.minimum(s * s, t * s * s),
+    ),
+    "many choices": (choices, lambda s, t: choices(s, 0, 0, I, J, t)),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("transformed", [False, True])
+def test_pieces_that_are_not_chosen_have_no_gradient(transformed: bool, name: str) -> None:
+    """All gradients were NaN where the slope of a piece that is not chosen was."""
+    mod, formula = PIECES[name]
+    inputs = [normal(1, 2, 6, 4, seed=n) for n in range(3)]
+    inputs.append(torch.tensor(1.0, dtype=torch.float64))
+
+    def total(query, key, value, t):
+        given = qkv.ScoreMod(lambda s, b, h, i, j: mod(s, b, h, i, j, t))
+        out = qkv.attention(query, key, value, given, q_offset=0, backend="torch")
+        return out.square().sum()
+
+    def written_out(query, key, value, t):
+        return (formula(query @ key.mT / 2, t).softmax(-1) @ value).square().sum()
+
+    expected = torch.func.grad(written_out, argnums=(0, 1, 2, 3))(*inputs)
+    if transformed:
+        found = torch.func.grad(total, argnums=(0, 1, 2, 3))(*inputs)
+    else:
+        leaves = [t.requires_grad_() for t in inputs]
+        found = torch.autograd.grad(total(*leaves), leaves)
+    assert_close(found, expected)
+
+
 def test_lse_without_keys_has_gradients_of_zero() -> None:
     """It was a constant, of which torch refuses gradients."""
     inputs = [torch.zeros(1, 2, n, 4, requires_grad=True) for n in (3, 0, 0)]

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qkv.arrays.torch_arrays import TorchArrays
 from qkv.backends.torch import PAIRS
-from qkv.backends.torch.expressions import TensorEvaluation
+from qkv.backends.torch.expressions import TensorEvaluation, with_chosen_pieces
 from qkv.partial import Partial
 from qkv.problem.language.expressions import SCORE, TRUE
 from qkv.problem.philox import dropout_factors
@@ -73,6 +73,8 @@ class TensorAttention:
             for name in ("query", "key", "value")
         )
         self._rotate()
+        differentiated = self.hides_values or torch.is_grad_enabled()
+        self.score = with_chosen_pieces(spec.score) if differentiated else spec.score
         self.tables = {
             name: self._table(array, tensors.get(name)) for name, array in operands.tables.items()
         }
@@ -134,7 +136,7 @@ class TensorAttention:
             evaluation = TensorEvaluation(
                 variables, self.tables, self.dtype, allowed if select and differentiated else None
             )
-            return evaluation.value(spec.score).to(self.dtype)  # A score mod may give integers.
+            return evaluation.value(self.score).to(self.dtype)  # A score mod may give integers.
 
         scores = scaled
         if spec.score != SCORE:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from qkv.problem.language.expressions import Const, Load, Node, Op, Var, children, upwards
+from qkv.problem.language.expressions import (
+    Const,
+    Load,
+    Node,
+    Op,
+    Var,
+    children,
+    constant,
+    operation,
+    rebuilt,
+    upwards,
+    walk,
+)
 
-__all__ = ["TensorEvaluation"]
+__all__ = ["TensorEvaluation", "with_chosen_pieces"]
 
 
 def _floor(x: Tensor) -> Tensor:
@@ -85,3 +98,70 @@ class TensorEvaluation:
                 for v, arg in zip(values, args, strict=True)
             ]
         return _OPERATIONS[name](*values)
+
+
+_WITHOUT_BOUND = frozenset({"div", "log", "sqrt", "exp"})
+"""Operations whose slope may be infinite or NaN."""
+
+_MOST_NODES = 1000
+"""Pieces that are larger together stay as they are: those of a choice between choices would double
+with each."""
+
+
+def with_chosen_pieces(node: Node) -> Node:
+    """The expression with the same values, in which pieces that are not chosen read 0.
+
+    torch multiplies the gradient of such a piece, 0, with its slope, and 0 * NaN is NaN. What a
+    piece reads is therefore chosen by the same condition as the piece.
+    """
+    return rebuilt(node, _choose_pieces)
+
+
+def _choose_pieces(node: Node, args: tuple[Node, ...]) -> Node:
+    match node:
+        case Load(table=table, kind=kind):
+            return Load(table, kind, args)
+        case Op(name="where", kind="float") if _may_be_steep(args[1:]):
+            return _where(*args)
+        case Op(name="min" | "max" as name, kind="float") if _may_be_steep(args):
+            less, more = args if name == "min" else args[::-1]
+            mean = operation("add", *(operation("mul", constant(0.5), arg) for arg in args))
+            others = _where(operation("lt", more, less), args[1], mean)
+            return _where(operation("lt", less, more), args[0], others)
+        case Op(name=name, kind=kind):
+            return Op(name, kind, args)
+    return node
+
+
+def _may_be_steep(pieces: Sequence[Node]) -> bool:
+    """Whether the slope of one of these pieces may be infinite or NaN; False if they are large."""
+    parts = list(islice(walk(*pieces), _MOST_NODES))
+    operations = [part for part in parts if isinstance(part, Op)]
+    reads = any(isinstance(part, Load) and part.kind == "float" for part in parts)
+    steep = any(
+        (part.name in _WITHOUT_BOUND and not isinstance(part.args[-1], Const))
+        or (reads and part.name == "mul")
+        for part in operations
+    )
+    return steep and len(parts) < _MOST_NODES
+
+
+def _where(condition: Node, first: Node, second: Node) -> Node:
+    otherwise = operation("not", condition)
+    pieces = _read_where(condition, first), _read_where(otherwise, second)
+    return operation("where", condition, *pieces)
+
+
+def _read_where(condition: Node, piece: Node) -> Node:
+    """The piece, which reads 0 for floating numbers where the condition does not hold."""
+
+    def change(node: Node, args: tuple[Node, ...]) -> Node:
+        match node:
+            case Load(table=table, kind=kind):
+                node = Load(table, kind, args)
+            case Op(name=name, kind=kind):
+                return Op(name, kind, args)
+        reads = isinstance(node, Var | Load) and node.kind == "float"
+        return operation("where", condition, node, constant(0.0)) if reads else node
+
+    return rebuilt(piece, change)
