@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+import warnings
 import zlib
 from collections.abc import Iterator
 from itertools import product
@@ -215,3 +216,18 @@ def test_eight_bits_are_within_half_a_step(script: ModuleType) -> None:
     for name, weight in script.dequantized(arrays).items():
         step = arrays[f"{name}.scale"][:, None]
         assert ((weight - trained.state_dict()[name]).abs().numpy() <= 0.5001 * step).all()
+
+
+@pytest.mark.parametrize("method", ["inspect", "logits", "loss", "next_probabilities"])
+def test_more_tokens_than_in_a_row_of_training_are_warned_of(method: str) -> None:
+    model = language_model()
+    ids = model.encode("The cat sat on the mat. " * 20)
+    compute = getattr(model, method)
+    with pytest.warns(
+        UserWarning, match=rf"has {len(ids)} tokens.* trained on rows of 128"
+    ) as seen:
+        compute(ids)
+    assert [Path(each.filename) for each in seen] == [Path(__file__)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compute(ids[-128:])

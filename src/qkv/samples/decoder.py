@@ -145,14 +145,7 @@ class Decoder(ABC):
         ids = self.encode(text) if isinstance(text, str) else list(text)
         if not ids:
             raise ArgumentError("the text has no characters.", action="Write a sentence.")
-        if self.context is not None and len(ids) > self.context:
-            warnings.warn(
-                f"the text has {len(ids)} tokens; the model was trained on rows of {self.context}. "
-                "What it computes beyond them means little. Shorten the text, or pass the ids "
-                f"model.encode(text)[-{self.context}:].",
-                UserWarning,
-                stacklevel=3,
-            )
+        self._warn_of_length(len(ids))
         if isinstance(text, str):
             unknown_id = self.unknown_id
         record = ModelRecord(self.name, keep=keep, unknown_id=unknown_id)
@@ -180,15 +173,20 @@ class Decoder(ABC):
         changes : mapping of (layer, head) to "off", "uniform" or ids, optional
             Heads that write nothing, that have equal weights, or that have the weights which they
             have on other ids, as many of them; see `qkv.interventions`.
+
+        Warns
+        -----
+        UserWarning
+            As for `inspect`.
         """
-        *_, last = self._states(ids, self._prepared(changes or {}))
-        logits: Array = norm(last) @ self._unembedding.T
-        return logits
+        rows = self._checked(ids)
+        self._warn_of_length(len(rows))
+        return self._logits(rows, changes)
 
     def loss(self, ids: TextOrIds, changes: Any = None) -> Array:
         """`-log softmax(logits)[next id]` for each position but the last, float64 (length - 1,).
 
-        `ids` and `changes` are as for `logits`.
+        `ids` and `changes` are as for `logits`, and so is the warning.
 
         Examples
         --------
@@ -198,10 +196,28 @@ class Decoder(ABC):
         >>> bool(model.loss(text)[-1] < model.loss(text)[10])
         True
         """
-        logits = self.logits(ids, changes)[:-1].astype(np.float64)
+        rows = self._checked(ids)
+        self._warn_of_length(len(rows))
+        logits = self._logits(rows, changes)[:-1].astype(np.float64)
         shifted = logits - logits.max(axis=1, keepdims=True)
-        chosen = np.take_along_axis(shifted, self._checked(ids)[1:, None], axis=1)[:, 0]
+        chosen = np.take_along_axis(shifted, rows[1:, None], axis=1)[:, 0]
         return np.asarray(np.log(np.exp(shifted).sum(axis=1)) - chosen)
+
+    def _warn_of_length(self, length: int) -> None:
+        """Warn, at the line that called a method of the model, of more tokens than it can read."""
+        if self.context is not None and length > self.context:
+            warnings.warn(
+                f"the text has {length} tokens; the model was trained on rows of {self.context}. "
+                "What it computes beyond them means little. Shorten the text, or pass the ids "
+                f"model.encode(text)[-{self.context}:].",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    def _logits(self, ids: Array, changes: Any) -> Array:
+        *_, last = self._states(ids, self._prepared(changes or {}))
+        logits: Array = norm(last) @ self._unembedding.T
+        return logits
 
     def _prepared(
         self, changes: Mapping[tuple[int, int], str | Sequence[int]]
@@ -233,7 +249,7 @@ class Decoder(ABC):
         return by_layer
 
     def _states(
-        self, ids: TextOrIds, changes: Mapping[int, Mapping[int, HeadChange]] | None = None
+        self, ids: ArrayLike, changes: Mapping[int, Mapping[int, HeadChange]] | None = None
     ) -> Iterator[Array]:
         """What each layer reads, (length, width), and at last what all of them have written."""
         x = self._begun(self._embedding[self._checked(ids)])

@@ -128,6 +128,11 @@ class LanguageModel(Decoder):
         array (vocabulary,)
             float64.
 
+        Warns
+        -----
+        UserWarning
+            As for `inspect`.
+
         Examples
         --------
         >>> import qkv.samples
@@ -138,7 +143,9 @@ class LanguageModel(Decoder):
         """
         if len(ids) == 0:
             raise ArgumentError("the text has no characters.", action="Write a sentence.")
-        scores = self.logits(ids, changes)[-1]
+        rows = self._checked(ids)
+        self._warn_of_length(len(rows))
+        scores = self._logits(rows, changes)[-1]
         p = np.exp((scores - scores.max()) / temperature)
         probabilities: Array = p / p.sum()
         return probabilities
