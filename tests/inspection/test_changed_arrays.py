@@ -78,6 +78,23 @@ def test_layers_that_a_model_record_keeps() -> None:
     np.testing.assert_allclose(layer.weights[0], expected, atol=1e-12)
 
 
+def test_a_file_of_layers_has_positions_and_scale_as_they_were(tmp_path: Path) -> None:
+    """The file had the positions and the scale of the moment in which it was written."""
+    query, key, _ = arrays()
+    q_offset, kv_offset, scale = np.array(1), np.array(2), np.array(0.3)
+    distance = np.arange(5)[:, None] + 1 - (np.arange(5) + 2)
+    scores = np.where(distance >= 0, 0.3 * query @ key.swapaxes(1, 2), -np.inf)[:, 1:]
+    record = qkv.ModelRecord("one layer", keep="weights")
+    options = {"q_offset": q_offset, "kv_offset": kv_offset, "scale": scale}
+    layer = record.add(query, key, qkv.Causal(), name="layer 0", **options)
+    for array in options.values():
+        array *= 3
+    record.save(tmp_path / "record.safetensors")
+    loaded = qkv.ModelRecord.load(tmp_path / "record.safetensors")
+    for found in (layer, loaded[0]):
+        np.testing.assert_allclose(found.weights[0, :, 1:], softmax(scores), atol=1e-12)
+
+
 def test_a_trace() -> None:
     query, key, _ = arrays()
     cotangent = np.ones_like(query)

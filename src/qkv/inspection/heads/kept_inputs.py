@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.call.binding.bound import BoundCall, bind
+from qkv.call.binding.flatten import copied
 from qkv.call.binding.options import OptionValues
 from qkv.call.checked import check_call
 from qkv.call.inspected import Inspected, attend_for_inspection
@@ -28,7 +29,7 @@ _OPTIONS = ("scale", "q_offset", "kv_offset")
 class KeptInputs:
     """What the weights of one layer come from, but for the lse of its rows.
 
-    Nobody can write to its query and key.
+    Nobody can write to its query and key, and its options are copies.
 
     Attributes
     ----------
@@ -50,6 +51,7 @@ class KeptInputs:
             view = getattr(self, name).view()
             view.setflags(write=False)
             object.__setattr__(self, name, view)
+        object.__setattr__(self, "options", {name: copied(self.options[name]) for name in _OPTIONS})
 
     def weights(self, lse: Array) -> LazyWeights:
         """The weights, computed where they are sliced.
