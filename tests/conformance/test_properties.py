@@ -9,7 +9,15 @@ from importlib.util import find_spec
 
 import pytest
 
-from qkv.backends import DeviceBackend, Prepared, ResultForm, array_at, backends
+from qkv.backends import (
+    DeviceBackend,
+    Prepared,
+    ResultForm,
+    array_at,
+    backends,
+    register,
+    unregister,
+)
 from qkv.backends.blocked import BlockedBackend
 from qkv.backends.cpu import CpuBackend
 from qkv.inspection.heads.earlier_tokens import EarlierToken
@@ -139,3 +147,23 @@ class WrongInspection(BlockedBackend):
 def test_what_is_wrong_is_seen(backend, what, fact) -> None:
     with pytest.raises(AssertionError, match=fact):
         check_case(backend, PLAIN, "float64", what=what)
+
+
+def test_backends_are_registered_as_before() -> None:
+    """A backend that its author had registered was unknown to later calls."""
+
+    class Own(BlockedBackend):
+        name = "own"
+
+    own, other = Own(), Own()
+    register(own)
+    try:
+        known = backends()
+        for backend in (own, other):
+            assert check_case(backend, PLAIN, "float64")
+            assert [id(each) for each in backends()] == [id(each) for each in known]
+    finally:
+        unregister("own")
+    known = backends()
+    assert check_case(BlockedBackend(), PLAIN, "float64")
+    assert [id(each) for each in backends()] == [id(each) for each in known]

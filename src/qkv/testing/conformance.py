@@ -118,11 +118,16 @@ def _known(backend: Backend | str) -> Iterator[str]:
     if isinstance(backend, str):
         yield backend
         return
+    before = backends()
     register(backend)
     try:
         yield backend.name
     finally:
         unregister(backend.name)
+        # The caller may have registered this one, or another of its name.
+        for known in before:
+            if not any(each is known for each in backends()):
+                register(known)
 
 
 def _forward(run: CaseRun) -> bool:
