@@ -39,13 +39,16 @@ def test_conformance(backend: str, case: Case, dtype: str, request: pytest.Fixtu
         ("backend", ("block", cases()[0])),
         ("dtype", ("blocked", cases()[0], "float3")),
         ("what", ("blocked", cases()[0])),
+        ("memory", ("blocked", Case("a", SMALL, memory="unalligned"))),
     ],
 )
 def test_names_that_there_are_not_are_told(role: str, given: tuple[Any, ...]) -> None:
     options = {"what": "gradient"} if role == "what" else {}
     with pytest.raises(qkv.ArgumentError, match=f"{role}='\\w+' is not known") as found:
         check_case(*given, **options)
-    meant = {"backend": "blocked", "dtype": "float32", "what": "gradients"}[role]
+    meant = {"backend": "blocked", "dtype": "float32", "what": "gradients", "memory": "unaligned"}[
+        role
+    ]
     assert meant in str(found.value)
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 from zlib import crc32
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.declarations import shown
+from qkv.errors import ArgumentError
 from qkv.problem.building.builder import Shape
 from qkv.testing.oracle import Truth, truth
 from qkv.testing.tolerances import ORDERS, Bounds, bounds
@@ -197,12 +199,23 @@ def lay_out(array: Array, memory: Memory) -> Array:
     along the leading axes and "repeated" the first row along the length (these two change the
     values), "unaligned" starts one byte off.
 
+    Raises
+    ------
+    ArgumentError
+        If `memory` is none of these, "contiguous" or "read-only".
+
     Examples
     --------
     >>> import numpy as np
     >>> lay_out(np.zeros((2, 3)), "transposed").strides
     (8, 16)
     """
+    if memory not in get_args(Memory):
+        raise ArgumentError(
+            f"memory={shown(memory)} is not known.",
+            [("known", ", ".join(get_args(Memory)))],
+            "Use one of these.",
+        )
     if memory == "strided":
         wide = np.full([2 * n + 1 for n in array.shape], np.nan, array.dtype)
         view = wide[(slice(1, None, 2),) * array.ndim]
