@@ -252,6 +252,8 @@ def test_a_mask_that_lower_computes_needs_its_values() -> None:
     [
         qkv.Segments(torch.arange(6) // 4), qkv.ALiBi(torch.tensor([0.5, 0.25])),
         qkv.Bias(torch.arange(6.0)), qkv.Dropout(0.5, torch.tensor(3)),
+        qkv.Segments(np.arange(6) // 4), qkv.ALiBi(np.array([0.5, 0.25])),
+        qkv.KeyLengths(np.array([4])), qkv.RoPE(inv_freq=np.array([1.0, 0.1])),
     ],
     ids=repr,
 )  # fmt: skip

@@ -73,10 +73,11 @@ def as_tensor(array: Any, role: str = "an array of the call") -> Any:
     item = max(seen.itemsize, 1)
     as_is = seen.flags.writeable and all(s >= 0 and s % item == 0 for s in seen.strides)
     try:
-        if as_is:
-            return LIBRARY.restore(seen)
-        once = tuple([slice(None) if stride else slice(0, 1) for stride in seen.strides])
-        return LIBRARY.restore(np.array(seen[once])).expand(seen.shape)
+        with torch._C._DisableFuncTorch():  # Its transforms would take it for one of theirs.
+            if as_is:
+                return LIBRARY.restore(seen)
+            once = tuple([slice(None) if stride else slice(0, 1) for stride in seen.strides])
+            return LIBRARY.restore(np.array(seen[once])).expand(seen.shape)
     except (TypeError, ValueError) as error:
         raise DTypeError(
             f"{role} has dtype {seen.dtype}, which torch does not have.",
@@ -134,8 +135,9 @@ def kept_tensor(tensor: Any, given: Any) -> Any:
     """
     if not isinstance(given, np.ndarray) or not torch.is_grad_enabled():
         return tensor
-    narrow = tensor[tuple([slice(None) if step else slice(0, 1) for step in tensor.stride()])]
-    return narrow.clone().expand(tensor.shape) if tensor.numel() else tensor
+    with torch._C._DisableFuncTorch():
+        narrow = tensor[tuple([slice(None) if step else slice(0, 1) for step in tensor.stride()])]
+        return narrow.clone().expand(tensor.shape) if tensor.numel() else tensor
 
 
 def check_devices(query: Tensor, key: Tensor, value: Tensor) -> None:
