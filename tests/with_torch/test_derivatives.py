@@ -6,8 +6,9 @@ import gc
 import weakref
 from collections.abc import Callable
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
@@ -190,6 +191,64 @@ def test_dual_numbers() -> None:
         found = forward_ad.unpack_dual(ours(query, forward_ad.make_dual(key, along), value))
         expected = forward_ad.unpack_dual(dense(query, forward_ad.make_dual(key, along), value))
     torch.testing.assert_close(found.tangent, expected.tangent, rtol=1e-9, atol=1e-11)
+
+
+FREQUENCIES = np.array([1.0, 0.1])
+
+
+class Doubled(qkv.Variant):
+    """Computes what scores read, which has no gradient."""
+
+    roles: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def lower(self, builder: Any) -> None:
+        builder.mod(builder.score + builder.broadcast(2 * np.asarray(self.array), "doubled"))
+
+    def naive(self, dense: Any) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def examples(cls, shape: Any, rng: Any) -> list[Any]:
+        return []
+
+
+def rotated(x: torch.Tensor, frequencies: Any = FREQUENCIES) -> torch.Tensor:
+    angles = torch.arange(x.shape[-2])[:, None] * torch.as_tensor(frequencies)
+    turned = torch.view_as_complex(torch.stack(x.chunk(2, -1), -1)) * torch.exp(1j * angles)
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+BESIDE = {
+    "frequencies": (qkv.RoPE(inv_freq=FREQUENCIES), rotated, 0.0),
+    "a tensor of them": (qkv.RoPE(inv_freq=torch.as_tensor(FREQUENCIES)), rotated, 0.0),
+    "what lower computes": (Doubled(np.arange(6.0)), lambda x: x, 2 * torch.arange(6.0)),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_forward_mode_beside_arrays_that_do_not_change(name: str) -> None:
+    """Their tangents, zeros that torch had made, were refused: such arrays have none."""
+    variant, turned, bias = BESIDE[name]
+    query, key, value, along = (normal(2, 6, 4, seed=n) for n in range(4))
+
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        return qkv.attention(query, key, value, variant, q_offset=0)
+
+    def written_out(query: torch.Tensor) -> torch.Tensor:
+        scores = turned(query) @ turned(key).mT / 2 + bias
+        return scores.softmax(-1) @ value
+
+    _, expected = jvp(written_out, (query,), (along,))
+    assert_close(jvp(attend, (query,), (along,))[1], expected)
+    with forward_ad.dual_level():
+        dual = attend(forward_ad.make_dual(query, along))
+        assert_close(forward_ad.unpack_dual(dual).tangent, expected)
+    of_sums = [lambda q, f=f: f(q).square().sum() for f in (attend, written_out)]
+    found, expected = (jvp(grad(f), (query,), (along,))[1] for f in of_sums)
+    assert_close(found, expected)
 
 
 IN_DIMS = [(0, 0, 0), (0, None, None), (None, 1, None), (2, None, 0), (None, None, 0)]

@@ -41,6 +41,7 @@ from qkv.bridges.torch.operations.groups import (
     of_inputs,
     parted,
     results_first,
+    zeros_for_none,
 )
 from qkv.bridges.torch.repeated.passes import PreparedPasses
 from qkv.call.binding.bound import Structure
@@ -110,6 +111,7 @@ class _Attention(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.structure, *tensors = inputs
+        ctx.set_materialize_grads(False)  # Arrays that do not change are told by None.
         out, lse, rest, unrounded = output
         ctx.mark_non_differentiable(rest, unrounded)
         kept = unrounded if operators.is_rounded(tensors[0]) else out
@@ -117,10 +119,12 @@ class _Attention(Function):
         ctx.save_for_forward(kept, lse, rest, *tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor, *_: None) -> Any:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> Any:
         results, inputs = results_first(ctx.saved_tensors)
+        like_out = inputs[0].new_empty(results[0].shape)  # What is kept may have another type.
+        cotangents = zeros_for_none((grad_out, grad_lse), (like_out, results[1]))
         wanted = numbers(ctx.needs_input_grad[4:])
-        gradients = _backward(ctx, wanted, results, (grad_out, grad_lse), inputs)
+        gradients = _backward(ctx, wanted, results, cotangents, inputs)
         return None, *of_inputs(gradients, wanted, inputs)
 
     @staticmethod
@@ -186,12 +190,14 @@ class _Backward(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.structure, ctx.wanted, *tensors = inputs
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, *along: Tensor) -> Any:
+    def backward(ctx: Any, *given: Tensor | None) -> Any:
         grad_out, grad_lse, *inputs = ctx.saved_tensors[RESULTS:]
+        along = zeros_for_none(given, [*inputs[:3], *(inputs[3 + n] for n in ctx.wanted)])
         wanted = numbers(ctx.needs_input_grad[2 + RESULTS + 5 :])
         query, key, value, *rest = apply(
             _Second, ctx.structure, ctx.wanted, wanted, grad_out, grad_lse, *along, *inputs
@@ -215,10 +221,7 @@ class _Backward(Function):
             *along,
             *inputs,
         )
-        cotangents = [
-            torch.zeros_like(t) if change is None else change
-            for t, change in zip((grad_out, grad_lse), changes[:2], strict=True)
-        ]
+        cotangents = zeros_for_none(changes[:2], (grad_out, grad_lse))
         linear = _backward(ctx, ctx.wanted, results, cotangents, inputs)
         return tuple(a + b for a, b in zip((query, key, value, *own), linear, strict=True))
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["RESULTS", "along_of", "numbers", "of_inputs", "parted", "results_first"]
+__all__ = [
+    "RESULTS", "along_of", "numbers", "of_inputs", "parted", "results_first", "zeros_for_none",
+]  # fmt: skip
 
 RESULTS = 3
 """How many tensors the group `results` has."""
@@ -37,11 +39,15 @@ def along_of(
         for n, (change, array) in enumerate(zip(changes[3:], inputs[3:], strict=True))
         if change is not None and array.is_floating_point()
     )
-    of_operands = [
-        torch.zeros_like(t) if change is None else change
-        for t, change in zip(inputs[:3], changes[:3], strict=True)
-    ]
+    of_operands = zeros_for_none(changes[:3], inputs[:3])
     return directions, [*of_operands, *(c for n in directions if (c := changes[3 + n]) is not None)]
+
+
+def zeros_for_none(given: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, with zeros where there is none."""
+    return [
+        torch.zeros_like(other) if t is None else t for t, other in zip(given, like, strict=True)
+    ]
 
 
 def results_first(saved: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
