@@ -320,7 +320,7 @@ def test_numbers_of_any_exact_type_are_answers() -> None:
 
 def test_tables_and_masked_arrays_are_answers() -> None:
     class Table:
-        """As a DataFrame of pandas."""
+        """What a DataFrame of pandas is to NumPy."""
 
         def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
             return np.array([[1, 0.5], [1, 0.73]], dtype)
