@@ -117,6 +117,30 @@ def test_usual_mistakes_are_named(name: str, answer: Any, why: str) -> None:
     assert str(verdict) == f"wrong: {verdict.why}"
 
 
+def over_columns(q: Any, k: Any, divisor: float) -> np.ndarray:
+    """A softmax along the wrong axis: shares of each key's column."""
+    powers = np.exp(np.array(q) @ np.array(k).T / divisor)
+    return np.asarray(powers / powers.sum(axis=0))
+
+
+def test_a_softmax_over_the_wrong_axis_is_named() -> None:
+    x = GOLDENS["shared_example"]
+    hand, rows = np.array([[1, 1], [1, 0]]), [[1, 0], [0, 1], [0.6, 0.8]]
+    mixed = over_columns(x["q"], x["k"], 2)
+    wrong = {
+        "003.1": over_columns(np.eye(2), hand, 1) @ hand,
+        "003.2": mixed[2],
+        "003.3": mixed,
+        "003.6": over_columns(x["q"], x["k"], 1),
+        "003.7": over_columns(rows, rows, 2**0.5),
+        "003.11": [V[0], mixed[1] @ V],
+    }
+    for name, answer in wrong.items():
+        why = check(name, answer).why
+        assert "over columns; the weights of each query must add up to 1." in why, (name, why)
+    assert "transposed" in check("003.6", np.array(UNSCALED["weights"]).T).why
+
+
 def traps(name: str) -> dict[str, Any]:
     shape = np.shape(RIGHT[name])
     numbers = np.zeros(shape)

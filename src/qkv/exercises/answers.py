@@ -27,6 +27,13 @@ def _weights(q: Array, k: Array, scale: float) -> Array:
     return softmax(q @ k.T * scale).weights
 
 
+_OVER_COLUMNS = "this is a softmax over columns; the weights of each query must add up to 1."
+
+
+def _over_columns(scores: Array) -> Array:
+    return softmax(scores.T).weights.T
+
+
 @cache
 def _hand_computation() -> Numbers:
     q, k = np.eye(2), np.array([[1.0, 1.0], [1.0, 0.0]])
@@ -39,6 +46,7 @@ def _hand_computation() -> Numbers:
             "this divides by sqrt(2); the exercise asks for no divisor.": _weights(q, k, sqrt(0.5))
             @ k,
             "these are the scores; take the softmax of each row, and multiply by V.": q @ k.T,
+            _OVER_COLUMNS: _over_columns(q @ k.T) @ k,
         },
     )
 
@@ -57,6 +65,7 @@ def _row_of_sat() -> Numbers:
             "these are the scores; take their softmax.": scores[2] / 2,
             "these are scores without the divisor; divide, then take their softmax.": scores[2],
             'this is the row of "cat"; rows are counted from 0.': weights[1],
+            _OVER_COLUMNS: _over_columns(scores / 2)[2],
         },
     )
 
@@ -72,9 +81,7 @@ def _plot() -> Numbers:
             "this is transposed; queries go down and keys across.": weights.T,
             "this is without the divisor; divide the scores by sqrt(4) = 2.": _weights(x.q, x.k, 1),
             "these are scores; plot their softmax.": x.q @ x.k.T / 2,
-            "this is a softmax over columns; each query's row must add up to 1.": softmax(
-                (x.q @ x.k.T / 2).T
-            ).weights.T,
+            _OVER_COLUMNS: _over_columns(x.q @ x.k.T / 2),
         },
     )
 
@@ -90,6 +97,8 @@ def _without_scale() -> Numbers:
             "this is with the divisor; leave it out.": scaled,
             "this multiplies by sqrt(4); leave the scores as they are.": _weights(x.q, x.k, 2.0),
             "these are the scores; take the softmax of each row.": x.q @ x.k.T,
+            "this is transposed; queries go down and keys across.": weights.T,
+            _OVER_COLUMNS: _over_columns(x.q @ x.k.T),
         },
     )
 
@@ -105,6 +114,7 @@ def _identical() -> Numbers:
             "this divides by 2; d_k is 2, so the divisor is sqrt(2).": _weights(q, q, 0.5),
             "identical Q and K do not give the unit matrix: other keys get weight too.": np.eye(3),
             "these are the scores; take the softmax of each row.": q @ q.T * sqrt(0.5),
+            _OVER_COLUMNS: _over_columns(q @ q.T * sqrt(0.5)),
         },
     )
 
@@ -173,6 +183,10 @@ def _dictionary() -> Numbers:
             "the soft one is without the divisor; divide the scores by sqrt(4) = 2.": [
                 hard,
                 _weights(x.q, x.k, 1.0)[1] @ x.v,
+            ],
+            "the soft one is from a softmax over columns; the weights of each query must add up to 1.": [
+                hard,
+                _over_columns(scores)[1] @ x.v,
             ],
             'the hard one is the value of "cat" itself; its best key is that of "The".': [
                 x.v[1],
