@@ -24,15 +24,18 @@ _PROPORTION = ("partial_rotary_factor", "rotary_pct")
 """Names of one thing in configurations of different ages."""
 
 INTERLEAVED = frozenset({
-    "blt", "codegen", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "ernie4_5",
-    "ernie4_5_moe", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text", "glm", "glm4", "glm4v",
-    "glm4v_text", "glm_moe_dsa", "glm_ocr", "glm_ocr_text", "gptj", "helium", "llama4",
-    "llama4_text", "longcat_flash", "moonshine", "moonshine_streaming", "openai_privacy_filter",
-    "roformer",
+    "axk2", "bailing_hybrid", "blt", "blt_global_transformer", "blt_local_decoder",
+    "blt_local_encoder", "blt_patcher", "codegen", "cohere", "cohere2", "cohere2_moe",
+    "deepseek_v2", "deepseek_v4", "dots3_note_text", "ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe",
+    "ernie4_5_vl_moe_text", "glm", "glm4", "glm4v", "glm4v_text", "glm_moe_dsa", "glm_ocr",
+    "glm_ocr_text", "gptj", "helium", "hy_v4_vl_text", "llama4", "llama4_text", "longcat_flash",
+    "mistral_large4_text", "moonshine", "moonshine_streaming", "openai_privacy_filter", "roformer",
 })  # fmt: skip
 """Models that rotate pairs of neighbours, which their configurations do not say."""
 
-INTERLEAVED_UNLESS_SAID = frozenset({"deepseek_v3", "deepseek_v32", "glm4_moe_lite", "youtu"})
+INTERLEAVED_UNLESS_SAID = frozenset({
+    "axk1", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "mistral4", "sarvam_mla", "youtu",
+})  # fmt: skip
 """Models whose `rope_interleave` is true where it is left out."""
 
 BACKWARDS = frozenset({"nanochat"})
