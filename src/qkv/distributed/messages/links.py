@@ -167,10 +167,16 @@ class Links:
                         peers.append(peer)
         if not operations:
             return Pending(self, (), ())
-        try:
-            works = dist.batch_isend_irecv(operations)
-        except RuntimeError as error:
-            raise self.failed(peers, 0.0, error) from error
+        works: list[Any] = []
+        # NCCL's messages have to begin together. Gloo's begin one after the other in any case, and
+        # if that is done here, the error names the rank whose link is closed, and no other.
+        together = any(operation.tensor.device.type != "cpu" for operation in operations)
+        size = len(operations) if together else 1
+        for n in range(0, len(operations), size):
+            try:
+                works += dist.batch_isend_irecv(operations[n : n + size])
+            except RuntimeError as error:
+                raise self.failed(peers[n : n + size], 0.0, error) from error
         if len(works) != len(peers):  # One work for all, as NCCL gives it.
             peers = [-1] * len(works)
         return Pending(self, tuple(works), tuple(peers), (sends, receives))
