@@ -100,8 +100,8 @@ def main(steps: int = 60) -> list[float]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     qkv.set_num_threads(1)
-    if "RANK" not in os.environ:  # Without torchrun, a group of one.
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    if "RANK" not in os.environ:  # Without torchrun, a group of one, at any port that is free.
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group("gloo")
     main()
     dist.destroy_process_group()

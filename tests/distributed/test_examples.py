@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from processes import in_a_process
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -40,3 +42,31 @@ def test_the_heads_are_those_of_one_process(group: Any) -> None:
             for score, mean in right.items():
                 if isinstance(mean, float):
                     assert row[score] == pytest.approx(mean, rel=1e-5, abs=1e-6), score
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["distributed_training_step", "inspecting_over_ranks"])
+def test_an_example_begins_beside_a_program_that_has_the_port_of_torchrun(name: str) -> None:
+    said = in_a_process(
+        """
+        import os, runpy, socket, sys
+        import torch.distributed as dist
+        taken = socket.socket()
+        try:
+            taken.bind(("0.0.0.0", 29500))
+            taken.listen()
+        except OSError:
+            pass  # Another program has it already.
+        begin = dist.init_process_group
+
+        def begin_alone(*given):
+            begin(*given)
+            print("begun", flush=True)
+            os._exit(0)
+
+        dist.init_process_group = begin_alone
+        runpy.run_path(sys.argv[1], run_name="__main__")
+        """,
+        str(EXAMPLES / f"{name}.py"),
+    )
+    assert said == "begun\n"
