@@ -96,6 +96,8 @@ def test_a_worker_that_was_woken_too_late_is_there_for_the_next_launch(pool) -> 
         pool._word("spins").value, pool._word("spin_nanoseconds").value = 2**50, 2**62
         if pool.run(KERNEL, Launch(), 1) == 0:
             break
+    # The launch does not wait for a worker that it has woken; it has to wake first.
+    assert soon(lambda: pool._word("sleeping").value == 0)
     time.sleep(0.05)
     assert pool._word("sleeping").value == 0
     assert pool.run(KERNEL, Launch(expected=2), 1) == 1
