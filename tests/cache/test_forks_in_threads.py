@@ -20,6 +20,7 @@ import qkv
 from processes import in_a_process
 from qkv.cache import ContiguousCache, PageAllocator, PagedCache, RollingCache
 from qkv.cache.consecutive.buffer import RowBuffer
+from qkv.process.forks import RenewedLock
 
 
 @pytest.mark.slow
@@ -87,6 +88,11 @@ def test_two_threads_in_one_cache_never_mix_their_rows(
     cache = make()
     cache.append(tokens(1, 1, 2), tokens(1, 1, 2))
     write, threads, errors = RowBuffer.write, [], []
+    is_mine, has_begun = RenewedLock.is_mine, threading.Event()
+
+    def begun(lock: RenewedLock) -> bool:
+        has_begun.set()
+        return is_mine(lock)
 
     def append_too() -> None:
         try:
@@ -96,8 +102,10 @@ def test_two_threads_in_one_cache_never_mix_their_rows(
 
     def while_another_begins(buffer: RowBuffer, *arguments: Any) -> None:
         monkeypatch.setattr(RowBuffer, "write", write)
+        monkeypatch.setattr(RenewedLock, "is_mine", begun)
         threads.append(threading.Thread(target=append_too))
         threads[0].start()
+        assert has_begun.wait(60)  # It has seen the rows that there are.
         threads[0].join(0.2)  # It waits, or has written its row.
         write(buffer, *arguments)
 
