@@ -106,24 +106,33 @@ def test_an_empty_file_is_a_clear_error(client: Client) -> None:
     assert "no numbers to show" in json.loads(body)["error"]["message"]
 
 
-@pytest.mark.slow
-def test_a_second_file_is_refused_before_it_is_read(start: Callable[..., Client]) -> None:
-    client = start(limits=Limits(idle_seconds=2))
-    client.enter()
+def begun_file(client: Client) -> bytes:
+    """The head of a file of 200 MB, and a few bytes of it."""
     head = [
         "POST /file HTTP/1.1", f"Host: {client.host}", client.cookie_line,
         f"Origin: http://{client.host}", "Sec-Fetch-Site: same-origin",
         "Content-Type: application/octet-stream", "Content-Length: 200000000", "", "",
     ]  # fmt: skip
-    first, second = (socket.create_connection(("127.0.0.1", client.port)) for _ in range(2))
+    return "\r\n".join(head).encode() + b"a few bytes"
+
+
+def test_a_second_file_is_refused_before_it_is_read(start: Callable[..., Client]) -> None:
+    client = start(limits=Limits(idle_seconds=600))
+    client.enter()
+    first, second = (socket.create_connection(("127.0.0.1", client.port), 60) for _ in range(2))
     with first, second:
-        first.sendall("\r\n".join(head).encode() + b"a few bytes")
+        first.sendall(begun_file(client))
         waits(client, lambda state: True)
-        second.settimeout(60)
-        second.sendall("\r\n".join(head).encode())
+        second.sendall(begun_file(client))
         assert second.recv(100).startswith(b"HTTP/1.1 503")
-        first.settimeout(60)
-        assert first.recv(100).startswith(b"HTTP/1.1 408")  # Nothing more came of it.
+
+
+def test_a_file_of_which_nothing_more_comes_is_answered(start: Callable[..., Client]) -> None:
+    client = start(limits=Limits(idle_seconds=0.5))
+    client.enter()
+    with socket.create_connection(("127.0.0.1", client.port), 60) as connection:
+        connection.sendall(begun_file(client))
+        assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one child alone")
