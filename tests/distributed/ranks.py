@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-LIMIT = 120.0
-"""Seconds that one call of all ranks may take."""
+LIMIT = 480.0
+"""Seconds that one call of all ranks may take, on a slow machine beside other work too."""
 
 
 def _measured() -> dict[str, Any] | None:
@@ -51,6 +51,9 @@ def _answer(rank: int, ranks: int, store: str, pipe: Any) -> None:
     while (called := pipe.recv()) is not None:
         function, arguments = called
         try:
+            # A module is imported with its first function, which takes ranks of a busy machine
+            # very different times.
+            dist.barrier()
             pipe.send((True, function(rank, ranks, *arguments)))
         except BaseException as error:
             pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))

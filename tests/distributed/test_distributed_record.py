@@ -73,7 +73,7 @@ def look_at_little(rank: int, ranks: int, what: str, backend: str) -> dict[str, 
     sizes, variants = LITTLE[what]
     rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     shards = [t.float()[..., rows, :] for t in operands()[:3]]
-    record = inspect(*shards, *variants, backend=backend, timeout=20.0)
+    record = inspect(*shards, *variants, backend=backend, timeout=60)
     numbers, best = record.top(2)
     return {
         "entropy": record.entropy, "max_weight": record.max_weight, "received": record.received(),
@@ -126,7 +126,7 @@ def look_at_own_tiles(rank: int, ranks: int) -> str:
 
     order = Order.zigzag(LENGTH, ranks)
     shards = [order.shard(t, rank).float() for t in operands()[:3]]
-    record = inspect(*shards, order=order, timeout=20.0)
+    record = inspect(*shards, order=order, timeout=60)
     try:
         record.tile(slice(8 * rank, 8 * rank + 8), slice(0, 9))
     except qkv.DistributedError as error:
@@ -241,7 +241,7 @@ def decode_far_apart(rank: int, ranks: int) -> float:
 
     query, far = torch.tensor([[[1.0, 0.0]]]), (-1000.0, 1000.0, 0.0)[rank]
     key, value = torch.tensor([[[far, 0.0]]]), torch.tensor([[[1.0 if rank else torch.nan]]])
-    return decode(query, key, value, scale=1.0, timeout=20.0).item()
+    return decode(query, key, value, scale=1.0, timeout=60).item()
 
 
 def test_a_value_that_is_not_finite_reaches_every_rank(group: Any) -> None:

@@ -31,7 +31,7 @@ def whole(rank: int, ranks: int, sizes: tuple[int, ...], spread: str, layout: st
     placements = [Shard(0) if spread == "batch" else Replicate(), rows]
     given = [distribute_tensor(t, mesh, placements).requires_grad_() for t in operands(blhd)]
     out, lse = attention(
-        *given, qkv.Causal(), layout=layout, mesh=mesh, dim="rows", return_lse=True, timeout=30
+        *given, qkv.Causal(), layout=layout, mesh=mesh, dim="rows", return_lse=True, timeout=60
     )
     (gradient,) = torch.autograd.grad(out.to_local().sum(), given[:1])
     stored = out.stride() == torch.empty(out.shape).stride() or blhd
@@ -99,7 +99,7 @@ def misplaced(rank: int, ranks: int, what: str) -> str:
             given[0] = distribute_tensor(tensors[0][:1], mesh, placements)
             given[1:] = [distribute_tensor(t, mesh, [Shard(0), Shard(2)]) for t in tensors[1:]]
     try:
-        call(*given, *variants, timeout=30, **options)
+        call(*given, *variants, timeout=60, **options)
     except qkv.DistributedError as error:
         return str(error)
     return "no error"
@@ -132,7 +132,7 @@ def permuted(rank: int, ranks: int) -> str:
     mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("rows",))
     given = [distribute_tensor(t, mesh, [Shard(2)]) for t in operands()]
     try:
-        out = attention(*given, qkv.Causal(), mesh=mesh, dim="rows", timeout=30)
+        out = attention(*given, qkv.Causal(), mesh=mesh, dim="rows", timeout=60)
     except qkv.DistributedError as error:
         return str(error)
     right = qkv.attention(*operands(), qkv.Causal())

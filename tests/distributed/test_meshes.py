@@ -63,7 +63,7 @@ def numbers_on_a_mesh(rank: int, ranks: int) -> list[int]:
         Links.last_number += 100
     numbers = [Links.last_number]
     for _ in range(2):
-        attention(*shards, mesh=mesh, dim=("keys", "heads"), order=order, timeout=30)
+        attention(*shards, mesh=mesh, dim=("keys", "heads"), order=order, timeout=60)
         numbers.append(Links.last_number)
     return numbers
 
@@ -85,7 +85,7 @@ def on_a_mesh_of(rank: int, ranks: int, numbers: Any, dim: Any) -> str:
     order = Order.contiguous(LENGTH, 4)
     shards = [order.shard(t, 2 * places[0] + places[1]).float() for t in operands()[:3]]
     try:
-        attention(*shards, qkv.Causal(), mesh=mesh, dim=dim, order=order, timeout=30)
+        attention(*shards, qkv.Causal(), mesh=mesh, dim=dim, order=order, timeout=60)
     except qkv.QkvError as error:
         return str(error)
     return "no error"

@@ -152,7 +152,7 @@ def misused(rank: int, ranks: int, what: str) -> str:
         case "gradients of rows":  # That of the sinks is wanted on both ranks.
             variants = [qkv.Sinks(torch.zeros(8, dtype=torch.float64, requires_grad=True))]
             query.requires_grad_(rank == 1)
-            keywords = {"timeout": 5, "strategy": "ulysses"}
+            keywords = {"timeout": 60, "strategy": "ulysses"}
             call = trained
         case "cap":
             variants = [qkv.Softcap(torch.nn.Parameter(torch.tensor(3.0)))]
