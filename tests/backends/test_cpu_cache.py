@@ -252,7 +252,7 @@ def start(folder, script: str = SCRIPT, **environment: str) -> "subprocess.Popen
 
 def finish(process) -> tuple[int, str]:
     """How often it compiled, and the bits of its result."""
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     count, bits = out.split()
     return int(count), bits

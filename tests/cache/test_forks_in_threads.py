@@ -281,7 +281,7 @@ def test_tensors_of_a_child_process_do_not_wait_for_threads_of_torch(make: str) 
         for cache in caches:
             cache.append(x, x)
         if not os.fork():
-            signal.alarm(60)
+            signal.alarm(150)
             for _ in range(4):
                 caches[0].append(x, x)
             caches[0].reorder([1, 1, 0])

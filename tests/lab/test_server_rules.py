@@ -498,7 +498,7 @@ def test_the_command_prints_its_address_and_ends_quietly() -> None:
     line = ran.stdout.readline()
     assert line.startswith("http://127.0.0.1:")
     ran.send_signal(signal.SIGINT)
-    out, err = ran.communicate(timeout=30)
+    out, err = ran.communicate(timeout=120)
     assert (out, err, ran.returncode) == ("", "", 0)
 
 

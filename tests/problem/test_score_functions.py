@@ -329,5 +329,5 @@ except qkv.ArgumentError as error:
     print(error)
 """
     run = [sys.executable, "-c", program]
-    ran = subprocess.run(run, capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run(run, capture_output=True, text=True, timeout=180, check=True)
     assert "was not found among what the function captures" in ran.stdout

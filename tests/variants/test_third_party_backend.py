@@ -83,7 +83,7 @@ def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-W", "error", "-c", program, str(folder)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
         env={**os.environ, "COLUMNS": "200"},
     )

@@ -14,7 +14,7 @@ def run_on_devices(script: str, count: int, **flags: str) -> None:
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env={**os.environ, **flags},
     )

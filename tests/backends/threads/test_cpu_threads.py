@@ -381,7 +381,7 @@ def test_a_fork_after_ctrl_c_in_a_compilation() -> None:
             cpu_compile.parsed = parsed
             child = os.fork()
             if child == 0:
-                signal.alarm(30)  # ends a child that waits
+                signal.alarm(150)  # ends a child that waits
                 # Not in a new thread, which may have the number of the one that held the lock.
                 llvm.parse_assembly("")
                 os._exit(0)
@@ -440,7 +440,7 @@ def test_a_fork_while_another_thread_writes_a_kernel() -> None:
         caller = threading.Thread(target=build, args=(function, (), host()))
         caller.start()
         inside.wait()
-        signal.alarm(60)  # ends a process that waits
+        signal.alarm(150)  # ends a process that waits
         child = os.fork()
         if child == 0:
             constant(0.456)
@@ -478,7 +478,7 @@ def test_a_fork_while_another_thread_calls_for_the_first_time(module) -> None:
             attend()
         caller = threading.Thread(target=first)
         caller.start()
-        assert inside.wait(30)
+        assert inside.wait(150)
         child = os.fork()
         if child == 0:
             first()
@@ -517,7 +517,7 @@ def test_processes_of_multiprocessing(method, tmp_path) -> None:
         env={**os.environ, "QKV_NUM_THREADS": "3"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=180,
     )
     assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr
 
@@ -570,7 +570,7 @@ def test_the_end_while_a_thread_compiles() -> None:
         x = np.ones((1, 40, 8), np.float32)
         attend = lambda: qkv.attention(x, x, x, qkv.Softcap(7.0), qkv.Causal())
         threading.Thread(target=attend, daemon=True).start()
-        assert compiling.wait(30)
+        assert compiling.wait(150)
         """
     )
     assert setting == 3 * "compiled", "its own module, and two that it shares with others"
