@@ -3,6 +3,8 @@
 import copy
 import os
 import pickle
+import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -71,3 +73,13 @@ def test_a_named_pipe_among_the_kernels(tmp_path, monkeypatch) -> None:
     os.chmod(tmp_path, 0o700)
     os.mkfifo(tmp_path / "pipe", 0o600)
     assert stored_files.read_file("pipe") is None
+
+
+@pytest.mark.parametrize("name", ["numpy.ma", "torch"])
+def test_a_library_that_another_thread_is_importing(name, monkeypatch) -> None:
+    """A module without its names was asked for one of them, an AttributeError."""
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    out, pullback = qkv.vjp(ROW, ROW, ROW, qkv.Causal())
+    assert (out[0] == ROW[0]).all()
+    assert (pullback(np.zeros_like(out)).value == 0).all()
+    assert (qkv.RoPE(rotary_dim=2).rotate(ROW, 0) == ROW).all()

@@ -25,8 +25,9 @@ class NumpyArrays:
                 action=f"Pass numpy.asarray({variable(role)}).",
             )
         # numpy.ma is slow to import, and a masked array exists only if it has been imported.
-        masked = sys.modules.get("numpy.ma")
-        if masked is not None and isinstance(array, masked.MaskedArray):
+        # Another thread may be importing it right now.
+        masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
+        if masked is not None and isinstance(array, masked):
             raise DTypeError(
                 f"{role} is a masked array; its mask would be ignored.",
                 action=f"Pass {variable(role)}.data, and the mask as a boolean array "

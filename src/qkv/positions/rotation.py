@@ -64,8 +64,9 @@ def promoting(x: Any) -> AbstractContextManager[Any]:
 
 def array_namespace(x: Any, name: str = "x") -> Any:
     """The array library of `x`, which must hold real floating numbers; errors call it `name`."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor):
+    torch: Any = sys.modules.get("torch")
+    # Another thread may be importing torch right now, and there are no tensors yet.
+    if torch is not None and hasattr(torch, "Tensor") and isinstance(x, torch.Tensor):
         if x.is_nested or x.layout is not torch.strided:
             kind = "nested" if x.is_nested else x.layout
             action = f"Pass a dense one, or {name}.to_dense()."
