@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ RNG = np.random.default_rng(0)
 QUERY, KEY, VALUE = RNG.normal(size=(3, 2, 20, 8))
 HEAD, Q_POS, KV_POS = np.arange(2)[:, None, None], np.arange(20)[:, None], np.arange(20)
 WEIGHT = np.array([0.5, -1.5])
+BITS = SimpleNamespace(of_heads=np.array([6, 3]))
 INTEGERS = torch.tensor([4, 1])
 Mod = Callable[..., Any]
 jnp = pytest.importorskip("jax.numpy")
@@ -55,6 +57,8 @@ OF_NUMPY: dict[str, Mod] = {
     "astype float": lambda s, b, h, i, j: s + i.astype(np.float32) / 8,
     "an integer": lambda s, b, h, i, j: (i - j) // 4,
     "sign": lambda s, b, h, i, j: np.sign(s) + 2 * np.sign(i - j),
+    "bits of an array": lambda s, b, h, i, j: s + (+BITS.of_heads ^ 1 << BITS.of_heads >> 2)[h],
+    "a product of arrays": lambda s, b, h, i, j: s + (BITS.of_heads[:, None] @ WEIGHT[None])[h, 1],
 }
 OF_TORCH: dict[str, Mod] = {
     "clamp by name": lambda s, b, h, i, j: s + torch.clamp(i - j, min=0, max=3),
@@ -71,6 +75,7 @@ OF_TORCH: dict[str, Mod] = {
     "type_as a table": lambda s, b, h, i, j: s + (5 * s).type_as(INTEGERS) * INTEGERS[h],
     "int": lambda s, b, h, i, j: s + (j / 3).int() + (-j / 3).long(),
     "bool": lambda s, b, h, i, j: s + (i - j).bool().float(),
+    "exclusive or": lambda s, b, h, i, j: s + ((i > j) ^ (j % 2 == 0)) * 2.0,
     "new_ones": lambda s, b, h, i, j: s + s.new_ones(()) * j + i.new_zeros((), dtype=torch.int8),
 }  # fmt: skip
 

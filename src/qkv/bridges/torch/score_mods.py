@@ -298,7 +298,7 @@ def _add_operators() -> None:
     def backwards(name: str) -> Any:
         return lambda self, other: self.reading.call(name, other, self)
 
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or"):
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
         setattr(_Symbol, f"__{name}__", forwards(f"__{name}__"))
         setattr(_Symbol, f"__r{name}__", backwards(f"__{name}__"))
     for name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert"):

@@ -195,13 +195,16 @@ def _unary(name: str) -> Callable[..., Any]:
     return lambda self: self._reading.captured(function(self._array))
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_"):
+for _name in (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor",
+    "lshift", "rshift",
+):  # fmt: skip
     _plain = _name.rstrip("_")
     setattr(CapturedArray, f"__{_plain}__", _binary(_name))
     setattr(CapturedArray, f"__r{_plain}__", _reflected(_name))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(CapturedArray, f"__{_name}__", _binary(_name))
-for _name in ("neg", "abs", "invert"):
+for _name in ("neg", "pos", "abs", "invert"):
     setattr(CapturedArray, f"__{_name}__", _unary(_name))
 
 
