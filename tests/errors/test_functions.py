@@ -113,6 +113,14 @@ LIST = [0.5, 1.5]
         lambda s, b, h, q, k: s * np.sum(HEADS),
         lambda s, b, h, q, k: s * HEADS,
         lambda s, b, h, q, k: torch.where(q >= k, s, TENSOR),
+        lambda s, b, h, q, k: s * (HEADS << 1)[h],
+        lambda s, b, h, q, k: s * (1 ^ HEADS)[h],
+        lambda s, b, h, q, k: s * (+HEADS)[h],
+        lambda s, b, h, q, k: s * divmod(HEADS, 2)[0][h],
+        lambda s, b, h, q, k: s * round(HEADS)[h],
+        lambda s, b, h, q, k: s * float(HEADS),
+        lambda s, b, h, q, k: s * [1, 2][HEADS],
+        lambda s, b, h, q, k: s * 2 if HEADS else s,
     ],
 )
 def test_an_array_that_a_score_mod_uses_whole(function: Any) -> None:
@@ -128,6 +136,23 @@ def test_an_array_of_one_entry_is_read_at_it() -> None:
     found = qkv.attention(x, x, x, qkv.ScoreMod(lambda s, b, h, q, k: s * ONE[0, 0]))
     right = qkv.attention(x, x, x, scale=ONE.item() * 8**-0.5)
     torch.testing.assert_close(found, right)
+
+
+def test_an_array_of_one_false_entry_is_not_true() -> None:
+    off = np.array([False])
+    error = refused(
+        lambda: qkv.attention(X, X, X, qkv.ScoreMod(lambda s, b, h, q, k: 9 * s if off else s))
+    )
+    assert error.action == "Write w[0] for its only entry."
+
+
+def test_an_array_is_not_written_to() -> None:
+    def writes(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        HEADS[0] = 1.0
+        return s * HEADS[h]
+
+    error = refused(lambda: qkv.attention(X, X, X, qkv.ScoreMod(writes)))
+    assert "does not support item assignment" in str(error)
 
 
 def test_a_list_is_to_be_an_array() -> None:

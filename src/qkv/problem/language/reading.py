@@ -291,7 +291,7 @@ def explained(fn: Any) -> Iterator[None]:
                 action="Give it a name outside of the function, as in w = module.weight, and read "
                 "w[head] in it.",
             ) from None
-        if "Expr" not in str(error) and "Captured" not in str(error):
+        if not any(symbol in str(error) for symbol in ("Expr", "Captured", "'Table'", "'_Row'")):
             raise
         name = getattr(fn, "__name__", type(fn).__name__)
         raise ArgumentError(

@@ -193,9 +193,12 @@ class _Whole:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
     __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refuse
-    __matmul__ = __rmatmul__ = __and__ = __rand__ = __or__ = __ror__ = __xor__ = _refuse
-    __neg__ = __abs__ = __invert__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __eq__ = __ne__ = _refuse
+    __matmul__ = __rmatmul__ = __divmod__ = __rdivmod__ = __and__ = __rand__ = __or__ = _refuse
+    __ror__ = __xor__ = __rxor__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _refuse
+    __neg__ = __pos__ = __abs__ = __invert__ = __round__ = __lt__ = __le__ = __gt__ = _refuse
+    __ge__ = __eq__ = __ne__ = _refuse
+    # Without these, an array of one false entry would be true, as everything with a length is.
+    __bool__ = __float__ = __int__ = __index__ = _refuse
     __array_ufunc__ = __array_function__ = as_number = _refuse
 
     @classmethod
