@@ -120,7 +120,7 @@ def test_times_are_said_in_the_unit_that_fits(output_of, context: str) -> None:
 
 def test_symbols_of_a_mechanism_are_explained(output_of) -> None:
     text = " ".join(output_of("cost", "--mechanism", "sliding-window").split())
-    assert "d = head_dim, h = num_heads, l = left + right." in text
+    assert "d = head_dim, h = num_heads, l = left, r = right." in text
 
 
 @pytest.mark.slow

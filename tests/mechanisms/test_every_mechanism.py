@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,7 @@ from qkv.mechanisms import (
     example_input,
     example_tokens,
 )
+from qkv.mechanisms.background import background
 from qkv.mechanisms.base.attention import AttentionMechanism
 from qkv.mechanisms.base.projected import ProjectedAttention
 from qkv.samples import shared_example
@@ -245,6 +247,19 @@ def test_costs_count_the_pairs_that_have_a_weight(name: str, n: int) -> None:
     assert int(twice.parameters) == int(found.parameters)
     half = mechanism.cost(n, dtype="bfloat16")
     assert 2 * int(half.bytes_moved) == int(found.bytes_moved)
+
+
+def test_the_letters_of_a_closed_form_are_what_its_page_says() -> None:
+    mechanism, n = smaller("sliding-window"), 50  # two tokens to the left and one to the right
+    found = mechanism.cost(n)
+    letters = {
+        letter: n if size == "tokens" else getattr(mechanism, size)
+        for letter, size in background("sliding-window").sizes.items()
+    }
+    written = found.formulas["softmax_exp"].replace("^", "**")
+    value = eval(re.sub("(?<=[a-z0-9]) (?=[a-z])", "*", written), {}, letters)
+    pairs = sum(min(n - 1, i + 1) - max(0, i - 2) + 1 for i in range(n))
+    assert value == 2 * pairs == int(found["softmax_exp"])
 
 
 @pytest.mark.parametrize("root", [2, 7, 30])

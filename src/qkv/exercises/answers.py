@@ -27,7 +27,7 @@ def _weights(q: Array, k: Array, scale: float) -> Array:
     return softmax(q @ k.T * scale).weights
 
 
-_OVER_COLUMNS = "this is a softmax over columns; the weights of each query must add up to 1."
+_OVER_COLUMNS = "this comes of a softmax over columns; the weights of each query must add up to 1."
 
 
 def _over_columns(scores: Array) -> Array:
@@ -184,10 +184,7 @@ def _dictionary() -> Numbers:
                 hard,
                 _weights(x.q, x.k, 1.0)[1] @ x.v,
             ],
-            "the soft one is from a softmax over columns; the weights of each query must add up to 1.": [
-                hard,
-                _over_columns(scores)[1] @ x.v,
-            ],
+            _OVER_COLUMNS: [hard, _over_columns(scores)[1] @ x.v],
             'the hard one is the value of "cat" itself; its best key is that of "The".': [
                 x.v[1],
                 soft,
