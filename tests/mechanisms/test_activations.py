@@ -40,7 +40,7 @@ def _by_torch(function: Callable[[Any], Any], x: float) -> tuple[float, float]:
     point = torch.tensor(x, dtype=torch.float64, requires_grad=True)
     (first,) = torch.autograd.grad(function(point), point, create_graph=True)
     (second,) = torch.autograd.grad(first, point)
-    return float(first), float(second)
+    return first.item(), second.item()
 
 
 @pytest.mark.parametrize("derivatives_of", [_by_jax, _by_torch], ids=["jax", "torch"])
