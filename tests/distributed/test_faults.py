@@ -281,7 +281,7 @@ def waiting(rank: int, ranks: int, folder: str, timeout: float, begins_late: boo
 def test_a_rank_that_dies_or_stops_is_named(
     tmp_path: Path, fault: signal.Signals, begins_late: bool
 ) -> None:
-    """Before the call all ranks were named that the call would have sent something to."""
+    """The error once named all ranks that the call would have sent something to."""
     ranks = Ranks(RANKS, tmp_path, ends_by_itself=False)
     try:
         ranks.begin(waiting, str(tmp_path), 10.0, begins_late)

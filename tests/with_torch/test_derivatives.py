@@ -230,7 +230,7 @@ BESIDE = {
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_forward_mode_beside_arrays_that_do_not_change(name: str) -> None:
-    """Their tangents, zeros that torch had made, were refused: such arrays have none."""
+    """torch made tangents of zeros for them, which were refused: such arrays have none."""
     variant, turned, bias = BESIDE[name]
     query, key, value, along = (normal(2, 6, 4, seed=n) for n in range(4))
 

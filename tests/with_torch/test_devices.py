@@ -349,7 +349,7 @@ def test_what_is_not_finite_under_transforms(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_learned_number_under_transforms(device: str) -> None:
-    """It was taken for an array of one entry, which a function of scores may not use whole."""
+    """The number was taken for an array of one entry, which score mods may not use whole."""
     query, key, value = (normal(1, 2, 6, 4, seed=n).to(device) for n in range(3))
 
     def total(number: torch.Tensor) -> torch.Tensor:
@@ -543,7 +543,7 @@ def test_pieces_that_are_not_chosen_have_no_gradient(transformed: bool, name: st
 
 
 def test_lse_without_keys_has_gradients_of_zero() -> None:
-    """It was a constant, of which torch refuses gradients."""
+    """lse was a constant, of which torch refuses gradients."""
     inputs = [torch.zeros(1, 2, n, 4, requires_grad=True) for n in (3, 0, 0)]
     _, lse = qkv.attention(*inputs, backend="torch", return_lse=True)
     assert lse.tolist() == [[[-torch.inf] * 3] * 2]
