@@ -85,6 +85,14 @@ def test_wrong_changes(changes: Any, fact: str) -> None:
         MODEL.logits(IDS, changes)
 
 
+@pytest.mark.parametrize("method", ["logits", "loss"])
+@pytest.mark.parametrize("changes", [np.zeros(3), []])
+def test_changes_that_are_no_dict(method: str, changes: Any) -> None:
+    """An array was asked whether it is true."""
+    with pytest.raises(qkv.QkvError, match=r"changes=.* is not a (dict by layer|Mapping)"):
+        getattr(MODEL, method)(IDS, changes=changes)
+
+
 def test_the_loss_is_that_of_the_logits() -> None:
     logits = MODEL.logits(IDS).astype(np.float64)
     probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)

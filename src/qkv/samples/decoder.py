@@ -215,7 +215,7 @@ class Decoder(ABC):
             )
 
     def _logits(self, ids: Array, changes: Any) -> Array:
-        *_, last = self._states(ids, self._prepared(changes or {}))
+        *_, last = self._states(ids, self._prepared({} if changes is None else changes))
         logits: Array = norm(last) @ self._unembedding.T
         return logits
 
