@@ -219,6 +219,7 @@ def test_signature() -> None:
         ({"query_seq_lengths": jnp.array([1], jnp.int32)}, "batch is 2"),
         ({"bias": random(B, 3, T, S)}, "does not broadcast"),
         ({"local_window_size": (-1, 2)}, "left=-1"),
+        ({"local_window_size": (1, 2, 3)}, "has 3 numbers"),
     ],
 )
 def test_what_does_not_fit_is_a_value_error(change: dict[str, Any], message: str) -> None:

@@ -156,6 +156,11 @@ def dot_product_attention(
     if local_window_size is not None:
         one_for_both = isinstance(local_window_size, int | np.integer)
         left_right: Any = (local_window_size,) * 2 if one_for_both else local_window_size
+        if len(left_right) != 2:
+            raise ArgumentError(
+                f"local_window_size={left_right} has {len(left_right)} numbers.",
+                action="Pass (before, after), or one number for both.",
+            )
         variants.append(SlidingWindow(*left_right))
     batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
     if query_seq_lengths is not None:
