@@ -127,6 +127,58 @@ def test_keys_of_random_numbers_are_not_numbers() -> None:
     np.testing.assert_array_equal(jax.jit(dropped)(seed), dropped(int(seed)))
 
 
+SQUARE = X[..., :4, :]
+"""Fits as an operand and as a bias."""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda given: qkv.attention(given, SQUARE, SQUARE),
+        lambda given: jax.jit(lambda q: qkv.attention(q, given, SQUARE))(SQUARE),
+        lambda given: qkv.inspect(SQUARE, SQUARE, given),
+        lambda given: qkv.attention(SQUARE, SQUARE, SQUARE, qkv.Bias(given)),
+        lambda given: jax.jit(lambda q: qkv.attention(q, q, q, qkv.Bias(given)))(SQUARE),
+    ],
+    ids=["query", "key under jit", "inspect", "bias", "bias under jit"],
+)
+def test_what_jax_defines_beside_arrays_is_no_array(call: Any) -> None:
+    """Shapes, references and shardings are of JAX, and hold no values to compute with."""
+    for given, action in (
+        (jax.ShapeDtypeStruct(SQUARE.shape, SQUARE.dtype), "jax.eval_shape"),
+        (jax.typeof(SQUARE), "Pass an array"),
+        (jax.new_ref(SQUARE), "[...]"),
+    ):
+        with pytest.raises(qkv.DTypeError, match=r"is a .*, not an array") as caught:
+            call(given)
+        assert action in caught.value.action
+    with pytest.raises(qkv.DTypeError, match="not an array"):
+        qkv.attention(jax.sharding.PartitionSpec("rows"), SQUARE, SQUARE)
+
+
+class Parameter:
+    """An object that JAX takes for the array that it holds, as those of Flax are."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __jax_array__(self) -> Any:
+        return self.held
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.grad], ids=["jit", "grad"])
+@pytest.mark.parametrize("role", ["query", "bias"])
+def test_parameters_are_not_arrays(role: str, transform: Any) -> None:
+    def loss(array: Any) -> jax.Array:
+        parameter = Parameter(array)
+        query, bias = (parameter, SQUARE) if role == "query" else (SQUARE, parameter)
+        return qkv.attention(query, SQUARE, SQUARE, qkv.Bias(bias)).sum()
+
+    with pytest.raises(qkv.DTypeError, match="Parameter, not an array") as caught:
+        transform(loss)(SQUARE)
+    assert "jax.numpy.asarray(" in caught.value.action
+
+
 def test_sizes_are_numbers() -> None:
     of_any_batch = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 3, 5, 4"), jnp.float32)
     with pytest.raises(qkv.UnsupportedError, match=r"query has the symbolic shape \(b, 3, 5, 4\)"):

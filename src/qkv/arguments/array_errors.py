@@ -44,6 +44,9 @@ def no_array_error(given: Any, role: str) -> DTypeError:
             f"{role} is a {name}, not an array.",
             action=f"Pass numpy.asarray({variable(role)}, dtype='float32').",
         )
+    if hasattr(kind, "__jax_array__"):  # A parameter of Flax.
+        action = f"Pass its array, as in jax.numpy.asarray({variable(role)})."
+        return DTypeError(f"{role} is a {name}, not an array.", action=action)
     return DTypeError(
         f"{role} is a {name}, not an array.", action="Pass an array of NumPy, torch or JAX."
     )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arguments.array_errors import variable
 from qkv.errors import DTypeError, UnsupportedError
 
 _ALIGNMENT = 64
@@ -22,6 +23,8 @@ class JaxArrays:
 
     def view(self, array: Any, role: str) -> NDArray[Any]:
         """The array's memory, read-only; from another device, a copy."""
+        if not isinstance(array, jax.Array):
+            raise _no_values(array, role)
         if isinstance(array, jax.core.Tracer):
             raise UnsupportedError(
                 f"{role} is traced ({array.aval.str_short()}), and this looks at values.",
@@ -56,6 +59,16 @@ class JaxArrays:
     def in_words(self, advice: str) -> str:
         """NumPy's methods are those of JAX arrays too; its functions are in `jax.numpy`."""
         return advice.replace("numpy.asarray", "jax.numpy.asarray")
+
+
+def _no_values(given: Any, role: str) -> DTypeError:
+    """The error for what JAX defines beside arrays: shapes, references, shardings."""
+    name = variable(role)
+    if isinstance(given, jax.ShapeDtypeStruct):
+        action = f"Pass an array, or trace the call: jax.eval_shape(lambda {name}: ..., {name})."
+    else:
+        action = f"Pass an array; that of a jax.Ref is {name}[...]."
+    return DTypeError(f"{role} is a {type(given).__name__}, not an array.", action=action)
 
 
 def refuse_keys(array: jax.Array, role: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from qkv.arguments.array_errors import no_array_error
 from qkv.arguments.readable_checks import array_shape, is_truth_value
 from qkv.call.binding.bound import Structure
 from qkv.call.binding.options import OptionValues
@@ -59,8 +60,10 @@ def refuse_undeclared(structure: Structure, is_tracked: Callable[[Any], bool]) -
     """Raise an error if an object that does not say what it holds has an array to be learned."""
     if structure.is_known:
         return
-    for name, array in held_arrays(structure.variants):
+    for thing, name, array in held_arrays(structure.variants):
         if is_tracked(array):
+            if hasattr(type(thing), "__jax_array__"):
+                raise no_array_error(thing, "a parameter of a variant")
             raise UnsupportedError(
                 f"{name} is differentiated or traced, and its class does not say how a call reads "
                 "it, so that its gradient would be lost.",

@@ -11,10 +11,11 @@ from qkv.call.binding.flatten import Tree, names_of, undeclared_objects
 __all__ = ["arrays_in", "held_arrays"]
 
 
-def held_arrays(tree: Tree) -> Iterator[tuple[str, Any]]:
-    """The arrays of such objects in a structure, with the words for each."""
+def held_arrays(tree: Tree) -> Iterator[tuple[Any, str, Any]]:
+    """The arrays of such objects in a structure, after the object and the words for each."""
     for thing in undeclared_objects(tree):
-        yield from arrays_in(thing, type(thing).__name__)
+        for words, array in arrays_in(thing, type(thing).__name__):
+            yield thing, words, array
 
 
 def arrays_in(thing: Any, owner: str = "") -> Iterator[tuple[str, Any]]:
