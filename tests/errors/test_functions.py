@@ -146,6 +146,14 @@ def test_an_array_of_one_false_entry_is_not_true() -> None:
     assert error.action == "Write w[0] for its only entry."
 
 
+def test_an_index_before_the_first_entry_is_named_as_it_is() -> None:
+    error = refused(
+        lambda: qkv.attention(X, X, X, qkv.ScoreMod(lambda s, b, h, q, k: s * HEADS[-3])),
+        qkv.ShapeError,
+    )
+    assert error.fact == "index 0 of table t0 may reach -3 to -3; it has 2 entries there."
+
+
 def test_an_array_is_not_written_to() -> None:
     def writes(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         HEADS[0] = 1.0

@@ -261,7 +261,7 @@ class Table(_Whole):
                     [("table", self.name), ("index", text(node))],
                     "Use np.floor(x), which gives an integer.",
                 )
-            if isinstance(node, Const) and node.value < 0:
+            if isinstance(node, Const) and -size <= node.value < 0:
                 node = constant(node.value + size)
             nodes.append(node)
         return Expr(Load(self.name, self.kind, tuple(nodes)))
