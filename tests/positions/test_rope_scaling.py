@@ -3,11 +3,19 @@
 import json
 import math
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config, modeling_rope_utils
+from transformers import (
+    CONFIG_MAPPING,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Phi3Config,
+    modeling_rope_utils,
+)
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.phi3.modeling_phi3 import Phi3Attention
 
@@ -338,3 +346,33 @@ def test_configurations_that_say_too_little(config, fact) -> None:
         qkv.RoPE.from_hf_config(config)
     assert fact in caught.value.fact
     assert caught.value.action
+
+
+@pytest.mark.parametrize(
+    ("model", "layer_type"),
+    [("mistral4", None), ("deepseek_v4", "main"), ("dots3_note_text", "sliding_attention")],
+)
+def test_the_rotated_part_of_latent_attention_is_not_divided_again(model, layer_type):
+    """`partial_rotary_factor` says there how much of a whole head `qk_rope_head_dim` is."""
+    config = CONFIG_MAPPING[model]()
+    folder = type(config).__module__.rpartition(".")[0]
+    code = import_module(f"{folder}.modeling_{folder.rpartition('.')[2]}")
+    name = next(n for n in vars(code) if n.endswith("RotaryEmbedding"))
+    rotary = getattr(code, name)(config)
+    prefix = f"{layer_type}_" if layer_type else ""
+    expected = getattr(rotary, f"{prefix}inv_freq")
+    rope = qkv.RoPE.from_hf_config(config, layer_type=layer_type)
+    np.testing.assert_allclose(rope.inv_freq, expected, rtol=2e-6)
+
+
+def test_layers_with_heads_of_different_sizes_are_read_from_their_own_configuration():
+    config = CONFIG_MAPPING["gemma4_text"]()
+    with pytest.raises(qkv.ArgumentError, match="differ in their head_dim") as caught:
+        qkv.RoPE.from_hf_config(config, layer_type="full_attention")
+    assert "per_layer_config" in str(caught.value)
+    rotary = Gemma4TextRotaryEmbedding(config)
+    for layer_type in ("full_attention", "sliding_attention"):
+        of_layer = config.per_layer_config[config.layer_types.index(layer_type)]
+        rope = qkv.RoPE.from_hf_config(of_layer, layer_type=layer_type)
+        expected = getattr(rotary, f"{layer_type}_inv_freq")
+        np.testing.assert_allclose(rope.inv_freq, expected, rtol=2e-6)

@@ -95,7 +95,9 @@ def read(config: Any, layer_type: str | None, seq_len: int | None) -> RotaryEmbe
             "Pass RoPE(inv_freq=..., attention_factor=...) as the model's own code computes them.",
         )
     head_dim, base = _head_dim(fields), fields.get(*_THETA) or DEFAULT_THETA
-    proportion = fields.get(*_PROPORTION) or 1.0
+    # The proportion may be that of a whole head which `qk_rope_head_dim` has taken already.
+    latent = fields.get("qk_rope_head_dim") is not None
+    proportion = 1.0 if latent else fields.get(*_PROPORTION) or 1.0
     dim = fields.get("rotary_dim") or int(head_dim * proportion)
     inv_freq, factor = _scaled(fields, kind, head_dim, proportion, dim, base, seq_len)
     model = str(_field(config, "model_type") or "")
@@ -152,7 +154,7 @@ def _trained_length(fields: _Fields) -> int:
 
 
 def _head_dim(fields: _Fields) -> int:
-    # In latent attention (DeepSeek) only a part of each head is rotated, in rows of its own.
+    # Latent attention (DeepSeek) rotates only a part of each head, which is an array of its own.
     head_dim = fields.get("qk_rope_head_dim", "head_dim")
     if head_dim is not None:
         return int(head_dim)
@@ -183,4 +185,11 @@ def _rotary_part(config: Any, layer_type: str | None) -> Mapping[str, Any]:
 def _field(config: Any, name: str) -> Any:
     if isinstance(config, Mapping):
         return config.get(name)
-    return getattr(config, name, None)
+    try:
+        return getattr(config, name, None)
+    except RuntimeError as error:  # transformers' AmbiguousGlobalPerLayerAttributeError
+        raise ArgumentError(
+            f"layers of this model differ in their {name}.",
+            [("transformers", str(error)[:200])],
+            "Pass the configuration of one layer, config.per_layer_config[i].",
+        ) from error
