@@ -28,7 +28,7 @@ def times_of(
     ArgumentError
         With its last words, if it failed.
     """
-    # As users have it: modules are compiled to bytecode once.
+    # Users have modules compiled to bytecode once, so this process may write bytecode too.
     ours = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments], cwd=_ROOT, env={**ours, **environment},

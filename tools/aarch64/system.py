@@ -115,7 +115,8 @@ def _unpack_debs(system: System) -> None:
         state, archives = Path(place, "state"), Path(place, "archives")
         for made in (state / "lists" / "partial", archives / "partial"):
             made.mkdir(parents=True)
-        (state / "status").touch()  # As if no package were installed, so that all are downloaded.
+        # No package counts as installed, so that all are downloaded.
+        (state / "status").touch()
         native = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), "amd64")
         apt = ["apt-get", "-q"]
         for option in (

@@ -183,7 +183,7 @@ def _beside(rows: Any, offset: Any) -> Any:
 def _rounded(wide: Any) -> tuple[Any, Any]:
     """See `qkv.cache.quantize`; `wide` is written to.
 
-    Of one token, calls take longer than what they compute: these are the quickest of NumPy's.
+    For one token, calling NumPy takes longer than computing: these are its quickest calls.
     """
     # A row with NaN or infinity gets a scale that is not finite, so that it is read as NaN.
     with np.errstate(all="ignore"):
@@ -218,7 +218,7 @@ class TorchMemory:
     def rows_of(self, array: Any, role: str) -> Any:
         """See `Memory`; an error if the tensor is not dense, or torch would differentiate it."""
         is_on_host = self._is_on_host(array)
-        if not is_on_host:  # Of others, the view refuses what is not dense.
+        if not is_on_host:  # For tensors on the host, the view below does this.
             self.check_dense(array, role)
         if self.library.is_tracked(array):
             raise UnsupportedError(

@@ -38,7 +38,7 @@ def read_safetensors(source: Source) -> Arrays:
     possible = min(MAX_HEADER, source.size - 8)
     if length > possible:
         raise source.error(f"says that its header has {length} bytes; at most {possible} can be")
-    # It is an object: the format was recognised by the opening brace.
+    # The header is a JSON object: the format was recognised by its opening brace.
     header: dict[str, Any] = _json(source, source.at(8, length), "its header")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(m, str) for m in metadata.values()):

@@ -67,7 +67,7 @@ class StoredTensor(torch.Tensor):
         if isinstance(rows, qkv.Paged):
             rows, table = rows.pages, torch.as_tensor(rows.page_table, device=self.device)
         if isinstance(rows, qkv.Quantized):
-            # In a wide type, so that a number is rounded once.
+            # The product is computed in a wide type, so that it is rounded once.
             wide = _gathered(rows.values, table).to(torch.promote_types(self.dtype, torch.float32))
             wide *= _gathered(rows.scales, table)[..., None]
             if rows.offset is not None:

@@ -116,10 +116,10 @@ def _quota() -> float:
 def quota_of(membership: Path, root: Path) -> float:
     """The smallest quota of a process' control group and those that it lies in.
 
-    `membership` has a line `hierarchy:controllers:path` for each hierarchy. Of version 2 there is
-    one, without controllers, whose groups have a file `cpu.max` ("quota period" or "max period");
-    of version 1, the one with `cpu` lies in a folder of its own and has two files. In a container
-    the path may lead nowhere; its own group then is the root.
+    `membership` has a line `hierarchy:controllers:path` for each hierarchy. Version 2 has one
+    hierarchy, without controllers, whose groups have a file `cpu.max` ("quota period" or "max
+    period"). Version 1 has several; the one with `cpu` lies in a folder of its own and its groups
+    have two files. In a container the path may lead nowhere; its own group then is the root.
     """
     smallest = math.inf
     try:

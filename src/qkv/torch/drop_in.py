@@ -155,7 +155,7 @@ def _lower_right(attn_mask: Tensor, query: Tensor, key: Tensor) -> bool | None:
     if not isinstance(attn_mask, CausalBias):
         return None
     of_mask = attn_mask.seq_len_q, attn_mask.seq_len_kv
-    # As torch has it: a square mask counts from the top left, whatever the lengths.
+    # As in torch, a square mask counts from the top left, whatever the lengths are.
     if attn_mask.variant != CausalVariant.LOWER_RIGHT or of_mask[0] == of_mask[1]:
         return False
     lengths = query.shape[-2], key.shape[-2]

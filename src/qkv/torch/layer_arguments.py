@@ -78,8 +78,8 @@ def require_tensors(**given: Any) -> None:
 def require_fitting(name: str, rows: Tensor, projection: nn.Module) -> None:
     """Refuse rows that a projection cannot be multiplied with.
 
-    Of a projection that somebody replaced (adapters, quantized weights), or that is called with
-    hooks, which may convert rows or weights before they meet, only the dimensions are known.
+    Only the number of dimensions is checked where a projection was replaced (adapters, quantized
+    weights) or has hooks, because these may convert rows or weights before the product.
     """
     if rows.ndim < 2:
         raise ShapeError(

@@ -115,7 +115,7 @@ class Ring:
     ) -> Iterator[tuple[int, ShardRows, tuple[Array, Array] | None]]:
         """(step, rows, keys and values), own ones first; None where the mask forbids the step.
 
-        Of another rank's keys, those rows that a query here may see.
+        A step with another rank has only those of its rows that a query here may see.
 
         With `gathered` there is one step, with all keys. Every rank makes its steps in this order,
         and so posts its messages in the same order as those that receive them.

@@ -291,7 +291,7 @@ class _Run:
         config, count = getattr(self.model, "config", None), ids.shape[1]
         places = self._given("position_ids")
         if places is not None:
-            count = int(places.max(initial=-1)) + 1  # Those of packed texts begin anew.
+            count = int(places.max(initial=-1)) + 1  # Packed texts each begin at 0.
         else:
             require_positions(self.model, count)
             answers = self._given("decoder_input_ids")

@@ -78,7 +78,7 @@ def _map(page: Page, number: int, table: HeadTable) -> Iterator[Text]:
     label = len(f"layer {number - 1}") + 2
     gap = " " if label + 2 * widest <= page.width else ""
     column = len(gap + "x")
-    # As many numbers as there is room for, with a space between them.
+    # The smallest step between numbered heads at which a space stays between the numbers.
     every = next(n for n in (1, 2, 4, 8, 16) if n * column > len(str(widest - 1)))
     numbers = "".join(str(head).ljust(every * column) for head in range(0, widest, every))
     yield Text("head".ljust(label) + numbers.rstrip(), style="dim", no_wrap=True)

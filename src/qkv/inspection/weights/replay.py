@@ -282,7 +282,7 @@ def _exp_above(scores: Any, row_max: Array) -> Array:
 def _divided(exp: Array, row_sum: Array, scores: Array) -> Array:
     """`exp / l`, in place; a forbidden pair has weight 0 in a row of NaN too.
 
-    Of all keys of rows `(rows, keys)`, or of one pair of each row `(rows,)`.
+    `exp` holds all keys of rows, `(rows, keys)`, or one pair of each row, `(rows,)`.
     """
     total = np.where(row_sum == 0, 1, row_sum).astype(exp.dtype)
     exp /= total[:, None] if exp.ndim == 2 else total
