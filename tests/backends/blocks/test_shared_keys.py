@@ -25,8 +25,10 @@ WAYS = {
     "mask": (qkv.Mask(MASK),),
     "softcap": (qkv.Causal("end"), qkv.Softcap(2.0)),
 }
-MEMORY = [("float32", "plain"), ("float32", "strided"), ("float16", "plain"), ("bfloat16", "plain"),
-          ("float64", "plain")]  # fmt: skip
+MEMORY = [
+    ("float32", "contiguous"), ("float32", "strided"), ("float16", "contiguous"),
+    ("bfloat16", "contiguous"), ("float64", "contiguous"),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
