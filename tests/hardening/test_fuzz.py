@@ -15,6 +15,7 @@ from fuzz.draw.memory import scattered
 from fuzz.draw.mods import as_function, derivative, evaluate, random_tree
 from fuzz.draw.structure import DRAWS, random_problem
 from fuzz.oracle import Oracle
+from fuzz.oracle.derivatives import multiplied
 from fuzz.problem import DTYPES, Problem, Variant, from_json
 from fuzz.runner import State, run
 from fuzz.shrink import keep, kept, read, shrunk
@@ -31,6 +32,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "structure" in metafunc.fixturenames:
         structures = -(-metafunc.config.getoption("fuzz") // EACH)
         metafunc.parametrize("structure", range(structures))
+
+
+def test_plain_products_are_chains_of_multiply_adds() -> None:
+    rng = np.random.default_rng(3)
+    a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 8, 32), (2, 32, 8)))
+    expected = np.zeros((2, 8, 8), np.float32)
+    for place in np.ndindex(expected.shape):
+        for n in range(32):  # float64 holds the product of two float32 as it is.
+            term = float(a[place[0], place[1], n]) * float(b[place[0], n, place[2]])
+            expected[place] = np.float32(float(expected[place]) + term)
+    np.testing.assert_array_equal(multiplied(a, b), expected)
 
 
 def test_random_problems(structure: int, request: pytest.FixtureRequest) -> None:

@@ -16,7 +16,7 @@ from .attention import Oracle, by_head, summed
 
 Array = NDArray[Any]
 
-__all__ = ["Plain", "gradients", "tangents"]
+__all__ = ["Plain", "gradients", "multiplied", "tangents"]
 
 
 class Plain:
@@ -75,10 +75,25 @@ class Plain:
 
 
 def multiplied(a: Array, b: Array) -> Array:
-    """`a @ b`, added in its own type: of a single number, BLAS may add in a wider one."""
+    """`a @ b`, added in its own type: of a single number, BLAS may add in a wider one.
+
+    In a small product of float32 matrices, multiply-adds follow one another, each rounded once.
+    Some BLAS add products of 8 rows and 8 columns in another order, which rounds less than that.
+    """
     if a.shape[-2] == b.shape[-1] == 1:
         return np.sum(a * b.swapaxes(-1, -2), axis=-1, keepdims=True)
-    return a @ b
+    is_vector = 1 in (a.shape[-2], b.shape[-1])
+    if is_vector or a.dtype != np.float32 or a.size * b.shape[-1] > _FEW_PRODUCTS:
+        return a @ b
+    total = np.float32(0)
+    wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
+    for n in range(a.shape[-1]):
+        total = (total + wide_a[..., n, None] * wide_b[..., n, None, :]).astype(np.float32)
+    return np.asarray(total) if a.shape[-1] else a @ b
+
+
+_FEW_PRODUCTS = 2**21
+"""Multiply-adds up to which they follow one another; with more, the oracle takes too long."""
 
 
 def gradients(
