@@ -104,8 +104,8 @@ _WITHOUT_BOUND = frozenset({"div", "log", "sqrt", "exp"})
 """Operations whose slope may be infinite or NaN."""
 
 _MOST_NODES = 1000
-"""Pieces that are larger together stay as they are: those of a choice between choices would double
-with each."""
+"""Nodes from which on the pieces of a choice stay as they are. Each choice among choices would
+double their number."""
 
 
 def with_chosen_pieces(node: Node) -> Node:

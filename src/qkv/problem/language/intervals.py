@@ -141,7 +141,8 @@ def _divide(a: Interval, b: Interval) -> Interval:
 
 
 def _quotient(a: Interval, b: Interval) -> Interval:
-    # A divisor is 1 or more; a lower bound that says less is that of a number beyond `EXACT`.
+    # A divisor is never below 1. Where its lower bound is, the divisor is beyond `EXACT`, and its
+    # bounds were widened to those of all integers.
     return _from_corners(np.floor_divide, a, Interval(np.where(b.low < 1, EXACT, b.low), b.high))
 
 

@@ -62,8 +62,16 @@ def int8_rows(arrays: Sequence[Array], offset: Array | None) -> list[tuple[Array
 
 
 class _Form(NamedTuple):
+    """The shape and the strides of an array of rows."""
+
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+    @property
+    def layout(self) -> RowLayout:
+        """The same with a batch and a head of one where these dimensions are missing."""
+        missing = max(3 - len(self.shape), 0)
+        return RowLayout((*(1,) * missing, *self.shape), (*(0,) * missing, *self.strides))
 
 
 class _Rounding:
@@ -72,11 +80,7 @@ class _Rounding:
     def __init__(self, dtype: str, forms: Sequence[_Form], here: Host) -> None:
         shape = here.shape_of(np.dtype(np.float64 if dtype == "float64" else np.float32))
         self._shapes = [(form.shape, form.shape[:-1]) for form in forms]
-        layouts = [
-            RowLayout((*(1,) * missing, *form.shape), (*(0,) * missing, *form.strides))
-            for form in forms
-            for missing in [max(3 - len(form.shape), 0)]
-        ]
+        layouts = [form.layout for form in forms]
         count = sum(layout.count for layout in layouts)
         values = {"limit": count, "first_count": layouts[0].count}
         for n, layout in enumerate(layouts):

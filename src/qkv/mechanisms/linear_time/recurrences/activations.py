@@ -19,8 +19,8 @@ def sigmoid(x: Any) -> Any:
     array([0. , 0.5, 1. ])
     """
     xp = array_namespace(x)
-    # exp(x) / (1 + exp(x)) below zero. `where` and not abs, whose gradient at zero is 0 in torch
-    # and 1 in JAX.
+    # Below zero this is exp(x) / (1 + exp(x)), so that no exponential overflows. The absolute value
+    # is written out, because the gradient of `abs` at zero is 0 in torch and 1 in JAX.
     small = xp.exp(xp.where(x < 0, x, -x))
     return xp.where(x < 0, small, xp.ones_like(x)) / (1 + small)
 
