@@ -6,7 +6,7 @@ calls `Preparing`. Backends of other packages are found through the entry point 
 `qkv.backends`; see docs/add-a-backend.md.
 
 cpu             compiled kernels; blocked: online softmax in NumPy; reference: whole matrices
-torch           tensors on a device
+torch           tensors on a device, by operations of torch or by kernels in Triton
 protocols       what a backend may have
 prepared_calls  what it prepares for repeated calls; conditions: how long that stays valid
 entry_points    backends of other packages
@@ -125,9 +125,10 @@ def _found() -> dict[str, Backend]:
         from qkv.backends.cpu import CpuBackend
         from qkv.backends.reference import ReferenceBackend
         from qkv.backends.torch import TorchBackend
+        from qkv.backends.torch.triton import TritonBackend
 
     known: dict[str, Backend] = {}
-    for own in (CpuBackend(), BlockedBackend(), TorchBackend(), ReferenceBackend()):
+    for own in (CpuBackend(), BlockedBackend(), TorchBackend(), TritonBackend(), ReferenceBackend()):
         known[own.name] = own
     for point in backend_entry_points():
         if point.name in known:

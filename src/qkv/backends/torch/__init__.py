@@ -3,6 +3,8 @@
     attention      blocks of queries as operations of torch, which torch differentiates
     expressions    score mods and masks as such operations
     fused          torch's own fused kernels, where they mean exactly the same
+    rotation       RoPE
+    triton         kernels in Triton, a backend of its own
 
 The arrays of a problem are `Operands.device_arrays` here; `Operands.query`, `key` and `value` have
 only shapes and types.

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from qkv.arrays.torch_arrays import TorchArrays
 from qkv.backends.torch import PAIRS
 from qkv.backends.torch.expressions import TensorEvaluation, with_chosen_pieces
+from qkv.backends.torch.rotation import rotated
 from qkv.partial import Partial
 from qkv.problem.language.expressions import SCORE, TRUE
 from qkv.problem.philox import dropout_factors
@@ -72,7 +73,8 @@ class TensorAttention:
             .to(self.dtype)
             for name in ("query", "key", "value")
         )
-        self._rotate()
+        self.query = rotated(problem, self.query, "q")
+        self.key = rotated(problem, self.key, "kv")
         differentiated = self.hides_values or torch.is_grad_enabled()
         self.score = with_chosen_pieces(spec.score) if differentiated else spec.score
         self.tables = {
@@ -191,29 +193,6 @@ class TensorAttention:
         counters = dict(zip(ranges, np.ix_(*(np.arange(*r) for r in ranges.values())), strict=True))
         compute_dtype = np.dtype(np.float64 if self.dtype is torch.float64 else np.float32)
         return self._to_device(dropout_factors(dropout, **counters, dtype=compute_dtype))
-
-    def _rotate(self) -> None:
-        """Rotate query and key rows by their positions."""
-        rotation, angles = self.problem.spec.rotation, self.problem.operands.angles
-        if rotation is None or angles is None:
-            return
-
-        def rotated(rows: Tensor, side: str) -> Tensor:
-            cos_sin = [angles.cos_sin(side, b) for b in range(angles.rows(side))]
-            cos, sin = (
-                self._to_device(np.stack(part)).to(self.dtype)[:, None]
-                for part in zip(*cos_sin, strict=True)
-            )
-            n = rotation.rotary_dim
-            leading, rest = rows[..., :n], rows[..., n:]
-            if rotation.layout == "half_split":
-                a, b = leading.chunk(2, -1)
-                return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1)
-            a, b = leading[..., ::2], leading[..., 1::2]
-            pairs = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
-            return torch.cat([pairs, rest], -1)
-
-        self.query, self.key = rotated(self.query, "q"), rotated(self.key, "kv")
 
     def _to_device(self, array: NDArray[Any]) -> Tensor:
         restored: Tensor = TorchArrays().restore(np.array(array, order="C"))

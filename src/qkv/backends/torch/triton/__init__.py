@@ -1,0 +1,78 @@
+"""Attention on a GPU by kernels in Triton, for every mask and score mod.
+
+    attention      operands, and the function that torch differentiates
+    launches       one problem with its kernels; blocks: their tiles
+    expressions    score mods and masks as functions of Triton
+    schedule       which tiles are computed
+    kernels        the kernels
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+
+from qkv.backends import Refusal
+from qkv.backends.torch.triton.blocks import LARGEST_DIM, forward_blocks, packed_heads
+from qkv.partial import Partial
+from qkv.problem.spec import Problem, Spec
+
+__all__ = ["TritonBackend"]
+
+
+class TritonBackend:
+    """Attention of torch tensors on a GPU, a tile at a time, in O(n) memory.
+
+    It is chosen by its name alone: `backend="triton"`.
+    """
+
+    name = "triton"
+    priority = 5
+
+    def refusals(self, spec: Spec) -> tuple[Refusal, ...]:
+        refused = []
+        if spec.library != "torch":
+            refused.append(Refusal(f"arrays of {spec.library}", "torch tensors"))
+        if not _is_installed():
+            refused.append(Refusal("triton is not installed", "it after: pip install triton"))
+        if spec.device != "cuda" and not (spec.device == "cpu" and _wants_interpreter()):
+            refused.append(
+                Refusal(f"tensors on {spec.device}", "cuda; or cpu with TRITON_INTERPRET=1")
+            )
+        if spec.dtype == "float64":
+            refused.append(Refusal("dtype=float64", "float32, float16 and bfloat16"))
+        largest = max(spec.head_dim, spec.v_head_dim)
+        if largest > LARGEST_DIM:
+            refused.append(Refusal(f"rows of {largest}", f"up to {LARGEST_DIM} entries"))
+        return tuple(refused)
+
+    def blocks(self, spec: Spec) -> tuple[int, int]:
+        blocks = forward_blocks(spec)
+        return blocks.block_q // packed_heads(spec), blocks.block_kv
+
+    def scratch_bytes(self, spec: Spec) -> int:
+        block_q, block_kv = self.blocks(spec)
+        tiles = -(-spec.q_len // block_q) * -(-spec.kv_len // block_kv)
+        batches = spec.batch_size if "batch" in spec.mask.variables else 1
+        heads = spec.num_heads if "head" in spec.mask.variables else 1
+        rows = spec.batch_size * spec.num_heads * spec.q_len
+        return 4 * (tiles * batches * heads + 2 * rows)
+
+    def run(self, problem: Problem) -> Partial:
+        return self.attend(problem, lse=True)
+
+    def attend(self, problem: Problem, *, lse: bool) -> Partial:
+        """Output and, if wanted, lse as tensors on the device, sinks included; differentiable."""
+        from qkv.backends.torch.triton.attention import attend
+
+        return attend(problem, lse=lse)
+
+
+@cache
+def _is_installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def _wants_interpreter() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")

@@ -1,0 +1,216 @@
+"""The backward pass: gradients of queries, then of keys and values, without atomic additions.
+
+    dv[j] = sum_i w[i, j] do[i]
+    ds[i, j] = w[i, j] (do[i] . v[j] - delta[i]) ds'/ds,   delta[i] = out[i] . do[i] - dlse[i]
+    dq[i] = scale sum_j ds[i, j] k[j],   dk[j] = scale sum_i ds[i, j] q[i]
+
+Each program adds up what is its own in one order, so that the same call has the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+from qkv.backends.torch.triton.kernels.tiles import (
+    dropout_factors,
+    product,
+    rows_of,
+    scores_of,
+    sums_not_finite,
+    without_infinities,
+)
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _gradients_of_scores(
+    products, weight_products, row_max, scale_of_row, delta, q_index, kv_index, head, batch,
+    q_len, kv_len, scale, tables, table_strides, seed, threshold, kept_factor,
+    modify: tl.constexpr, allows: tl.constexpr, slope: tl.constexpr, modifies: tl.constexpr,
+    masks: tl.constexpr, has_dropout: tl.constexpr, is_partial: tl.constexpr,
+):  # fmt: skip
+    """Weights after dropout, gradients of the products `q . k` times scale, and allowed pairs."""
+    raw, scores = scores_of(
+        products, q_index, kv_index, head, batch, q_len, kv_len, scale, tables, table_strides,
+        modify, allows, modifies, masks, is_partial,
+    )  # fmt: skip
+    weights = tl.exp2((scores - row_max) * LOG2_E) * scale_of_row
+    dropped = weights
+    if has_dropout:
+        factors = dropout_factors(
+            q_index, kv_index, head, batch, scores, seed, threshold, kept_factor
+        )
+        weight_products = weight_products * factors
+        dropped = weights * factors
+    gradients = weights * (weight_products - delta)
+    if modifies:
+        q_row, kv_row = tl.minimum(q_index, q_len - 1), tl.minimum(kv_index, kv_len - 1)
+        change = slope(raw, q_row, kv_row, head, batch, tables, table_strides)
+        gradients = gradients * tl.broadcast_to(change.to(tl.float32), raw.shape)
+    allowed = scores != float("-inf")
+    if is_partial or modifies:
+        # Weights and gradients of rows that are not finite are NaN, at forbidden pairs too.
+        dropped = tl.where(allowed, dropped, 0.0)
+        gradients = tl.where(allowed, gradients, 0.0)
+    return dropped, gradients, allowed
+
+
+@triton.jit
+def gradients_of_queries(
+    query, key, value, grad_out, grad_query, row_max, row_sum, delta, spoiled, counts, tiles,
+    tables, table_strides, q_strides, k_strides, v_strides, schedule_strides,
+    scale, q_len, kv_len, num_heads, q_blocks, seed, threshold, kept_factor,
+    modify: tl.constexpr, allows: tl.constexpr, slope: tl.constexpr, modifies: tl.constexpr,
+    masks: tl.constexpr, has_dropout: tl.constexpr, group_size: tl.constexpr,
+    head_dim: tl.constexpr, v_head_dim: tl.constexpr,
+    padded_dim: tl.constexpr, padded_v_dim: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    precision: tl.constexpr, widened: tl.constexpr, factor_type: tl.constexpr,
+    index_type: tl.constexpr, stages: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one block of queries; `grad_out` and `grad_query` are contiguous."""
+    program = tl.program_id(0)
+    block = q_blocks - 1 - program % q_blocks
+    unit = program // q_blocks
+    batch, head = unit // num_heads, unit % num_heads
+    kv_head = head // group_size
+    wide_batch = batch.to(tl.int64)
+
+    q_index = (block * BLOCK_Q + tl.arange(0, BLOCK_Q)).to(index_type)
+    dim, v_dim = tl.arange(0, padded_dim), tl.arange(0, padded_v_dim)
+    queries = query + wide_batch * q_strides[0] + head.to(tl.int64) * q_strides[1]
+    q = rows_of(queries, q_strides, q_index, dim, q_len, head_dim, padded_dim)
+    is_row = q_index < q_len
+    place = (wide_batch * num_heads + head) * q_len + q_index
+    do = tl.load(
+        grad_out + place[:, None] * v_head_dim + v_dim[None, :],
+        mask=is_row[:, None] & (v_dim[None, :] < v_head_dim),
+        other=0.0,
+    )
+    shift = tl.load(row_max + place, mask=is_row, other=0.0)[:, None]
+    scale_of_row = (1.0 / tl.load(row_sum + place, mask=is_row, other=1.0))[:, None]
+    of_row = tl.load(delta + place, mask=is_row, other=0.0)[:, None]
+    keys = key + wide_batch * k_strides[0] + kv_head.to(tl.int64) * k_strides[1]
+    values = value + wide_batch * v_strides[0] + kv_head.to(tl.int64) * v_strides[1]
+    kv_blocks = tl.cdiv(kv_len, BLOCK_KV)
+    flags = spoiled + (wide_batch * (num_heads // group_size) + kv_head) * kv_blocks
+    place_of_block = batch * schedule_strides[0] + head * schedule_strides[1] + block
+    own_tiles = tiles + place_of_block.to(tl.int64) * kv_blocks
+    full = tl.load(counts + place_of_block * 2)
+    partial = tl.load(counts + place_of_block * 2 + 1)
+
+    acc = tl.zeros([BLOCK_Q, padded_dim], tl.float32)
+    for is_partial in tl.static_range(0, 2):
+        for t in tl.range(full * is_partial, full + partial * is_partial, num_stages=stages):
+            tile = tl.load(own_tiles + t)
+            kv_index = (tile * BLOCK_KV + tl.arange(0, BLOCK_KV)).to(index_type)
+            k = rows_of(keys, k_strides, kv_index, dim, kv_len, head_dim, padded_dim)
+            v = rows_of(values, v_strides, kv_index, v_dim, kv_len, v_head_dim, padded_v_dim)
+            products = product(q, tl.trans(k), None, precision, widened)
+            weight_products = product(do, tl.trans(v), None, precision, widened)
+            _, gradients, allowed = _gradients_of_scores(
+                products, weight_products, shift, scale_of_row, of_row, q_index[:, None],
+                kv_index[None, :], head, batch, q_len, kv_len, scale, tables, table_strides, seed,
+                threshold, kept_factor, modify, allows, slope, modifies, masks, has_dropout,
+                is_partial == 1,
+            )  # fmt: skip
+            if is_partial == 1 or modifies:
+                if tl.load(flags + tile) != 0:
+                    acc += sums_not_finite(gradients, allowed, k)
+                    k = without_infinities(k)
+            acc = product(gradients.to(factor_type), k.to(factor_type), acc, precision, widened)
+    tl.store(
+        grad_query + place[:, None] * head_dim + dim[None, :],
+        (acc * scale).to(grad_query.dtype.element_ty),
+        mask=is_row[:, None] & (dim[None, :] < head_dim),
+    )
+
+
+@triton.jit
+def gradients_of_keys(
+    query, key, value, grad_out, grad_key, grad_value, row_max, row_sum, delta,
+    spoiled_queries, spoiled_gradients, counts, tiles,
+    tables, table_strides, q_strides, k_strides, v_strides, schedule_strides,
+    scale, q_len, kv_len, num_heads, kv_blocks, seed, threshold, kept_factor,
+    modify: tl.constexpr, allows: tl.constexpr, slope: tl.constexpr, modifies: tl.constexpr,
+    masks: tl.constexpr, has_dropout: tl.constexpr, group_size: tl.constexpr,
+    head_dim: tl.constexpr, v_head_dim: tl.constexpr,
+    padded_dim: tl.constexpr, padded_v_dim: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    precision: tl.constexpr, widened: tl.constexpr, factor_type: tl.constexpr,
+    index_type: tl.constexpr, stages: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one block of keys and values, over all query heads that read it.
+
+    Scores stand with keys before queries here, so that the products over queries read them as
+    they are.
+    """
+    program = tl.program_id(0)
+    block, unit = program % kv_blocks, program // kv_blocks
+    kv_heads = num_heads // group_size
+    batch, kv_head = unit // kv_heads, unit % kv_heads
+    wide_batch = batch.to(tl.int64)
+    kv_index = (block * BLOCK_KV + tl.arange(0, BLOCK_KV)).to(index_type)
+    dim, v_dim = tl.arange(0, padded_dim), tl.arange(0, padded_v_dim)
+    keys = key + wide_batch * k_strides[0] + kv_head.to(tl.int64) * k_strides[1]
+    values = value + wide_batch * v_strides[0] + kv_head.to(tl.int64) * v_strides[1]
+    k = rows_of(keys, k_strides, kv_index, dim, kv_len, head_dim, padded_dim)
+    v = rows_of(values, v_strides, kv_index, v_dim, kv_len, v_head_dim, padded_v_dim)
+    q_blocks = tl.cdiv(q_len, BLOCK_Q)
+
+    dk = tl.zeros([BLOCK_KV, padded_dim], tl.float32)
+    dv = tl.zeros([BLOCK_KV, padded_v_dim], tl.float32)
+    for member in range(group_size):
+        head = kv_head * group_size + member
+        queries = query + wide_batch * q_strides[0] + head.to(tl.int64) * q_strides[1]
+        first_row = (wide_batch * num_heads + head) * q_len
+        flags = (wide_batch * num_heads + head) * q_blocks
+        place = batch * schedule_strides[0] + head * schedule_strides[1] + block
+        own_tiles = tiles + place.to(tl.int64) * q_blocks
+        full, partial = tl.load(counts + place * 2), tl.load(counts + place * 2 + 1)
+        for is_partial in tl.static_range(0, 2):
+            for t in tl.range(full * is_partial, full + partial * is_partial, num_stages=stages):
+                tile = tl.load(own_tiles + t)
+                q_index = (tile * BLOCK_Q + tl.arange(0, BLOCK_Q)).to(index_type)
+                is_row = q_index < q_len
+                q = rows_of(queries, q_strides, q_index, dim, q_len, head_dim, padded_dim)
+                row = first_row + q_index
+                do = tl.load(
+                    grad_out + row[:, None] * v_head_dim + v_dim[None, :],
+                    mask=is_row[:, None] & (v_dim[None, :] < v_head_dim),
+                    other=0.0,
+                )
+                shift = tl.load(row_max + row, mask=is_row, other=0.0)[None, :]
+                scale_of_row = (1.0 / tl.load(row_sum + row, mask=is_row, other=1.0))[None, :]
+                of_row = tl.load(delta + row, mask=is_row, other=0.0)[None, :]
+                products = product(k, tl.trans(q), None, precision, widened)
+                weight_products = product(v, tl.trans(do), None, precision, widened)
+                weights, gradients, allowed = _gradients_of_scores(
+                    products, weight_products, shift, scale_of_row, of_row, q_index[None, :],
+                    kv_index[:, None], head, batch, q_len, kv_len, scale, tables, table_strides,
+                    seed, threshold, kept_factor, modify, allows, slope, modifies, masks,
+                    has_dropout, is_partial == 1,
+                )  # fmt: skip
+                if is_partial == 1 or modifies:
+                    if tl.load(spoiled_gradients + flags + tile) != 0:
+                        dv += sums_not_finite(weights, allowed, do)
+                        do = without_infinities(do)
+                    if tl.load(spoiled_queries + flags + tile) != 0:
+                        dk += sums_not_finite(gradients, allowed, q)
+                        q = without_infinities(q)
+                dv = product(weights.to(factor_type), do.to(factor_type), dv, precision, widened)
+                dk = product(gradients.to(factor_type), q.to(factor_type), dk, precision, widened)
+    is_key = kv_index < kv_len
+    place_of_key = (wide_batch * kv_heads + kv_head) * kv_len + kv_index
+    tl.store(
+        grad_key + place_of_key[:, None] * head_dim + dim[None, :],
+        (dk * scale).to(grad_key.dtype.element_ty),
+        mask=is_key[:, None] & (dim[None, :] < head_dim),
+    )
+    tl.store(
+        grad_value + place_of_key[:, None] * v_head_dim + v_dim[None, :],
+        dv.to(grad_value.dtype.element_ty),
+        mask=is_key[:, None] & (v_dim[None, :] < v_head_dim),
+    )

@@ -1,0 +1,286 @@
+"""The kernels of one problem, launched on its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from qkv.arrays.torch_arrays import TorchArrays
+from qkv.backends.torch.triton.blocks import (
+    backward_blocks,
+    forward_blocks,
+    is_wide,
+    packed_heads,
+    padded,
+)
+from qkv.backends.torch.triton.expressions import Functions, functions
+from qkv.backends.torch.triton.kernels.backward import gradients_of_keys, gradients_of_queries
+from qkv.backends.torch.triton.kernels.forward import combine, forward, spoiled_blocks
+from qkv.backends.torch.triton.schedule import Schedule, schedule
+from qkv.problem.language.bounds import bounds
+from qkv.problem.language.expressions import Node, walk
+from qkv.problem.language.intervals import Interval
+from qkv.problem.spec import Problem
+
+__all__ = ["Forward", "Launches", "is_interpreted"]
+
+_COMBINED = 16
+"""Rows that one program puts together from their parts."""
+
+_TYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What the forward pass gives; weights are `exp(score - row_max) / row_sum`."""
+
+    out: Tensor
+    lse: Tensor
+    row_max: Tensor
+    row_sum: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """One problem with one leading dimension and rotated operands, made ready for kernels.
+
+    `problem` holds no operands, which torch keeps for as long as it needs them.
+    """
+
+    problem: Problem
+    device: torch.device
+    functions: Functions
+    tables: tuple[Tensor, ...]
+    index: str
+
+    @classmethod
+    def of(cls, problem: Problem, device: torch.device) -> Launches:
+        spec, given = problem.spec, problem.operands.device_arrays
+        index = "int64" if _needs_wide_integers(problem) else "int32"
+        tables = tuple(
+            _table(problem.operands.tables[t.name], given.get(t.name), index).to(device)
+            for t in spec.tables
+        )
+        described = tuple((t.name, t.ndim) for t in spec.tables)
+        held = {n: t for n, t in given.items() if n not in ("query", "key", "value")}
+        return cls(
+            Problem(spec, replace(problem.operands, device_arrays=held)),
+            device,
+            functions(spec.score, spec.mask, described, index),
+            tables,
+            index,
+        )
+
+    def forward(
+        self, operands: Sequence[Tensor], sinks: Tensor | None, dtype: torch.dtype
+    ) -> Forward:
+        """Output in `dtype`, and rows in float32."""
+        spec = self.problem.spec
+        query, key, value = map(_with_rows, operands)
+        blocks, packed = forward_blocks(spec), packed_heads(spec)
+        tiles = self._schedule(blocks.block_q // packed, blocks.block_kv, packed_heads=packed)
+        q_blocks = ceil(spec.q_len / (blocks.block_q // packed))
+        programs = spec.batch_size * spec.num_heads // packed * q_blocks
+        splits = self._splits(programs, ceil(spec.kv_len / blocks.block_kv))
+        rows = spec.batch_size, spec.num_heads, spec.q_len
+        out = torch.empty(*rows, spec.v_head_dim, dtype=dtype, device=self.device)
+        lse, row_max, row_sum = (
+            torch.empty(rows, dtype=torch.float32, device=self.device) for _ in range(3)
+        )
+        found = Forward(out, lse, row_max, row_sum)
+        written = found if splits == 1 else self._parts(splits, found)
+        # Pointers that a kernel does not read are those of any tensor.
+        sink_rows = row_max if sinks is None else sinks
+        constants = self._constants() | {
+            "has_sinks": sinks is not None, "is_split": splits > 1, "packed_heads": packed,
+            "BLOCK_Q": blocks.block_q, "BLOCK_KV": blocks.block_kv,
+        }  # fmt: skip
+        with self._on_device():
+            forward[(programs * splits,)](
+                query, key, value, written.out, lse, written.row_max, written.row_sum, sink_rows,
+                self._spoiled(value, blocks.block_kv), tiles.counts, tiles.tiles,
+                self.tables, self._table_strides(), *map(_strides, (query, key, value)),
+                tiles.strides, *self._sizes(q_blocks), splits, *self._dropout(), **constants,
+                stages=blocks.stages, num_warps=blocks.warps,
+            )  # fmt: skip
+            if splits > 1:
+                count = out.numel() // spec.v_head_dim
+                combine[(ceil(count / _COMBINED),)](
+                    written.out, written.row_max, written.row_sum, out, lse, row_max, row_sum,
+                    sink_rows, count, spec.q_len, spec.num_heads, splits,
+                    has_sinks=sinks is not None, v_head_dim=spec.v_head_dim,
+                    padded_v_dim=padded(spec.v_head_dim), BLOCK=_COMBINED,
+                )  # fmt: skip
+        return found
+
+    def backward(
+        self,
+        operands: Sequence[Tensor],
+        grad_out: Tensor,
+        row_max: Tensor,
+        row_sum: Tensor,
+        delta: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value."""
+        spec = self.problem.spec
+        query, key, value = map(_with_rows, operands)
+        grad_out = grad_out.to(value.dtype).contiguous()
+        gradients = [
+            torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in (query, key, value)
+        ]
+        # The gradients of scores may be too small for float16, not for bfloat16.
+        factors = spec.dtype if spec.dtype == "bfloat16" and not is_wide(spec) else "float32"
+        constants = self._constants() | {
+            "slope": self.functions.slope, "factor_type": _TYPES[factors],
+        }  # fmt: skip
+        rows = row_max, row_sum, delta.contiguous()
+        strides = self._table_strides(), *map(_strides, (query, key, value))
+        with self._on_device():
+            blocks = backward_blocks(spec, of_keys=False)
+            tiles = self._schedule(blocks.block_q, blocks.block_kv)
+            count = ceil(spec.q_len / blocks.block_q)
+            gradients_of_queries[(spec.batch_size * spec.num_heads * count,)](
+                query, key, value, grad_out, gradients[0], *rows,
+                self._spoiled(key, blocks.block_kv), tiles.counts, tiles.tiles,
+                self.tables, *strides, tiles.strides, *self._sizes(count), *self._dropout(),
+                **constants, BLOCK_Q=blocks.block_q, BLOCK_KV=blocks.block_kv,
+                stages=blocks.stages, num_warps=blocks.warps,
+            )  # fmt: skip
+            blocks = backward_blocks(spec, of_keys=True)
+            tiles = self._schedule(blocks.block_q, blocks.block_kv, of_keys=True)
+            count = ceil(spec.kv_len / blocks.block_kv)
+            gradients_of_keys[(spec.batch_size * spec.num_kv_heads * count,)](
+                query, key, value, grad_out, gradients[1], gradients[2], *rows,
+                self._spoiled(query, blocks.block_q), self._spoiled(grad_out, blocks.block_q),
+                tiles.counts, tiles.tiles, self.tables, *strides, tiles.strides,
+                *self._sizes(count), *self._dropout(), **constants,
+                BLOCK_Q=blocks.block_q, BLOCK_KV=blocks.block_kv,
+                stages=blocks.stages, num_warps=blocks.warps,
+            )  # fmt: skip
+        return gradients[0], gradients[1], gradients[2]
+
+    def _constants(self) -> dict[str, Any]:
+        """What every kernel is compiled for."""
+        spec = self.problem.spec
+        return {
+            "modify": self.functions.modify, "allows": self.functions.allows,
+            "modifies": self.functions.modifies, "masks": self.functions.masks,
+            "has_dropout": spec.dropout, "group_size": spec.group_size,
+            "head_dim": spec.head_dim, "v_head_dim": spec.v_head_dim,
+            "padded_dim": padded(spec.head_dim), "padded_v_dim": padded(spec.v_head_dim),
+            "precision": self._precision(),
+            "widened": spec.dtype == "bfloat16" and is_interpreted(),
+            "index_type": tl.int64 if self.index == "int64" else tl.int32,
+        }  # fmt: skip
+
+    def _precision(self) -> str:
+        """How factors of float32 are multiplied.
+
+        Of 16-bit problems those are rotated rows, whose digits count, or gradients of scores, of
+        which as many digits are kept as float16 has.
+        """
+        spec = self.problem.spec
+        if spec.dtype == "float32":
+            return "ieee"
+        return "tf32x3" if is_wide(spec) else "tf32"
+
+    def _schedule(self, block_q: int, block_kv: int, **options: Any) -> Schedule:
+        return schedule(self.problem, block_q, block_kv, self.device, **options)
+
+    def _sizes(self, blocks: int) -> tuple[Any, ...]:
+        spec = self.problem.spec
+        return self.problem.operands.scale, spec.q_len, spec.kv_len, spec.num_heads, blocks
+
+    def _dropout(self) -> tuple[Any, ...]:
+        """Seed, the smallest word that is kept, and the factor of what is kept."""
+        dropout = self.problem.operands.dropout
+        if dropout is None:
+            return 0, 0, 1.0
+        seed = int(np.uint64(dropout.seed).astype(np.int64))
+        return seed, ceil(dropout.p * 2.0**32), 1 / (1 - dropout.p)
+
+    def _table_strides(self) -> tuple[int, ...]:
+        return tuple(stride for table in self.tables for stride in table.stride())
+
+    def _spoiled(self, rows: Tensor, block: int) -> Tensor:
+        """Which blocks of rows hold numbers that are not finite, where a pair may be forbidden."""
+        count = ceil(rows.shape[-2] / block)
+        spoiled = torch.empty(*rows.shape[:2], count, dtype=torch.int32, device=self.device)
+        spec = self.problem.spec
+        if spec.may_forbid or spec.kv_len or spec.q_len:
+            spoiled_blocks[(count, rows.shape[0] * rows.shape[1])](
+                rows, _strides(rows), spoiled, rows.shape[-2], rows.shape[1], rows.shape[-1],
+                padded(rows.shape[-1]), block,
+                tl.int64 if self.index == "int64" else tl.int32,
+            )  # fmt: skip
+        return spoiled
+
+    def _parts(self, splits: int, found: Forward) -> Forward:
+        parts = (
+            torch.empty(splits, *t.shape, dtype=torch.float32, device=self.device)
+            for t in (found.out, found.row_max, found.row_sum)
+        )
+        out, row_max, row_sum = parts
+        return Forward(out, found.lse, row_max, row_sum)
+
+    def _splits(self, programs: int, kv_blocks: int) -> int:
+        """Into how many parts the keys go, so that all processors have work."""
+        processors = 4  # Of the interpreter, which has none; parts are to be tested too.
+        if self.device.type == "cuda":
+            processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return max(1, min(2 * processors // programs, kv_blocks // 2))
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, as `TRITON_INTERPRET=1` asks."""
+    return not hasattr(forward, "cache_hook") and type(forward).__name__ == "InterpretedFunction"
+
+
+def _with_rows(tensor: Tensor) -> Tensor:
+    """The tensor, with the entries of each row next to one another."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    return tensor.stride()[:3]
+
+
+def _table(array: Any, leaf: Tensor | None, index: str) -> Tensor:
+    """A table in the type in which kernels read it."""
+    if leaf is None:
+        tensor: Tensor = TorchArrays().restore(np.array(array, order="C"))
+    else:
+        tensor = leaf.detach().reshape((1,) * (array.ndim - leaf.ndim) + tuple(leaf.shape))
+        for axis, size in enumerate(array.shape):
+            tensor = tensor.narrow(axis, 0, size)  # A broadcast axis is read once.
+    if tensor.is_floating_point():
+        return tensor.float()
+    return tensor if tensor.dtype is torch.bool else tensor.to(getattr(torch, index))
+
+
+def _needs_wide_integers(problem: Problem) -> bool:
+    """Whether an index or a whole number of an expression may not fit into 32 bits."""
+    spec, operands = problem.spec, problem.operands
+    tensors = [operands.device_arrays[name] for name in ("query", "key", "value")]
+    ends = [t.shape[-2] * max(t.stride(-2), t.shape[-1]) for t in tensors]
+    if max(*ends, *(table.size for table in operands.tables.values()), 0) >= 2**31:
+        return True
+    whole: list[Node] = [n for n in walk(spec.score, spec.mask) if n.kind == "int"]
+    sizes = {
+        "q_index": spec.q_len, "kv_index": spec.kv_len,
+        "batch": spec.batch_size, "head": spec.num_heads,
+    }  # fmt: skip
+    variables: Mapping[str, Interval] = {n: Interval.of(0, size - 1) for n, size in sizes.items()}
+    found = bounds(whole, variables, operands.tables)
+    return any((i.low <= -(2**31)).any() or (i.high >= 2**31).any() for i in found)
