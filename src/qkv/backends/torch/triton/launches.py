@@ -104,13 +104,15 @@ class Launches:
             "BLOCK_Q": blocks.block_q, "BLOCK_KV": blocks.block_kv,
         }  # fmt: skip
         with self._on_device():
-            forward[(programs * splits,)](
-                query, key, value, written.out, lse, written.row_max, written.row_sum, sink_rows,
-                self._spoiled(value, blocks.block_kv), tiles.counts, tiles.tiles,
-                self.tables, self._table_strides(), *map(_strides, (query, key, value)),
-                tiles.strides, *self._sizes(q_blocks), splits, *self._dropout(), **constants,
-                stages=blocks.stages, num_warps=blocks.warps,
-            )  # fmt: skip
+            flags = self._spoiled(value, blocks.block_kv)
+            for selects in self._runs():
+                forward[(programs * splits,)](
+                    query, key, value, written.out, lse, written.row_max, written.row_sum,
+                    sink_rows, flags, tiles.counts, tiles.tiles,
+                    self.tables, self._table_strides(), *map(_strides, (query, key, value)),
+                    tiles.strides, *self._sizes(q_blocks), splits, *self._dropout(), **constants,
+                    selects=selects, stages=blocks.stages, num_warps=blocks.warps,
+                )  # fmt: skip
             if splits > 1:
                 count = out.numel() // spec.v_head_dim
                 combine[(ceil(count / _COMBINED),)](
@@ -147,25 +149,31 @@ class Launches:
             blocks = backward_blocks(spec, of_keys=False)
             tiles = self._schedule(blocks.block_q, blocks.block_kv)
             count = ceil(spec.q_len / blocks.block_q)
-            gradients_of_queries[(spec.batch_size * spec.num_heads * count,)](
-                query, key, value, grad_out, gradients[0], *rows,
-                self._spoiled(key, blocks.block_kv), tiles.counts, tiles.tiles,
-                self.tables, *strides, tiles.strides, *self._sizes(count), *self._dropout(),
-                **constants, BLOCK_Q=blocks.block_q, BLOCK_KV=blocks.block_kv,
-                stages=blocks.stages, num_warps=blocks.warps,
-            )  # fmt: skip
+            flags = self._spoiled(key, blocks.block_kv)
+            for selects in self._runs():
+                gradients_of_queries[(spec.batch_size * spec.num_heads * count,)](
+                    query, key, value, grad_out, gradients[0], *rows, flags, tiles.counts,
+                    tiles.tiles, self.tables, *strides, tiles.strides, *self._sizes(count),
+                    *self._dropout(), **constants, selects=selects, BLOCK_Q=blocks.block_q,
+                    BLOCK_KV=blocks.block_kv, stages=blocks.stages, num_warps=blocks.warps,
+                )  # fmt: skip
             blocks = backward_blocks(spec, of_keys=True)
             tiles = self._schedule(blocks.block_q, blocks.block_kv, of_keys=True)
             count = ceil(spec.kv_len / blocks.block_kv)
-            gradients_of_keys[(spec.batch_size * spec.num_kv_heads * count,)](
-                query, key, value, grad_out, gradients[1], gradients[2], *rows,
-                self._spoiled(query, blocks.block_q), self._spoiled(grad_out, blocks.block_q),
-                tiles.counts, tiles.tiles, self.tables, *strides, tiles.strides,
-                *self._sizes(count), *self._dropout(), **constants,
-                BLOCK_Q=blocks.block_q, BLOCK_KV=blocks.block_kv,
-                stages=blocks.stages, num_warps=blocks.warps,
-            )  # fmt: skip
+            of_rows = [self._spoiled(t, blocks.block_q) for t in (query, grad_out)]
+            for selects in self._runs():
+                gradients_of_keys[(spec.batch_size * spec.num_kv_heads * count,)](
+                    query, key, value, grad_out, gradients[1], gradients[2], *rows, *of_rows,
+                    tiles.counts, tiles.tiles, self.tables, *strides, tiles.strides,
+                    *self._sizes(count), *self._dropout(), **constants, selects=selects,
+                    BLOCK_Q=blocks.block_q, BLOCK_KV=blocks.block_kv,
+                    stages=blocks.stages, num_warps=blocks.warps,
+                )  # fmt: skip
         return gradients[0], gradients[1], gradients[2]
+
+    def _runs(self) -> tuple[bool, ...]:
+        """How often a kernel runs, and whether it selects what it adds up."""
+        return (False, True) if self.problem.spec.may_forbid else (False,)
 
     def _constants(self) -> dict[str, Any]:
         """What every kernel is compiled for."""
@@ -215,7 +223,7 @@ class Launches:
         count = ceil(rows.shape[-2] / block)
         spoiled = torch.empty(*rows.shape[:2], count, dtype=torch.int32, device=self.device)
         spec = self.problem.spec
-        if spec.may_forbid or spec.kv_len or spec.q_len:
+        if spec.may_forbid:
             spoiled_blocks[(count, rows.shape[0] * rows.shape[1])](
                 rows, _strides(rows), spoiled, rows.shape[-2], rows.shape[1], rows.shape[-1],
                 padded(rows.shape[-1]), block,

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from qkv.backends.torch.triton.kernels.tiles import (
     dropout_factors,
+    has_flag,
     product,
     rows_of,
     scores_of,
@@ -63,8 +64,8 @@ def gradients_of_queries(
     tables, table_strides, q_strides, k_strides, v_strides, schedule_strides,
     scale, q_len, kv_len, num_heads, q_blocks, seed, threshold, kept_factor,
     modify: tl.constexpr, allows: tl.constexpr, slope: tl.constexpr, modifies: tl.constexpr,
-    masks: tl.constexpr, has_dropout: tl.constexpr, group_size: tl.constexpr,
-    head_dim: tl.constexpr, v_head_dim: tl.constexpr,
+    masks: tl.constexpr, has_dropout: tl.constexpr, selects: tl.constexpr,
+    group_size: tl.constexpr, head_dim: tl.constexpr, v_head_dim: tl.constexpr,
     padded_dim: tl.constexpr, padded_v_dim: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     precision: tl.constexpr, widened: tl.constexpr, factor_type: tl.constexpr,
@@ -100,6 +101,10 @@ def gradients_of_queries(
     own_tiles = tiles + place_of_block.to(tl.int64) * kv_blocks
     full = tl.load(counts + place_of_block * 2)
     partial = tl.load(counts + place_of_block * 2 + 1)
+    if selects:
+        if not has_flag(flags, own_tiles, 0 if modifies else full, full + partial):
+            full, partial = 0, 0
+            is_row = is_row & False
 
     acc = tl.zeros([BLOCK_Q, padded_dim], tl.float32)
     for is_partial in tl.static_range(0, 2):
@@ -116,7 +121,7 @@ def gradients_of_queries(
                 threshold, kept_factor, modify, allows, slope, modifies, masks, has_dropout,
                 is_partial == 1,
             )  # fmt: skip
-            if is_partial == 1 or modifies:
+            if selects and (is_partial == 1 or modifies):
                 if tl.load(flags + tile) != 0:
                     acc += sums_not_finite(gradients, allowed, k)
                     k = without_infinities(k)
@@ -135,8 +140,8 @@ def gradients_of_keys(
     tables, table_strides, q_strides, k_strides, v_strides, schedule_strides,
     scale, q_len, kv_len, num_heads, kv_blocks, seed, threshold, kept_factor,
     modify: tl.constexpr, allows: tl.constexpr, slope: tl.constexpr, modifies: tl.constexpr,
-    masks: tl.constexpr, has_dropout: tl.constexpr, group_size: tl.constexpr,
-    head_dim: tl.constexpr, v_head_dim: tl.constexpr,
+    masks: tl.constexpr, has_dropout: tl.constexpr, selects: tl.constexpr,
+    group_size: tl.constexpr, head_dim: tl.constexpr, v_head_dim: tl.constexpr,
     padded_dim: tl.constexpr, padded_v_dim: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     precision: tl.constexpr, widened: tl.constexpr, factor_type: tl.constexpr,
@@ -159,6 +164,19 @@ def gradients_of_keys(
     k = rows_of(keys, k_strides, kv_index, dim, kv_len, head_dim, padded_dim)
     v = rows_of(values, v_strides, kv_index, v_dim, kv_len, v_head_dim, padded_v_dim)
     q_blocks = tl.cdiv(q_len, BLOCK_Q)
+    is_key = kv_index < kv_len
+    if selects:
+        is_spoiled = False
+        for member in range(group_size):
+            head = kv_head * group_size + member
+            flags = (wide_batch * num_heads + head) * q_blocks
+            place = batch * schedule_strides[0] + head * schedule_strides[1] + block
+            own_tiles = tiles + place.to(tl.int64) * q_blocks
+            full, partial = tl.load(counts + place * 2), tl.load(counts + place * 2 + 1)
+            first, last = 0 if modifies else full, full + partial
+            is_spoiled |= has_flag(spoiled_gradients + flags, own_tiles, first, last)
+            is_spoiled |= has_flag(spoiled_queries + flags, own_tiles, first, last)
+        is_key = is_key & is_spoiled
 
     dk = tl.zeros([BLOCK_KV, padded_dim], tl.float32)
     dv = tl.zeros([BLOCK_KV, padded_v_dim], tl.float32)
@@ -193,7 +211,7 @@ def gradients_of_keys(
                     seed, threshold, kept_factor, modify, allows, slope, modifies, masks,
                     has_dropout, is_partial == 1,
                 )  # fmt: skip
-                if is_partial == 1 or modifies:
+                if selects and (is_partial == 1 or modifies):
                     if tl.load(spoiled_gradients + flags + tile) != 0:
                         dv += sums_not_finite(weights, allowed, do)
                         do = without_infinities(do)
@@ -202,7 +220,6 @@ def gradients_of_keys(
                         q = without_infinities(q)
                 dv = product(weights.to(factor_type), do.to(factor_type), dv, precision, widened)
                 dk = product(gradients.to(factor_type), q.to(factor_type), dk, precision, widened)
-    is_key = kv_index < kv_len
     place_of_key = (wide_batch * kv_heads + kv_head) * kv_len + kv_index
     tl.store(
         grad_key + place_of_key[:, None] * head_dim + dim[None, :],

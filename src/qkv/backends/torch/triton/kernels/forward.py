@@ -5,6 +5,7 @@ import triton.language as tl
 
 from qkv.backends.torch.triton.kernels.tiles import (
     dropout_factors,
+    has_flag,
     product,
     rows_of,
     scores_of,
@@ -25,7 +26,7 @@ def forward(
     scale, q_len, kv_len, num_heads, q_blocks, splits, seed, threshold, kept_factor,
     modify: tl.constexpr, allows: tl.constexpr, modifies: tl.constexpr, masks: tl.constexpr,
     has_sinks: tl.constexpr, has_dropout: tl.constexpr, is_split: tl.constexpr,
-    group_size: tl.constexpr, packed_heads: tl.constexpr,
+    selects: tl.constexpr, group_size: tl.constexpr, packed_heads: tl.constexpr,
     head_dim: tl.constexpr, v_head_dim: tl.constexpr,
     padded_dim: tl.constexpr, padded_v_dim: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
@@ -33,6 +34,10 @@ def forward(
     stages: tl.constexpr,
 ):  # fmt: skip
     """Output, lse and what the backward pass needs of one block of queries.
+
+    A number that is not finite, times the weight 0 of a forbidden pair, is NaN. The loops do not
+    look for such numbers, which would cost them registers. With `selects` the kernel is run again
+    for the blocks of queries that have met one, and chooses what it adds up.
 
     A row of the block is a query of one head, or of `packed_heads` heads that read the same keys.
     With `is_split` a program sees one of `splits` parts of the tiles, and writes sums that are not
@@ -70,6 +75,10 @@ def forward(
     own_tiles = tiles + place.to(tl.int64) * kv_blocks
     share = tl.cdiv(full + partial, splits)
     first, last = split * share, tl.minimum((split + 1) * share, full + partial)
+    if selects:
+        if not has_flag(flags, own_tiles, 0 if modifies else full, full + partial):
+            first, last = 0, 0
+            is_row = is_row & False
 
     largest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
@@ -78,7 +87,7 @@ def forward(
         largest, total, acc = _over_tile(
             largest, total, acc, q, keys, values, flags, tl.load(own_tiles + t),
             tables, table_strides, k_strides, v_strides, q_index, head, batch, q_len, kv_len,
-            scale, seed, threshold, kept_factor, modify, allows, modifies, masks, has_dropout,
+            scale, seed, threshold, kept_factor, modify, allows, modifies, masks, has_dropout, selects,
             head_dim, v_head_dim, dim, v_dim, padded_dim, padded_v_dim, BLOCK_KV, precision,
             widened, index_type, False,
         )  # fmt: skip
@@ -86,7 +95,7 @@ def forward(
         largest, total, acc = _over_tile(
             largest, total, acc, q, keys, values, flags, tl.load(own_tiles + t),
             tables, table_strides, k_strides, v_strides, q_index, head, batch, q_len, kv_len,
-            scale, seed, threshold, kept_factor, modify, allows, modifies, masks, has_dropout,
+            scale, seed, threshold, kept_factor, modify, allows, modifies, masks, has_dropout, selects,
             head_dim, v_head_dim, dim, v_dim, padded_dim, padded_v_dim, BLOCK_KV, precision,
             widened, index_type, True,
         )  # fmt: skip
@@ -117,7 +126,7 @@ def _over_tile(
     largest, total, acc, q, keys, values, flags, tile,
     tables, table_strides, k_strides, v_strides, q_index, head, batch, q_len, kv_len,
     scale, seed, threshold, kept_factor, modify: tl.constexpr, allows: tl.constexpr,
-    modifies: tl.constexpr, masks: tl.constexpr, has_dropout: tl.constexpr,
+    modifies: tl.constexpr, masks: tl.constexpr, has_dropout: tl.constexpr, selects: tl.constexpr,
     head_dim: tl.constexpr, v_head_dim: tl.constexpr, dim, v_dim,
     padded_dim: tl.constexpr, padded_v_dim: tl.constexpr, BLOCK_KV: tl.constexpr,
     precision: tl.constexpr, widened: tl.constexpr, index_type: tl.constexpr,
@@ -147,7 +156,7 @@ def _over_tile(
             q_index[:, None], kv_index[None, :], head[:, None], batch, scores, seed, threshold,
             kept_factor,
         )  # fmt: skip
-    if is_partial or modifies:
+    if selects and (is_partial or modifies):
         if tl.load(flags + tile) != 0:
             acc += sums_not_finite(weights, scores != float("-inf"), v)
             v = without_infinities(v)

@@ -75,6 +75,17 @@ def dropout_factors(q_index, kv_index, head, batch, shape_of, seed, threshold, k
 
 
 @triton.jit
+def has_flag(flags, tiles, first, last, STEP: tl.constexpr = 128):
+    """Whether one of the tiles from `first` to `last` of a list has a flag that is not 0."""
+    found = tl.zeros([STEP], tl.int32)
+    for start in range(first, last, STEP):
+        place = start + tl.arange(0, STEP)
+        tile = tl.load(tiles + place, mask=place < last, other=0)
+        found |= tl.load(flags + tile, mask=place < last, other=0)
+    return tl.max(found, 0) != 0
+
+
+@triton.jit
 def without_infinities(rows):
     """These rows with 0 for what is not finite."""
     return tl.where(_is_finite(rows), rows, 0.0).to(rows.dtype)
