@@ -85,6 +85,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["QKV_CACHE_DIR"] = str(cache.mkdir("kernels"))
     for name in ("QKV_NUM_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # every core has a worker already
+    # Kernels for GPUs run in Triton's interpreter; with 0 in place of 1, on the GPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.hookimpl(optionalhook=True)

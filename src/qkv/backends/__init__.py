@@ -128,7 +128,8 @@ def _found() -> dict[str, Backend]:
         from qkv.backends.torch.triton import TritonBackend
 
     known: dict[str, Backend] = {}
-    for own in (CpuBackend(), BlockedBackend(), TorchBackend(), TritonBackend(), ReferenceBackend()):
+    own_kinds = CpuBackend, BlockedBackend, TorchBackend, TritonBackend, ReferenceBackend
+    for own in (kind() for kind in own_kinds):
         known[own.name] = own
     for point in backend_entry_points():
         if point.name in known:

@@ -1,10 +1,10 @@
 """Attention on a GPU by kernels in Triton, for every mask and score mod.
 
-    attention      operands, and the function that torch differentiates
-    launches       one problem with its kernels; blocks: their tiles
-    expressions    score mods and masks as functions of Triton
-    schedule       which tiles are computed
-    kernels        the kernels
+attention      operands, and the function that torch differentiates
+launches       one problem with its kernels; blocks: their tiles
+expressions    score mods and masks as functions of Triton
+schedule       which tiles are computed
+kernels        the kernels
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from functools import cache
 from importlib.util import find_spec
 
 from qkv.backends import Refusal
-from qkv.backends.torch.triton.blocks import LARGEST_DIM, forward_blocks, packed_heads
 from qkv.partial import Partial
 from qkv.problem.spec import Problem, Spec
 
 __all__ = ["TritonBackend"]
+
+LARGEST_DIM = 256
+"""Entries of a row up to which tiles fit into shared memory."""
 
 
 class TritonBackend:
@@ -48,6 +50,8 @@ class TritonBackend:
         return tuple(refused)
 
     def blocks(self, spec: Spec) -> tuple[int, int]:
+        from qkv.backends.torch.triton.blocks import forward_blocks, packed_heads
+
         blocks = forward_blocks(spec)
         return blocks.block_q // packed_heads(spec), blocks.block_kv
 

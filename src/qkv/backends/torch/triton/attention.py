@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,15 +34,15 @@ def attend(problem: Problem, *, lse: bool) -> Partial:
     if spec.rotation is not None:  # Rounding rotated rows to 16 bits would show in scores.
         sides = zip(batched[:2], ("q", "kv"), strict=True)
         batched[:2] = [rotated(problem, t.float(), side) for t, side in sides]
-    sinks = _sinks(problem, tensors[0].device)
+    inputs = dict(zip(_OPERANDS, batched, strict=True)) | _arrays_of_variants(problem)
     flat = Problem(
         replace(spec, batch_shape=(spec.batch_size,)), replace(problem.operands, angles=None)
     )
     call = Launches.of(flat, tensors[0].device)
-    if needs_derivatives(*batched, *([] if sinks is None else [sinks])):
-        out, rows = _Attention.apply(call, sinks, *batched)
+    if needs_derivatives(*inputs.values()):
+        out, rows = _Attention.apply(call, tuple(inputs), *inputs.values())
     else:
-        found = call.forward(batched, sinks, batched[2].dtype)
+        found = call.forward(inputs, tensors[2].dtype)
         out, rows = found.out, found.lse
     leading = spec.batch_shape
     found_lse: Any = rows.reshape(*leading, *rows.shape[1:]) if lse else np.empty(0)
@@ -52,90 +52,95 @@ def attend(problem: Problem, *, lse: bool) -> Partial:
 def _has_kernels(problem: Problem) -> bool:
     """Whether kernels compute this, and not operations of torch.
 
-    These serve where torch traces or transforms a call, where there is nothing to add up, and where
-    tables have gradients.
+    These serve where torch traces or transforms a call, and where there is nothing to add up.
     """
     spec, given = problem.spec, problem.operands.device_arrays
     if hides_values(*(given[name] for name in _OPERANDS)):
         return False
     sizes = spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, spec.head_dim
-    if 0 in (*sizes, spec.v_head_dim):
-        return False
-    tables = [t for name, t in given.items() if name not in (*_OPERANDS, "sinks")]
-    return not needs_derivatives(*tables)
+    return 0 not in (*sizes, spec.v_head_dim)
 
 
-def _sinks(problem: Problem, device: torch.device) -> Tensor | None:
+def _arrays_of_variants(problem: Problem) -> dict[str, Tensor]:
+    """Sinks, one for each head, and tables that have gradients."""
     operands = problem.operands
-    if operands.sinks is None:
-        return None
-    sinks = operands.device_arrays.get("sinks")
-    if sinks is None:
-        sinks = torch.from_numpy(np.array(operands.sinks, np.float32))
-    return sinks.to(device, torch.float32).expand(problem.spec.num_heads).contiguous()
+    arrays = {
+        name: tensor
+        for name, tensor in operands.device_arrays.items()
+        if name not in (*_OPERANDS, "sinks") and tensor.requires_grad
+    }
+    if operands.sinks is not None:
+        query = operands.device_arrays["query"]
+        sinks = operands.device_arrays.get("sinks")
+        if sinks is None:
+            sinks = torch.from_numpy(np.array(operands.sinks, np.float32))
+        sinks = sinks.to(query.device, torch.float32)
+        arrays["sinks"] = sinks.expand(problem.spec.num_heads).contiguous()
+    return arrays
 
 
 class _Attention(torch.autograd.Function):
-    """Output and lse, and their gradients by kernels.
+    """Output and lse, with gradients of query, key, value and sinks by kernels.
 
-    Where torch will differentiate these once more, they are computed by its own operations.
+    Gradients of tables, and those that torch will differentiate once more, are computed by
+    operations of torch.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, call: Launches, sinks: Tensor | None, *operands: Tensor
+        ctx: Any, call: Launches, names: tuple[str, ...], *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
         # The backward pass subtracts what the output says from other products, so that rounding it
         # to 16 bits would show.
-        found = call.forward(operands, sinks, torch.float32)
-        ctx.call = call
-        ctx.save_for_backward(
-            sinks, *operands, found.out, found.row_max, found.row_sum
-        )
+        found = call.forward(dict(zip(names, tensors, strict=True)), torch.float32)
+        ctx.call, ctx.names = call, names
+        ctx.save_for_backward(*tensors, found.out, found.row_max, found.row_sum)
         ctx.set_materialize_grads(False)
         return found.out, found.lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        sinks, query, key, value, out, row_max, row_sum = ctx.saved_tensors
-        operands = query, key, value
+        *tensors, out, row_max, row_sum = ctx.saved_tensors
+        inputs = dict(zip(ctx.names, tensors, strict=True))
+        wanted = [n for n, w in zip(ctx.names, ctx.needs_input_grad[2:], strict=True) if w]
         if grad_out is None and grad_lse is None:
-            return None, None, None, None, None
+            return None, None, *(None for _ in inputs)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        if torch.is_grad_enabled():
-            return None, *_again(ctx, sinks, operands, grad_out, grad_lse)
-        delta = (out * grad_out).sum(-1)
-        if grad_lse is not None:
-            delta = delta - grad_lse
-        of_sinks = None
-        if sinks is not None and ctx.needs_input_grad[1]:
-            largest = sinks.clamp(max=torch.finfo(torch.float32).max)[:, None]
-            of_sinks = -(torch.exp(largest - row_max) / row_sum * delta).sum((0, 2))
-        found = ctx.call.backward(operands, grad_out, row_max, row_sum, delta)
-        return None, of_sinks, *found
+        if torch.is_grad_enabled() or not {*wanted} <= {*_OPERANDS, "sinks"}:
+            found = _by_operations(ctx.call.problem, inputs, wanted, grad_out, grad_lse)
+        else:
+            delta = (out * grad_out).sum(-1)
+            if grad_lse is not None:
+                delta = delta - grad_lse
+            found = ctx.call.backward(inputs, grad_out, row_max, row_sum, delta)
+            if "sinks" in wanted:
+                largest = inputs["sinks"].clamp(max=torch.finfo(torch.float32).max)[:, None]
+                share = torch.exp(largest - row_max) / row_sum
+                found["sinks"] = -(share * delta).sum((0, 2))
+        return None, None, *(found.get(name) for name in ctx.names)
 
 
-def _again(
-    ctx: Any,
-    sinks: Tensor | None,
-    operands: Sequence[Tensor],
+def _by_operations(
+    problem: Problem,
+    inputs: Mapping[str, Tensor],
+    wanted: Sequence[str],
     grad_out: Tensor,
     grad_lse: Tensor | None,
-) -> list[Tensor | None]:
-    """Gradients of sinks, query, key and value, as operations that torch can differentiate."""
-    problem: Problem = ctx.call.problem
-    arrays = dict(problem.operands.device_arrays) | dict(zip(_OPERANDS, operands, strict=True))
-    if sinks is not None:
-        arrays["sinks"] = sinks
+) -> dict[str, Tensor | None]:
+    """Gradients of the inputs that are wanted, which torch can differentiate again."""
+    again = torch.is_grad_enabled()
+    if not again:
+        inputs = {n: t.detach().requires_grad_(n in wanted) for n, t in inputs.items()}
+    arrays = dict(problem.operands.device_arrays) | dict(inputs)
     held = replace(problem.operands, device_arrays=arrays)
-    found: Any = TensorAttention(replace(problem, operands=held)).attend()
+    with torch.enable_grad():
+        found: Any = TensorAttention(replace(problem, operands=held)).attend()
     outputs, cotangents = [found.out], [grad_out]
     if grad_lse is not None:
         outputs, cotangents = [found.out, found.lse], [grad_out, grad_lse]
-    wanted = ctx.needs_input_grad[1:]
-    inputs = [t for t, w in zip((sinks, *operands), wanted, strict=True) if w]
-    gradients = iter(
-        torch.autograd.grad(outputs, inputs, cotangents, create_graph=True, allow_unused=True)
-    )
-    return [next(gradients) if w else None for w in wanted]
+    gradients = torch.autograd.grad(
+        outputs, [inputs[name] for name in wanted], cotangents, create_graph=again,
+        allow_unused=True,
+    )  # fmt: skip
+    return dict(zip(wanted, gradients, strict=True))

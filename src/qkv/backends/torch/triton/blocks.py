@@ -10,10 +10,7 @@ from dataclasses import dataclass
 
 from qkv.problem.spec import Spec
 
-__all__ = ["LARGEST_DIM", "Blocks", "backward_blocks", "forward_blocks", "is_wide", "padded"]
-
-LARGEST_DIM = 256
-"""Entries of a row from which on tiles do not fit into shared memory."""
+__all__ = ["Blocks", "backward_blocks", "forward_blocks", "is_wide", "padded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,7 @@ def forward_blocks(spec: Spec) -> Blocks:
 
 def packed_heads(spec: Spec) -> int:
     """How many query heads, which read the same keys, share a block of the forward pass."""
-    group = spec.group_size
+    group = max(spec.group_size, 1)
     return group if spec.q_len * group <= 16 else 1
 
 

@@ -87,9 +87,7 @@ def functions(
         _function(name, node, tables, index).lstrip("\n") for name, node in nodes.items()
     )
     made = _defined(source)
-    return Functions(
-        made["modify"], made["slope"], made["allows"], score != SCORE, mask != TRUE
-    )
+    return Functions(made["modify"], made["slope"], made["allows"], score != SCORE, mask != TRUE)
 
 
 def _function(name: str, node: Node, tables: Sequence[tuple[str, int]], index: str) -> str:

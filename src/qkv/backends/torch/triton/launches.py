@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import ceil
@@ -79,12 +79,11 @@ class Launches:
             index,
         )
 
-    def forward(
-        self, operands: Sequence[Tensor], sinks: Tensor | None, dtype: torch.dtype
-    ) -> Forward:
+    def forward(self, inputs: Mapping[str, Tensor], dtype: torch.dtype) -> Forward:
         """Output in `dtype`, and rows in float32."""
         spec = self.problem.spec
-        query, key, value = map(_with_rows, operands)
+        query, key, value = _operands(inputs)
+        sinks = inputs.get("sinks")
         blocks, packed = forward_blocks(spec), packed_heads(spec)
         tiles = self._schedule(blocks.block_q // packed, blocks.block_kv, packed_heads=packed)
         q_blocks = ceil(spec.q_len / (blocks.block_q // packed))
@@ -125,15 +124,15 @@ class Launches:
 
     def backward(
         self,
-        operands: Sequence[Tensor],
+        inputs: Mapping[str, Tensor],
         grad_out: Tensor,
         row_max: Tensor,
         row_sum: Tensor,
         delta: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> dict[str, Tensor | None]:
         """Gradients of query, key and value."""
         spec = self.problem.spec
-        query, key, value = map(_with_rows, operands)
+        query, key, value = _operands(inputs)
         grad_out = grad_out.to(value.dtype).contiguous()
         gradients = [
             torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in (query, key, value)
@@ -169,7 +168,7 @@ class Launches:
                     BLOCK_Q=blocks.block_q, BLOCK_KV=blocks.block_kv,
                     stages=blocks.stages, num_warps=blocks.warps,
                 )  # fmt: skip
-        return gradients[0], gradients[1], gradients[2]
+        return dict(zip(("query", "key", "value"), gradients, strict=True))
 
     def _runs(self) -> tuple[bool, ...]:
         """How often a kernel runs, and whether it selects what it adds up."""
@@ -255,9 +254,12 @@ def is_interpreted() -> bool:
     return not hasattr(forward, "cache_hook") and type(forward).__name__ == "InterpretedFunction"
 
 
-def _with_rows(tensor: Tensor) -> Tensor:
-    """The tensor, with the entries of each row next to one another."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+def _operands(inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """Query, key and value, with the entries of each row next to one another."""
+    return [
+        rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
+        for rows in (inputs[name] for name in ("query", "key", "value"))
+    ]
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ def floored(x, index_type: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """By a polynomial near 0, where `1 - 2 / (exp(2 x) + 1)` would lose digits.
+    """A polynomial near 0, where `1 - 2 / (exp(2 x) + 1)` would lose digits.
 
     The coefficients are those of `tanhf` in Cephes, for |x| < 0.625.
     """

@@ -87,17 +87,17 @@ def forward(
         largest, total, acc = _over_tile(
             largest, total, acc, q, keys, values, flags, tl.load(own_tiles + t),
             tables, table_strides, k_strides, v_strides, q_index, head, batch, q_len, kv_len,
-            scale, seed, threshold, kept_factor, modify, allows, modifies, masks, has_dropout, selects,
-            head_dim, v_head_dim, dim, v_dim, padded_dim, padded_v_dim, BLOCK_KV, precision,
-            widened, index_type, False,
+            scale, seed, threshold, kept_factor, modify, allows, modifies, masks, has_dropout,
+            selects, head_dim, v_head_dim, dim, v_dim, padded_dim, padded_v_dim, BLOCK_KV,
+            precision, widened, index_type, False,
         )  # fmt: skip
     for t in tl.range(tl.maximum(full, first), last, num_stages=stages):
         largest, total, acc = _over_tile(
             largest, total, acc, q, keys, values, flags, tl.load(own_tiles + t),
             tables, table_strides, k_strides, v_strides, q_index, head, batch, q_len, kv_len,
-            scale, seed, threshold, kept_factor, modify, allows, modifies, masks, has_dropout, selects,
-            head_dim, v_head_dim, dim, v_dim, padded_dim, padded_v_dim, BLOCK_KV, precision,
-            widened, index_type, True,
+            scale, seed, threshold, kept_factor, modify, allows, modifies, masks, has_dropout,
+            selects, head_dim, v_head_dim, dim, v_dim, padded_dim, padded_v_dim, BLOCK_KV,
+            precision, widened, index_type, True,
         )  # fmt: skip
 
     # Parts, output and rows are contiguous: (splits, batch, heads, queries, dim).
