@@ -13,7 +13,7 @@ latency/, models/
 first_calls/, cache_steps/, ranks/
               programs of their own: what a new process pays, what a step over a cache costs,
               attention over processes
-linear_time, int8_means, second_derivatives
+linear_time, int8_means, second_derivatives, gpu
               the same in one file each: linear-time mechanisms, int8 caches, forward mode and
-              double backward
+              double backward, kernels in Triton
 """

@@ -54,7 +54,8 @@ def test_properties(backend: str, case: Case, dtype: str, what: str) -> None:
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.sampled(("case", "dtype", "what"), triples(ELSEWHERE, CHECKS), one_in=36)
 def test_variants_from_elsewhere(backend: str, case: Case, dtype: str, what: str) -> None:
-    assert check_case(backend, case, dtype, what=what)
+    is_refused = (backend, dtype) == ("triton", "float64")
+    assert check_case(backend, case, dtype, what=what) != is_refused
 
 
 PLAIN = next(case for case in cases() if case.name == "causal, alibi")
