@@ -20,6 +20,6 @@ def test_a_row_is_checked_and_printed(row: str, monkeypatch, capsys) -> None:
 
 def test_a_wrong_result_ends_it() -> None:
     tensors = [torch.randn(1, heads, 8, 4) for heads in (gpu.HEADS, gpu.KV_HEADS, gpu.KV_HEADS)]
-    with pytest.raises(SystemExit, match="flex, causal is .* off, allowed is"):
-        out = torch.zeros(1, gpu.HEADS, 8, 4)
+    out = torch.zeros(1, gpu.HEADS, 8, 4)
+    with pytest.raises(SystemExit, match=r"flex, causal is .* off, allowed is"):
         gpu.check("flex, causal", out, gpu.ROWS["causal"], tensors, torch.zeros(8))

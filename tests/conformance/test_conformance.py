@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import qkv
+from devices import DEVICE
 from qkv.backends import Refusal, backends
 from qkv.backends.blocked import BlockedBackend
 from qkv.testing import DTYPES, Case, cases, check_case
@@ -27,7 +28,7 @@ NAMES = [b.name for b in backends() if b.name != "torch" or find_spec("torch") i
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.sampled(("case", "dtype"), PAIRS, one_in=48)
 def test_conformance(backend: str, case: Case, dtype: str, request: pytest.FixtureRequest) -> None:
-    check_case(backend, case, dtype)
+    check_case(backend, case, dtype, device=DEVICE)
     if backend == "cpu":
         request.getfixturevalue("masks_of_few_pairs_are_read")
         check_case(backend, case, dtype)

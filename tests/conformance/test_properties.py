@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from devices import DEVICE
 from qkv.backends import (
     DeviceBackend,
     Prepared,
@@ -47,7 +48,7 @@ BESIDE = [what for what in CHECKS if what != "forward"]
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.sampled(("case", "dtype", "what"), triples(cases(), BESIDE), one_in=600)
 def test_properties(backend: str, case: Case, dtype: str, what: str) -> None:
-    check_case(backend, case, dtype, what=what)
+    check_case(backend, case, dtype, what=what, device=DEVICE)
 
 
 @pytest.mark.slow
@@ -55,7 +56,7 @@ def test_properties(backend: str, case: Case, dtype: str, what: str) -> None:
 @pytest.mark.sampled(("case", "dtype", "what"), triples(ELSEWHERE, CHECKS), one_in=36)
 def test_variants_from_elsewhere(backend: str, case: Case, dtype: str, what: str) -> None:
     is_refused = (backend, dtype) == ("triton", "float64")
-    assert check_case(backend, case, dtype, what=what) != is_refused
+    assert check_case(backend, case, dtype, what=what, device=DEVICE) != is_refused
 
 
 PLAIN = next(case for case in cases() if case.name == "causal, alibi")

@@ -31,7 +31,12 @@ __all__ = ["CHECKS", "check_case"]
 
 
 def check_case(
-    backend: Backend | str, case: Case, dtype: str | None = None, *, what: str = "forward"
+    backend: Backend | str,
+    case: Case,
+    dtype: str | None = None,
+    *,
+    what: str = "forward",
+    device: str = "cpu",
 ) -> bool:
     """Hold a backend to one case.
 
@@ -62,12 +67,14 @@ def check_case(
     ----------
     backend : Backend or str
         An object with the protocol of `qkv.backends.Backend`, or the name of a known one. One with
-        that of `DeviceBackend` is given torch tensors on the CPU.
+        that of `DeviceBackend` is given torch tensors.
     case : Case
     dtype : str, optional
         One name of `DTYPES`; by default all that the case lists, one after another.
     what : str
         One name of `CHECKS`.
+    device : str
+        Where these tensors lie, as torch calls it: "cpu", or "cuda" to test a GPU.
 
     Returns
     -------
@@ -99,7 +106,8 @@ def check_case(
     if isinstance(backend, str):
         _require_known("backend", backend, [each.name for each in backends()])
     with _known(backend) as name:
-        ran = [CHECKS[what](CaseRun(name, case, d)) for d in ((dtype,) if dtype else case.dtypes)]
+        dtypes = (dtype,) if dtype else case.dtypes
+        ran = [CHECKS[what](CaseRun(name, case, d, device)) for d in dtypes]
     return any(ran)
 
 

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv._api import attention, inspect
-from qkv.arrays.views import view
 from qkv.call.binding.bound import bind
 from qkv.call.binding.options import option_values
 from qkv.call.derivatives.vjp import vjp
@@ -19,7 +18,7 @@ from qkv.errors import QkvError
 from qkv.testing.case import DTYPES, Case, Inputs, Variants
 from qkv.testing.derivatives import GradientOracle
 from qkv.testing.oracle import Truth
-from qkv.testing.run import CaseRun, tensor
+from qkv.testing.run import CaseRun
 from qkv.testing.tolerances import bounds, largest
 
 Array = NDArray[Any]
@@ -131,9 +130,9 @@ def _pulled_back(run: CaseRun, inputs: Inputs, grad_out: Array, grad_lse: Array)
         return [operand_gradients.query, operand_gradients.key, operand_gradients.value]
     import torch
 
-    leaves = [tensor(a).requires_grad_() for a in inputs.arrays]
+    leaves = [run.tensor(a).requires_grad_() for a in inputs.arrays]
     results = attention(*leaves, *inputs.variants, return_lse=True, **keywords)
-    cotangents = tensor(grad_out), tensor(grad_lse)
+    cotangents = run.tensor(grad_out), run.tensor(grad_lse)
     # torch tracks no gradient through rows without keys.
     differentiable = [n for n, result in enumerate(results) if result.requires_grad]
     along = torch.autograd.grad(
@@ -142,7 +141,7 @@ def _pulled_back(run: CaseRun, inputs: Inputs, grad_out: Array, grad_lse: Array)
         [cotangents[n] for n in differentiable],
         materialize_grads=True,
     )
-    return [view(gradient, "a gradient") for gradient in along]
+    return [run.array(gradient, "a gradient") for gradient in along]
 
 
 # Inspection
@@ -153,10 +152,10 @@ def inspection(run: CaseRun) -> bool:
     inputs, case = run.case.build(run.dtype), run.case
     if run.refusals(inputs):
         return False
-    arrays: Any = [tensor(a) for a in inputs.arrays] if run.is_device else inputs.arrays
+    arrays: Any = [run.tensor(a) for a in inputs.arrays] if run.is_device else inputs.arrays
     record = inspect(*arrays, *inputs.variants, backend=run.backend, **inputs.keywords)
     truth = case.truth(run.dtype)
-    out, lse = view(record.output, "out"), view(record.lse, "lse")
+    out, lse = run.array(record.output, "out"), run.array(record.lse, "lse")
     run.form(out, lse)
     run.values(out, lse)
     weights = truth.weights if case.head_axis else truth.weights[0]
@@ -172,7 +171,7 @@ def inspection(run: CaseRun) -> bool:
         ("max_weight", record.max_weight, weights.max(axis=-1, initial=0.0), limit),
         ("received", record.received, weights.sum(axis=-2), limit * max(1, case.shape.q_len)),
     ):
-        seen = view(statistic, name)
+        seen = run.array(statistic, name)
         run.require(seen.shape == right.shape, f"{name} has shape {seen.shape}")
         most = np.max(allowance, initial=0.0)
         fact = f"{name} is {largest(seen - right):.3g} off, allowed is {most:.3g}"
@@ -183,7 +182,7 @@ def inspection(run: CaseRun) -> bool:
 
 
 def _best_keys(run: CaseRun, best: Any, weights: Array, allowed: Array, limit: float) -> None:
-    indices, values = (view(a, "top") for a in best)
+    indices, values = (run.array(a, "top") for a in best)
     missing = indices < 0
     few = np.minimum(allowed.sum(axis=-1), 3)
     run.require((missing.sum(axis=-1) == 3 - few).all(), "top(3) has a wrong number of keys")
@@ -244,7 +243,7 @@ def decoding(run: CaseRun) -> bool:
     for q_len, lengths in STEPS:
         for kv_len in lengths:
             step = _step(case, q_len, kv_len)
-            this = CaseRun(run.backend, step, run.dtype)
+            this = CaseRun(run.backend, step, run.dtype, run.device)
             try:
                 inputs = step.build(run.dtype)
                 refused = this.refusals(inputs)

@@ -20,17 +20,17 @@ from qkv.variants import Bias, Mask
 
 Array = NDArray[Any]
 
-__all__ = ["CaseRun", "tensor"]
+__all__ = ["CaseRun"]
 
 
 class CaseRun:
     """One backend, case and dtype, and what is required of them.
 
-    A backend of a device is given torch tensors, all others NumPy arrays.
+    A backend of a device is given torch tensors there, all others NumPy arrays.
     """
 
-    def __init__(self, backend: str, case: Case, dtype: str) -> None:
-        self.backend, self.case, self.dtype = backend, case, dtype
+    def __init__(self, backend: str, case: Case, dtype: str, device: str = "cpu") -> None:
+        self.backend, self.case, self.dtype, self.device = backend, case, dtype, device
 
     @property
     def backend_object(self) -> Backend:
@@ -49,7 +49,7 @@ class CaseRun:
             for v in inputs.variants
         ]
         spec = check(*inputs.arrays, variants, **inputs.keywords).spec
-        return replace(spec, library="torch") if self.is_device else spec
+        return replace(spec, library="torch", device=self.device) if self.is_device else spec
 
     def refusals(self, inputs: Inputs, *, backward: bool = False) -> tuple[Refusal, ...]:
         """Why the backend does not run the case."""
@@ -64,10 +64,21 @@ class CaseRun:
         """Output and lse as NumPy arrays."""
         arrays: Any = inputs.arrays
         if tensors or self.is_device:
-            arrays = [tensor(a) for a in arrays]
+            arrays = [self.tensor(a) for a in arrays]
         keywords = {**inputs.keywords, "backend": self.backend, "return_lse": True}
         out, lse = attention(*arrays, *inputs.variants, **keywords)
-        return view(out, "out"), view(lse, "lse")
+        return self.array(out, "out"), self.array(lse, "lse")
+
+    def tensor(self, array: Array) -> Any:
+        """A torch tensor with a copy of the array's values, on the device of the backend."""
+        from qkv.arrays.torch_arrays import TorchArrays
+
+        copied = TorchArrays().restore(np.array(array, order="C"))
+        return copied.to(self.device) if self.is_device else copied
+
+    def array(self, result: Any, role: str) -> Array:
+        """A result as an array in main memory."""
+        return view(result.cpu() if self.is_device and hasattr(result, "cpu") else result, role)
 
     def same(self, one: Any, other: Any, fact: str) -> None:
         """Require the same bits in two sequences of arrays."""
@@ -116,10 +127,3 @@ class CaseRun:
                 return
         for (what, error), limit in zip(errors, limits, strict=True):
             self.require(error <= limit, f"{what} is {error:.3g} off, allowed is {limit:.3g}")
-
-
-def tensor(array: Array) -> Any:
-    """A torch tensor with a copy of the array's values."""
-    from qkv.arrays.torch_arrays import TorchArrays
-
-    return TorchArrays().restore(np.array(array, order="C"))
