@@ -15,11 +15,27 @@ from hashlib import sha256
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from qkv.backends.torch.triton.tables import Contents, as_read, contents
+from qkv.problem.language.bounds import bounds
 from qkv.problem.language.derivative import derivative
-from qkv.problem.language.expressions import SCORE, TRUE, Const, Load, Node, Op, Var, upwards
+from qkv.problem.language.expressions import (
+    SCORE,
+    TRUE,
+    Const,
+    Load,
+    Node,
+    Op,
+    Var,
+    upwards,
+    walk,
+)
+from qkv.problem.language.intervals import Interval
+from qkv.problem.spec import Problem
 
-__all__ = ["Functions", "functions"]
+__all__ = ["Expressions", "Functions", "expressions_of"]
 
 _OPERATIONS: Mapping[str, str] = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "tl.div_rn({0}, {1})",
@@ -68,8 +84,81 @@ class Functions:
     masks: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Expressions:
+    """Score mods and mask as kernels take them: functions, tables on the device, and the type of
+    integers."""
+
+    functions: Functions
+    tables: tuple[Tensor, ...]
+    index: str
+
+    @property
+    def arguments(self) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """The tables, and the strides of all of them, as kernels take them."""
+        return self.tables, tuple(stride for table in self.tables for stride in table.stride())
+
+
+def expressions_of(problem: Problem, device: torch.device) -> Expressions:
+    """The expressions of a problem; those that read small tables are kept for the next call."""
+    spec, operands = problem.spec, problem.operands
+    described = tuple((t.name, t.ndim) for t in spec.tables)
+    sizes = spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len
+    form = _Form(spec.score, spec.mask, described, sizes, _has_long_rows(problem), device)
+    names = [name for name, _ in described]
+    leaves = {n: operands.device_arrays[n] for n in names if n in operands.device_arrays}
+    small = None if leaves else contents(operands.tables, names)
+    return _made(form, operands.tables, leaves) if small is None else _kept(form, small)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What expressions depend on, beside their tables."""
+
+    score: Node
+    mask: Node
+    tables: tuple[tuple[str, int], ...]
+    sizes: tuple[int, int, int, int]
+    has_long_rows: bool
+    device: torch.device
+
+
+@lru_cache(maxsize=32)
+def _kept(form: _Form, tables: Contents) -> Expressions:
+    return _made(form, tables.arrays(), {})
+
+
+def _made(form: _Form, tables: Mapping[str, Any], leaves: Mapping[str, Tensor]) -> Expressions:
+    is_wide = form.has_long_rows or _has_large_integers(form, tables)
+    index = "int64" if is_wide else "int32"
+    return Expressions(
+        _functions(form.score, form.mask, form.tables, index),
+        tuple(as_read(tables[n], leaves.get(n), index, form.device) for n, _ in form.tables),
+        index,
+    )
+
+
+def _has_long_rows(problem: Problem) -> bool:
+    """Whether an entry of a head may lie 2^31 entries or more from its first one."""
+    tensors = [problem.operands.device_arrays[name] for name in ("query", "key", "value")]
+    return any(t.shape[-2] * max(t.stride(-2), t.shape[-1]) >= 2**31 for t in tensors)
+
+
+def _has_large_integers(form: _Form, tables: Mapping[str, Any]) -> bool:
+    """Whether a whole number of an expression, or an index, may not fit into 32 bits."""
+    if max((table.size for table in tables.values()), default=0) >= 2**31:
+        return True
+    whole: list[Node] = [n for n in walk(form.score, form.mask) if n.kind == "int"]
+    names = "batch", "head", "q_index", "kv_index"
+    variables = {
+        name: Interval.of(0, size - 1) for name, size in zip(names, form.sizes, strict=True)
+    }
+    found = bounds(whole, variables, tables)
+    return any((i.low <= -(2**31)).any() or (i.high >= 2**31).any() for i in found)
+
+
 @lru_cache(maxsize=256)
-def functions(
+def _functions(
     score: Node, mask: Node, tables: tuple[tuple[str, int], ...], index: str
 ) -> Functions:
     """The functions of a problem.

@@ -13,7 +13,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from qkv.arrays.torch_arrays import TorchArrays
 from qkv.backends.torch.triton.blocks import (
     backward_blocks,
     forward_blocks,
@@ -21,13 +20,10 @@ from qkv.backends.torch.triton.blocks import (
     packed_heads,
     padded,
 )
-from qkv.backends.torch.triton.expressions import Functions, functions
+from qkv.backends.torch.triton.expressions import Expressions, expressions_of
 from qkv.backends.torch.triton.kernels.backward import gradients_of_keys, gradients_of_queries
 from qkv.backends.torch.triton.kernels.forward import combine, forward, spoiled_blocks
 from qkv.backends.torch.triton.schedule import Schedule, schedule
-from qkv.problem.language.bounds import bounds
-from qkv.problem.language.expressions import Node, walk
-from qkv.problem.language.intervals import Interval
 from qkv.problem.spec import Problem
 
 __all__ = ["Forward", "Launches", "is_interpreted"]
@@ -57,26 +53,16 @@ class Launches:
 
     problem: Problem
     device: torch.device
-    functions: Functions
-    tables: tuple[Tensor, ...]
-    index: str
+    expressions: Expressions
 
     @classmethod
     def of(cls, problem: Problem, device: torch.device) -> Launches:
-        spec, given = problem.spec, problem.operands.device_arrays
-        index = "int64" if _needs_wide_integers(problem) else "int32"
-        tables = tuple(
-            _table(problem.operands.tables[t.name], given.get(t.name), index).to(device)
-            for t in spec.tables
-        )
-        described = tuple((t.name, t.ndim) for t in spec.tables)
+        given = problem.operands.device_arrays
         held = {n: t for n, t in given.items() if n not in ("query", "key", "value")}
         return cls(
-            Problem(spec, replace(problem.operands, device_arrays=held)),
+            Problem(problem.spec, replace(problem.operands, device_arrays=held)),
             device,
-            functions(spec.score, spec.mask, described, index),
-            tables,
-            index,
+            expressions_of(problem, device),
         )
 
     def forward(self, inputs: Mapping[str, Tensor], dtype: torch.dtype) -> Forward:
@@ -108,8 +94,8 @@ class Launches:
                 forward[(programs * splits,)](
                     query, key, value, written.out, lse, written.row_max, written.row_sum,
                     sink_rows, flags, tiles.counts, tiles.tiles,
-                    self.tables, self._table_strides(), *map(_strides, (query, key, value)),
-                    tiles.strides, *self._sizes(q_blocks), splits, *self._dropout(), **constants,
+                    *self.expressions.arguments, *map(_strides, (query, key, value)), tiles.strides,
+                    *self._sizes(q_blocks), splits, *self._dropout(), **constants,
                     selects=selects, stages=blocks.stages, num_warps=blocks.warps,
                 )  # fmt: skip
             if splits > 1:
@@ -140,10 +126,10 @@ class Launches:
         # The gradients of scores may be too small for float16, not for bfloat16.
         factors = spec.dtype if spec.dtype == "bfloat16" and not is_wide(spec) else "float32"
         constants = self._constants() | {
-            "slope": self.functions.slope, "factor_type": _TYPES[factors],
+            "slope": self.expressions.functions.slope, "factor_type": _TYPES[factors],
         }  # fmt: skip
         rows = row_max, row_sum, delta.contiguous()
-        strides = self._table_strides(), *map(_strides, (query, key, value))
+        strides = *self.expressions.arguments, *map(_strides, (query, key, value))
         with self._on_device():
             blocks = backward_blocks(spec, of_keys=False)
             tiles = self._schedule(blocks.block_q, blocks.block_kv)
@@ -152,8 +138,8 @@ class Launches:
             for selects in self._runs():
                 gradients_of_queries[(spec.batch_size * spec.num_heads * count,)](
                     query, key, value, grad_out, gradients[0], *rows, flags, tiles.counts,
-                    tiles.tiles, self.tables, *strides, tiles.strides, *self._sizes(count),
-                    *self._dropout(), **constants, selects=selects, BLOCK_Q=blocks.block_q,
+                    tiles.tiles, *strides, tiles.strides, *self._sizes(count), *self._dropout(),
+                    **constants, selects=selects, BLOCK_Q=blocks.block_q,
                     BLOCK_KV=blocks.block_kv, stages=blocks.stages, num_warps=blocks.warps,
                 )  # fmt: skip
             blocks = backward_blocks(spec, of_keys=True)
@@ -163,7 +149,7 @@ class Launches:
             for selects in self._runs():
                 gradients_of_keys[(spec.batch_size * spec.num_kv_heads * count,)](
                     query, key, value, grad_out, gradients[1], gradients[2], *rows, *of_rows,
-                    tiles.counts, tiles.tiles, self.tables, *strides, tiles.strides,
+                    tiles.counts, tiles.tiles, *strides, tiles.strides,
                     *self._sizes(count), *self._dropout(), **constants, selects=selects,
                     BLOCK_Q=blocks.block_q, BLOCK_KV=blocks.block_kv,
                     stages=blocks.stages, num_warps=blocks.warps,
@@ -176,16 +162,16 @@ class Launches:
 
     def _constants(self) -> dict[str, Any]:
         """What every kernel is compiled for."""
-        spec = self.problem.spec
+        spec, own = self.problem.spec, self.expressions.functions
         return {
-            "modify": self.functions.modify, "allows": self.functions.allows,
-            "modifies": self.functions.modifies, "masks": self.functions.masks,
+            "modify": own.modify, "allows": own.allows,
+            "modifies": own.modifies, "masks": own.masks,
             "has_dropout": spec.dropout, "group_size": spec.group_size,
             "head_dim": spec.head_dim, "v_head_dim": spec.v_head_dim,
             "padded_dim": padded(spec.head_dim), "padded_v_dim": padded(spec.v_head_dim),
             "precision": self._precision(),
             "widened": spec.dtype == "bfloat16" and is_interpreted(),
-            "index_type": tl.int64 if self.index == "int64" else tl.int32,
+            "index_type": self._index_type(),
         }  # fmt: skip
 
     def _precision(self) -> str:
@@ -214,8 +200,8 @@ class Launches:
         seed = int(np.uint64(dropout.seed).astype(np.int64))
         return seed, ceil(dropout.p * 2.0**32), 1 / (1 - dropout.p)
 
-    def _table_strides(self) -> tuple[int, ...]:
-        return tuple(stride for table in self.tables for stride in table.stride())
+    def _index_type(self) -> Any:
+        return tl.int64 if self.expressions.index == "int64" else tl.int32
 
     def _spoiled(self, rows: Tensor, block: int) -> Tensor:
         """Which blocks of rows hold numbers that are not finite, where a pair may be forbidden."""
@@ -226,7 +212,7 @@ class Launches:
             spoiled_blocks[(count, rows.shape[0] * rows.shape[1])](
                 rows, _strides(rows), spoiled, rows.shape[-2], rows.shape[1], rows.shape[-1],
                 padded(rows.shape[-1]), block,
-                tl.int64 if self.index == "int64" else tl.int32,
+                self._index_type(),
             )  # fmt: skip
         return spoiled
 
@@ -264,33 +250,3 @@ def _operands(inputs: Mapping[str, Tensor]) -> list[Tensor]:
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
     return tensor.stride()[:3]
-
-
-def _table(array: Any, leaf: Tensor | None, index: str) -> Tensor:
-    """A table in the type in which kernels read it."""
-    if leaf is None:
-        tensor: Tensor = TorchArrays().restore(np.array(array, order="C"))
-    else:
-        tensor = leaf.detach().reshape((1,) * (array.ndim - leaf.ndim) + tuple(leaf.shape))
-        for axis, size in enumerate(array.shape):
-            tensor = tensor.narrow(axis, 0, size)  # A broadcast axis is read once.
-    if tensor.is_floating_point():
-        return tensor.float()
-    return tensor if tensor.dtype is torch.bool else tensor.to(getattr(torch, index))
-
-
-def _needs_wide_integers(problem: Problem) -> bool:
-    """Whether an index or a whole number of an expression may not fit into 32 bits."""
-    spec, operands = problem.spec, problem.operands
-    tensors = [operands.device_arrays[name] for name in ("query", "key", "value")]
-    ends = [t.shape[-2] * max(t.stride(-2), t.shape[-1]) for t in tensors]
-    if max(*ends, *(table.size for table in operands.tables.values()), 0) >= 2**31:
-        return True
-    whole: list[Node] = [n for n in walk(spec.score, spec.mask) if n.kind == "int"]
-    sizes = {
-        "q_index": spec.q_len, "kv_index": spec.kv_len,
-        "batch": spec.batch_size, "head": spec.num_heads,
-    }  # fmt: skip
-    variables: Mapping[str, Interval] = {n: Interval.of(0, size - 1) for n, size in sizes.items()}
-    found = bounds(whole, variables, operands.tables)
-    return any((i.low <= -(2**31)).any() or (i.high >= 2**31).any() for i in found)

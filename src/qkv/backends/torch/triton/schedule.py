@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,14 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from qkv.backends.torch.triton.tables import Contents, contents
 from qkv.problem.language.expressions import Node
 from qkv.problem.spec import Problem
 from qkv.problem.tiles import TileGrid, TileKind
 
 __all__ = ["Schedule", "schedule"]
-
-LARGEST_KEY = 2**16
-"""Bytes of the tables of a mask up to which its tiles are kept for the next call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +60,9 @@ def schedule(
         spec.num_heads if "head" in spec.mask.variables else 1,
         str(device),
     )  # fmt: skip
-    tables = {name: problem.operands.tables[name] for name in sorted(spec.mask.tables)}
-    if sum(table.nbytes for table in tables.values()) > LARGEST_KEY:
-        return _made(form, tables)
-    contents = tuple(
-        (name, table.dtype.str, table.shape, table.tobytes()) for name, table in tables.items()
-    )
-    return _kept(form, contents)
+    tables = problem.operands.tables
+    small = contents(tables, spec.mask.tables)
+    return _made(form, tables) if small is None else _kept(form, small)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +82,11 @@ class _Form:
 
 
 @lru_cache(maxsize=32)
-def _kept(form: _Form, contents: tuple[tuple[str, str, tuple[int, ...], bytes], ...]) -> Schedule:
-    tables = {
-        name: np.frombuffer(content, dtype).reshape(shape)
-        for name, dtype, shape, content in contents
-    }
-    return _made(form, tables)
+def _kept(form: _Form, tables: Contents) -> Schedule:
+    return _made(form, tables.arrays())
 
 
-def _made(form: _Form, tables: dict[str, NDArray[Any]]) -> Schedule:
+def _made(form: _Form, tables: Mapping[str, NDArray[Any]]) -> Schedule:
     grid = TileGrid(form.mask, tables, form.q_len, form.kv_len, form.block_q, form.block_kv)
     kinds = np.array(
         [[grid.classify(b, h) for h in range(form.heads)] for b in range(form.batches)]

@@ -1,0 +1,59 @@
+"""Tables of a problem: as values that calls can be recognised by, and as kernels read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qkv.arrays.torch_arrays import TorchArrays
+
+__all__ = ["Contents", "as_read", "contents"]
+
+LARGEST = 2**16
+"""Bytes of tables up to which what is made of them is kept for calls with the same."""
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Small tables as a value that can be compared and hashed."""
+
+    parts: tuple[tuple[str, str, tuple[int, ...], bytes], ...]
+
+    def arrays(self) -> dict[str, Array]:
+        return {
+            name: np.frombuffer(content, dtype).reshape(shape)
+            for name, dtype, shape, content in self.parts
+        }
+
+
+def contents(tables: Mapping[str, Array], names: Iterable[str]) -> Contents | None:
+    """What some tables hold; None if that is much, or of a type that NumPy has no word for."""
+    chosen = [(name, tables[name]) for name in sorted(names)]
+    if sum(table.nbytes for _, table in chosen) > LARGEST:
+        return None
+    if any(table.dtype.kind not in "biuf" for _, table in chosen):
+        return None
+    return Contents(tuple((n, t.dtype.str, t.shape, t.tobytes()) for n, t in chosen))
+
+
+def as_read(array: Array, leaf: Tensor | None, index: str, device: torch.device) -> Tensor:
+    """A table in the type in which kernels read it; `leaf` is its tensor, if it has one."""
+    if leaf is None:
+        tensor: Tensor = TorchArrays().restore(np.array(array, order="C"))
+    else:
+        tensor = leaf.detach().reshape((1,) * (array.ndim - leaf.ndim) + tuple(leaf.shape))
+        for axis, size in enumerate(array.shape):
+            tensor = tensor.narrow(axis, 0, size)  # A broadcast axis is read once.
+    if tensor.is_floating_point():
+        tensor = tensor.float()
+    elif tensor.dtype is not torch.bool:
+        tensor = tensor.to(getattr(torch, index))
+    return tensor.to(device)
