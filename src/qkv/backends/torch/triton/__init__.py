@@ -33,9 +33,9 @@ class TritonBackend:
     priority = 5
 
     def refusals(self, spec: Spec) -> tuple[Refusal, ...]:
-        refused = []
         if spec.library != "torch":
-            refused.append(Refusal(f"arrays of {spec.library}", "torch tensors"))
+            return (Refusal(f"arrays of {spec.library}", "torch tensors"),)
+        refused = []
         if not _is_installed():
             refused.append(Refusal("triton is not installed", "it after: pip install triton"))
         if spec.device != "cuda" and not (spec.device == "cpu" and _wants_interpreter()):
