@@ -13,6 +13,7 @@ PATTERNS = {
     "llvmlite": r"\bllvmlite\b|backends\.cpu|instruction_sets|[\"']cpu[\"']",
     "build": r"^from build\b",
     "importlinter": r"\bimportlinter\b",
+    "triton": r"backend=[\"']triton[\"']|\bimport triton\b|torch\.triton\b|benchmarks import gpu",
     "array_api_compat": r"\barray_api_compat\b|qkv\.mechanisms\b",
     **{
         name: rf"\b{name}\b"

@@ -26,11 +26,15 @@ LARGEST_DIM = 256
 class TritonBackend:
     """Attention of torch tensors on a GPU, a tile at a time, in O(n) memory.
 
-    It is chosen by its name alone: `backend="triton"`.
+    A call has it by its name, `backend="triton"`. With QKV_TRITON=1 in the environment every call
+    with tensors on a GPU has it, unless it refuses.
     """
 
     name = "triton"
-    priority = 5
+
+    def __init__(self) -> None:
+        torch = 10
+        self.priority = torch + 1 if os.environ.get("QKV_TRITON") == "1" else torch - 1
 
     def refusals(self, spec: Spec) -> tuple[Refusal, ...]:
         if spec.library != "torch":

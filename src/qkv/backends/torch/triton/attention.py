@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qkv.backends.torch.attention import TensorAttention, hides_values, needs_derivatives
+from qkv.backends.torch.fused import attend_fused, is_fused
 from qkv.backends.torch.rotation import rotated
 from qkv.backends.torch.triton.launches import Launches
 from qkv.partial import Partial
@@ -22,9 +23,14 @@ _OPERANDS = "query", "key", "value"
 
 
 def attend(problem: Problem, *, lse: bool) -> Partial:
-    """Output and lse, sinks included; differentiable any number of times."""
+    """Output and lse, sinks included; differentiable any number of times.
+
+    torch's own kernel computes what it can: plain and aligned causal calls without lse.
+    """
     spec, given = problem.spec, problem.operands.device_arrays
     tensors = [given[name] for name in _OPERANDS]
+    if not lse and is_fused(problem):
+        return attend_fused(problem)
     if not _has_kernels(problem):
         return TensorAttention(problem).attend()
     batched = [
