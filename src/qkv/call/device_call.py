@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays import library_of
-from qkv.backends import DeviceBackend, choose, device_backend
+from qkv.backends import DeviceBackend, choose, conditions, device_backend
+from qkv.backends.conditions import Conditions
 from qkv.call.binding.bound import BoundCall, Structure
 from qkv.call.binding.variant_arrays import check_given, made
 from qkv.call.checked import CheckedCall, check_call, checked_problem
@@ -108,12 +110,68 @@ def read_by_lower(bound: BoundCall) -> list[int]:
 def check_device_call(bound: BoundCall, given: Sequence[Any] | None = None) -> DeviceCall:
     """Check a bound call of tensors and choose its backend; operands are not looked at.
 
+    A call like an earlier one, whose variants hold no arrays, is not checked again.
+
     Parameters
     ----------
     bound : BoundCall
     given : sequence, optional
         The variants as the caller gave them.
     """
+    form = _form_of(bound) if given is None else None
+    if form is None:
+        device = getattr(bound.leaves[0].device, "type", "cpu")
+        return _checked(bound, given, device)
+    like = _checked_form(form)
+    arrays = _operand_arrays(bound, like.layout)
+    operands = replace(like.problem.operands, device_arrays=arrays)
+    return replace(
+        like,
+        problem=Problem(like.problem.spec, operands),
+        originals=tuple(bound.leaves),
+        bound=bound,
+    )
+
+
+class _Form(NamedTuple):
+    """What a check depends on where query, key and value are the only arrays."""
+
+    structure: Structure
+    library: str
+    device: str
+    operands: tuple[tuple[tuple[int, ...], Any], ...]
+    conditions: Conditions
+
+
+def _form_of(bound: BoundCall) -> _Form | None:
+    """The form of a call; None where it does not say all that the call means."""
+    if len(bound.leaves) != 3 or not bound.structure.is_known:
+        return None
+    if not all(type(leaf).__module__ == "torch" for leaf in bound.leaves):
+        return None
+    operands = tuple((tuple(leaf.shape), leaf.dtype) for leaf in bound.leaves)
+    if not all(type(size) is int for shape, _ in operands for size in shape):
+        return None  # A compiler's sizes.
+    device = bound.leaves[0].device.type
+    library = library_of(bound.leaves[0], "query").name
+    form = _Form(bound.structure, library, device, operands, conditions())
+    try:
+        hash(form)
+    except TypeError:
+        return None
+    return form
+
+
+@lru_cache(maxsize=64)
+def _checked_form(form: _Form) -> DeviceCall:
+    """The checked call of tensors of this form, which it does not hold."""
+    import torch
+
+    leaves = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in form.operands]
+    return _checked(BoundCall(form.structure, leaves), None, form.device)
+
+
+def _checked(bound: BoundCall, given: Sequence[Any] | None, device: str) -> DeviceCall:
     library = library_of(bound.leaves[0], "query")
     by_lower = read_by_lower(bound)
     roles = bound.roles
@@ -122,7 +180,6 @@ def check_device_call(bound: BoundCall, given: Sequence[Any] | None = None) -> D
         views.append(library.on_host(leaf, roles[n], by_value=n in by_lower))
     call = bound._replace(leaves=views).unflatten()
     options, problem = call.options, checked_problem(call, library)
-    device = getattr(bound.leaves[0].device, "type", "cpu")
     spec = replace(problem.spec, library=library.name, device=device)
     arrays = _device_arrays(problem, bound, call.owners, views, options.layout)
     arrays |= _masks(problem, bound, views)
@@ -141,16 +198,22 @@ def check_device_call(bound: BoundCall, given: Sequence[Any] | None = None) -> D
     )
 
 
-def _device_arrays(
-    problem: Problem, bound: BoundCall, owners: Sequence[Any], views: Sequence[Any], layout: str
-) -> dict[str, Any]:
-    """Operands with heads before rows, and leaves of tables and sinks that may have gradients."""
+def _operand_arrays(bound: BoundCall, layout: str) -> dict[str, Any]:
+    """Query, key and value with heads before rows."""
     arrays: dict[str, Any] = {}
     for name, tensor in zip(("query", "key", "value"), bound.leaves, strict=False):
         if tensor.ndim == 2:
             arrays[name] = tensor[None]
         else:
             arrays[name] = tensor.swapaxes(-3, -2) if layout == "blhd" else tensor
+    return arrays
+
+
+def _device_arrays(
+    problem: Problem, bound: BoundCall, owners: Sequence[Any], views: Sequence[Any], layout: str
+) -> dict[str, Any]:
+    """Operands with heads before rows, and leaves of tables and sinks that may have gradients."""
+    arrays = _operand_arrays(bound, layout)
     operands = problem.operands
     origins = dict(operands.origins)
     if operands.sink_origin is not None:
