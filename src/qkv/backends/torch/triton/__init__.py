@@ -54,9 +54,11 @@ class TritonBackend:
         return tuple(refused)
 
     def blocks(self, spec: Spec) -> tuple[int, int]:
-        from qkv.backends.torch.triton.blocks import forward_blocks, packed_heads
+        import torch
 
-        blocks = forward_blocks(spec)
+        from qkv.backends.torch.triton.blocks import forward_blocks, is_large, packed_heads
+
+        blocks = forward_blocks(spec, large=is_large(torch.device(spec.device)))
         return blocks.block_q // packed_heads(spec), blocks.block_kv
 
     def scratch_bytes(self, spec: Spec) -> int:

@@ -49,6 +49,9 @@ _OPERATIONS: Mapping[str, str] = {
     "floor": "floored({0}, {index})",
 }  # fmt: skip
 
+_EXISTS = {"is_row": "q_index", "is_key": "kv_index"}
+"""Arguments that say which rows and keys exist, and the indices that they are about."""
+
 _HEAD = """
 import triton
 import triton.language as tl
@@ -59,7 +62,7 @@ from qkv.backends.torch.triton.kernels.elementary import (
 
 _FUNCTION = """
 @triton.jit
-def {name}(score, q_index, kv_index, head, batch, tables, strides):
+def {name}(score, q_index, kv_index, is_row, is_key, head, batch, tables, strides):
 {lines}
     return {result}
 """
@@ -141,7 +144,8 @@ def _made(form: _Form, tables: Mapping[str, Any], leaves: Mapping[str, Tensor]) 
 def _has_long_rows(problem: Problem) -> bool:
     """Whether an entry of a head may lie 2^31 entries or more from its first one."""
     tensors = [problem.operands.device_arrays[name] for name in ("query", "key", "value")]
-    return any(t.shape[-2] * max(t.stride(-2), t.shape[-1]) >= 2**31 for t in tensors)
+    widest = max(problem.spec.head_dim, problem.spec.v_head_dim)
+    return any(t.shape[-2] * max(t.stride(-2), widest) >= 2**31 for t in tensors)
 
 
 def _has_large_integers(form: _Form, tables: Mapping[str, Any]) -> bool:
@@ -224,7 +228,11 @@ def _load(node: Load, place: int, first_stride: int, known: Mapping[Node, str]) 
         for axis, index in enumerate(node.indices)
         if not (isinstance(index, Const) and index.value == 0)
     ]
-    loaded = f"tl.load({' + '.join([f'tables[{place}]', *terms])})"
+    read = {n.name for n in walk(*node.indices) if isinstance(n, Var)}
+    # No table is read beyond its end, and what depends on rows alone is read once for a row.
+    exists = [name for name, var in _EXISTS.items() if var in read]
+    inside = f", mask={' & '.join(exists)}, other=0" if exists else ""
+    loaded = f"tl.load({' + '.join([f'tables[{place}]', *terms])}{inside})"
     return f"({loaded} != 0)" if node.kind == "bool" else loaded
 
 

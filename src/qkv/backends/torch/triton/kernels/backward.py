@@ -11,12 +11,15 @@ import triton
 import triton.language as tl
 
 from qkv.backends.torch.triton.kernels.tiles import (
+    contiguous_rows_of,
     dropout_factors,
     has_flag,
+    keys_inside,
     product,
     rows_of,
     scores_of,
     sums_not_finite,
+    tile_of,
     without_infinities,
 )
 
@@ -47,8 +50,8 @@ def _gradients_of_scores(
         dropped = weights * factors
     gradients = weights * (weight_products - delta)
     if modifies:
-        q_row, kv_row = tl.minimum(q_index, q_len - 1), tl.minimum(kv_index, kv_len - 1)
-        change = slope(raw, q_row, kv_row, head, batch, tables, table_strides)
+        is_row, is_key = q_index < q_len, keys_inside(kv_index, kv_len, is_partial)
+        change = slope(raw, q_index, kv_index, is_row, is_key, head, batch, tables, table_strides)
         gradients = gradients * tl.broadcast_to(change.to(tl.float32), raw.shape)
     allowed = scores != float("-inf")
     if is_partial or modifies:
@@ -84,15 +87,12 @@ def gradients_of_queries(
     queries = query + wide_batch * q_strides[0] + head.to(tl.int64) * q_strides[1]
     q = rows_of(queries, q_strides, q_index, dim, q_len, head_dim, padded_dim)
     is_row = q_index < q_len
-    place = (wide_batch * num_heads + head) * q_len + q_index
-    do = tl.load(
-        grad_out + place[:, None] * v_head_dim + v_dim[None, :],
-        mask=is_row[:, None] & (v_dim[None, :] < v_head_dim),
-        other=0.0,
-    )
-    shift = tl.load(row_max + place, mask=is_row, other=0.0)[:, None]
-    scale_of_row = (1.0 / tl.load(row_sum + place, mask=is_row, other=1.0))[:, None]
-    of_row = tl.load(delta + place, mask=is_row, other=0.0)[:, None]
+    first_row = (wide_batch * num_heads + head) * q_len
+    do = contiguous_rows_of(grad_out, first_row, q_index, v_dim, q_len, v_head_dim, padded_v_dim)
+    shift = tl.load(row_max + first_row + q_index, mask=is_row, other=0.0)[:, None]
+    sums = tl.load(row_sum + first_row + q_index, mask=is_row, other=1.0)
+    scale_of_row = (1.0 / sums)[:, None]
+    of_row = tl.load(delta + first_row + q_index, mask=is_row, other=0.0)[:, None]
     keys = key + wide_batch * k_strides[0] + kv_head.to(tl.int64) * k_strides[1]
     values = value + wide_batch * v_strides[0] + kv_head.to(tl.int64) * v_strides[1]
     kv_blocks = tl.cdiv(kv_len, BLOCK_KV)
@@ -107,9 +107,12 @@ def gradients_of_queries(
             is_row = is_row & False
 
     acc = tl.zeros([BLOCK_Q, padded_dim], tl.float32)
-    for is_partial in tl.static_range(0, 2):
-        for t in tl.range(full * is_partial, full + partial * is_partial, num_stages=stages):
-            tile = tl.load(own_tiles + t)
+    next_tile = tile_of(own_tiles, 0, full + partial)
+    for is_partial in tl.static_range(1 if selects else 0, 2):
+        start = 0 if selects else full * is_partial
+        for t in tl.range(start, full + partial * is_partial, num_stages=stages):
+            tile = next_tile
+            next_tile = tile_of(own_tiles, t + 1, full + partial)
             kv_index = (tile * BLOCK_KV + tl.arange(0, BLOCK_KV)).to(index_type)
             k = rows_of(keys, k_strides, kv_index, dim, kv_len, head_dim, padded_dim)
             v = rows_of(values, v_strides, kv_index, v_dim, kv_len, v_head_dim, padded_v_dim)
@@ -127,7 +130,7 @@ def gradients_of_queries(
                     k = without_infinities(k)
             acc = product(gradients.to(factor_type), k.to(factor_type), acc, precision, widened)
     tl.store(
-        grad_query + place[:, None] * head_dim + dim[None, :],
+        grad_query + first_row * head_dim + q_index[:, None] * head_dim + dim[None, :],
         (acc * scale).to(grad_query.dtype.element_ty),
         mask=is_row[:, None] & (dim[None, :] < head_dim),
     )
@@ -188,21 +191,22 @@ def gradients_of_keys(
         place = batch * schedule_strides[0] + head * schedule_strides[1] + block
         own_tiles = tiles + place.to(tl.int64) * q_blocks
         full, partial = tl.load(counts + place * 2), tl.load(counts + place * 2 + 1)
-        for is_partial in tl.static_range(0, 2):
-            for t in tl.range(full * is_partial, full + partial * is_partial, num_stages=stages):
-                tile = tl.load(own_tiles + t)
+        next_tile = tile_of(own_tiles, 0, full + partial)
+        for is_partial in tl.static_range(1 if selects else 0, 2):
+            start = 0 if selects else full * is_partial
+            for t in tl.range(start, full + partial * is_partial, num_stages=stages):
+                tile = next_tile
+                next_tile = tile_of(own_tiles, t + 1, full + partial)
                 q_index = (tile * BLOCK_Q + tl.arange(0, BLOCK_Q)).to(index_type)
                 is_row = q_index < q_len
                 q = rows_of(queries, q_strides, q_index, dim, q_len, head_dim, padded_dim)
-                row = first_row + q_index
-                do = tl.load(
-                    grad_out + row[:, None] * v_head_dim + v_dim[None, :],
-                    mask=is_row[:, None] & (v_dim[None, :] < v_head_dim),
-                    other=0.0,
+                do = contiguous_rows_of(
+                    grad_out, first_row, q_index, v_dim, q_len, v_head_dim, padded_v_dim
                 )
-                shift = tl.load(row_max + row, mask=is_row, other=0.0)[None, :]
-                scale_of_row = (1.0 / tl.load(row_sum + row, mask=is_row, other=1.0))[None, :]
-                of_row = tl.load(delta + row, mask=is_row, other=0.0)[None, :]
+                shift = tl.load(row_max + first_row + q_index, mask=is_row, other=0.0)[None, :]
+                sums = tl.load(row_sum + first_row + q_index, mask=is_row, other=1.0)
+                scale_of_row = (1.0 / sums)[None, :]
+                of_row = tl.load(delta + first_row + q_index, mask=is_row, other=0.0)[None, :]
                 products = product(k, tl.trans(q), None, precision, widened)
                 weight_products = product(v, tl.trans(do), None, precision, widened)
                 weights, gradients, allowed = _gradients_of_scores(
@@ -220,14 +224,14 @@ def gradients_of_keys(
                         q = without_infinities(q)
                 dv = product(weights.to(factor_type), do.to(factor_type), dv, precision, widened)
                 dk = product(gradients.to(factor_type), q.to(factor_type), dk, precision, widened)
-    place_of_key = (wide_batch * kv_heads + kv_head) * kv_len + kv_index
+    first_key = (wide_batch * kv_heads + kv_head) * kv_len
     tl.store(
-        grad_key + place_of_key[:, None] * head_dim + dim[None, :],
+        grad_key + first_key * head_dim + kv_index[:, None] * head_dim + dim[None, :],
         (dk * scale).to(grad_key.dtype.element_ty),
         mask=is_key[:, None] & (dim[None, :] < head_dim),
     )
     tl.store(
-        grad_value + place_of_key[:, None] * v_head_dim + v_dim[None, :],
+        grad_value + first_key * v_head_dim + kv_index[:, None] * v_head_dim + v_dim[None, :],
         dv.to(grad_value.dtype.element_ty),
         mask=is_key[:, None] & (v_dim[None, :] < v_head_dim),
     )

@@ -10,6 +10,7 @@ from qkv.backends.torch.triton.kernels.tiles import (
     rows_of,
     scores_of,
     sums_not_finite,
+    tile_of,
     whole_rows_of,
     without_infinities,
 )
@@ -37,7 +38,8 @@ def forward(
 
     A number that is not finite, times the weight 0 of a forbidden pair, is NaN. The loops do not
     look for such numbers, which would cost them registers. With `selects` the kernel is run again
-    for the blocks of queries that have met one, and chooses what it adds up.
+    for the blocks of queries that have met one, and chooses what it adds up. It is compiled for
+    every mask and rarely works, so that all its tiles go through one loop, as partial ones.
 
     A row of the block is a query of one head, or of `packed_heads` heads that read the same keys.
     With `is_split` a program sees one of `splits` parts of the tiles, and writes sums that are not
@@ -83,22 +85,28 @@ def forward(
     largest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, padded_v_dim], tl.float32)
-    for t in tl.range(first, tl.minimum(full, last), num_stages=stages):
+    tile = tile_of(own_tiles, first, last)
+    if not selects:
+        for t in tl.range(first, tl.minimum(full, last), num_stages=stages):
+            next_tile = tile_of(own_tiles, t + 1, last)
+            largest, total, acc = _over_tile(
+                largest, total, acc, q, keys, values, flags, tile,
+                tables, table_strides, k_strides, v_strides, q_index, head, batch, q_len, kv_len,
+                scale, seed, threshold, kept_factor, modify, allows, modifies, masks, has_dropout,
+                selects, head_dim, v_head_dim, dim, v_dim, padded_dim, padded_v_dim, BLOCK_KV,
+                precision, widened, index_type, False,
+            )  # fmt: skip
+            tile = next_tile
+    for t in tl.range(first if selects else tl.maximum(full, first), last, num_stages=stages):
+        next_tile = tile_of(own_tiles, t + 1, last)
         largest, total, acc = _over_tile(
-            largest, total, acc, q, keys, values, flags, tl.load(own_tiles + t),
-            tables, table_strides, k_strides, v_strides, q_index, head, batch, q_len, kv_len,
-            scale, seed, threshold, kept_factor, modify, allows, modifies, masks, has_dropout,
-            selects, head_dim, v_head_dim, dim, v_dim, padded_dim, padded_v_dim, BLOCK_KV,
-            precision, widened, index_type, False,
-        )  # fmt: skip
-    for t in tl.range(tl.maximum(full, first), last, num_stages=stages):
-        largest, total, acc = _over_tile(
-            largest, total, acc, q, keys, values, flags, tl.load(own_tiles + t),
+            largest, total, acc, q, keys, values, flags, tile,
             tables, table_strides, k_strides, v_strides, q_index, head, batch, q_len, kv_len,
             scale, seed, threshold, kept_factor, modify, allows, modifies, masks, has_dropout,
             selects, head_dim, v_head_dim, dim, v_dim, padded_dim, padded_v_dim, BLOCK_KV,
             precision, widened, index_type, True,
         )  # fmt: skip
+        tile = next_tile
 
     # Parts, output and rows are contiguous: (splits, batch, heads, queries, dim).
     place_of_row = (wide_batch * num_heads + head) * q_len + q_index

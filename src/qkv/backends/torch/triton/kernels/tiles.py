@@ -29,6 +29,14 @@ def rows_of(array, strides, row, column, row_limit, width: tl.constexpr, padded:
 
 
 @triton.jit
+def contiguous_rows_of(
+    array, first_row, row, column, row_limit, width: tl.constexpr, padded: tl.constexpr
+):
+    """`rows_of` of a head that starts at `first_row` of an array without gaps."""
+    return rows_of(array + first_row * width, (0, 0, width), row, column, row_limit, width, padded)
+
+
+@triton.jit
 def whole_rows_of(array, strides, row, column, width: tl.constexpr, padded: tl.constexpr):
     """`rows_of` where all rows exist."""
     at = array + row[:, None] * strides[2] + column[None, :]
@@ -43,23 +51,41 @@ def scores_of(
     modify: tl.constexpr, allows: tl.constexpr, modifies: tl.constexpr, masks: tl.constexpr,
     is_partial: tl.constexpr,
 ):  # fmt: skip
-    """Scores after mods, and -inf for what is forbidden; `q_index` and `kv_index` broadcast.
-
-    Indices beyond the end read what the last row reads, so that no table is read outside.
-    """
+    """Scores after mods, and -inf for what is forbidden; `q_index` and `kv_index` broadcast."""
     raw = products * scale
     scores = raw
-    q_row = tl.minimum(q_index, q_len - 1)
-    kv_row = tl.minimum(kv_index, kv_len - 1)
+    is_row, is_key = q_index < q_len, keys_inside(kv_index, kv_len, is_partial)
     if modifies:
-        changed = modify(raw, q_row, kv_row, head, batch, tables, table_strides)
+        changed = modify(raw, q_index, kv_index, is_row, is_key, head, batch, tables, table_strides)
         scores = tl.broadcast_to(changed.to(tl.float32), raw.shape)
     if is_partial:
-        allowed = tl.broadcast_to((kv_index < kv_len) & (q_index < q_len), raw.shape)
+        allowed = tl.broadcast_to(is_key & is_row, raw.shape)
         if masks:
-            allowed = allowed & allows(raw, q_row, kv_row, head, batch, tables, table_strides)
+            allowed = allowed & allows(
+                raw, q_index, kv_index, is_row, is_key, head, batch, tables, table_strides
+            )
         scores = tl.where(allowed, scores, float("-inf"))
     return raw, scores
+
+
+@triton.jit
+def keys_inside(kv_index, kv_len, is_partial: tl.constexpr):
+    """Which keys exist: of a full tile all, so that tables along keys are read without a mask."""
+    if is_partial:
+        is_key = kv_index < kv_len
+    else:
+        is_key = tl.full([1, 1], True, tl.int1)
+    return is_key
+
+
+@triton.jit
+def tile_of(tiles, t, last):
+    """The tile at place `t` of a list, or 0 from `last` on.
+
+    Loops read the next one a step before they need it: rows whose address is being read cannot be
+    read ahead as far.
+    """
+    return tl.load(tiles + t, mask=t < last, other=0)
 
 
 @triton.jit
@@ -100,20 +126,21 @@ def _is_finite(rows):
 def sums_not_finite(factors, allowed, rows):
     """NaN and infinite parts of `factors @ rows` over the allowed pairs, and 0 elsewhere.
 
-    Of tiles that hold such numbers, which are rare.
+    Only tiles that hold such numbers need it, which are rare.
     """
     wide = rows.to(tl.float32)
-    is_nan, is_inf = wide != wide, wide == float("inf")
-    is_negative_inf = wide == float("-inf")
-    above, below = (factors > 0) & allowed, (factors < 0) & allowed
-    is_zero = (factors == 0) & allowed
-    nan = _counts(allowed, is_nan) + _counts(is_zero, is_inf | is_negative_inf)
-    positive = _counts(above, is_inf) + _counts(below, is_negative_inf)
-    negative = _counts(above, is_negative_inf) + _counts(below, is_inf)
-    sums = tl.where(positive > 0, float("inf"), 0.0) + tl.where(negative > 0, float("-inf"), 0.0)
-    return tl.where(nan > 0, float("nan"), sums)
-
-
-@triton.jit
-def _counts(pairs, rows):
-    return tl.dot(pairs.to(tl.float16), rows.to(tl.float16))
+    signs = tl.where(tl.abs(wide) == float("inf"), tl.where(wide > 0, 1.0, -1.0), 0.0)
+    of_pairs = tl.where(factors > 0, 1.0, tl.where(factors < 0, -1.0, 0.0))
+    # One sum holds both, since Blackwell has no room for two: 1024 times how many numbers that are
+    # not finite meet an allowed pair, and how many more terms are +inf than -inf.
+    both = tl.dot(
+        tl.where(allowed, 1024.0, 0.0).to(tl.float16),
+        tl.where(_is_finite(rows), 0.0, 1.0).to(tl.float16),
+    )
+    of_pairs = tl.where(allowed, of_pairs, 0.0)
+    both = tl.dot(of_pairs.to(tl.float16), signs.to(tl.float16), both)
+    met = tl.floor(both / 1024.0 + 0.5)
+    balance = both - met * 1024.0
+    sums = tl.where(balance > 0, float("inf"), tl.where(balance < 0, float("-inf"), 0.0))
+    # Else one is NaN, or infinity times 0, or there are infinities of both signs.
+    return tl.where(met == tl.abs(balance), sums, float("nan"))
