@@ -92,10 +92,11 @@ def tile_of(tiles, t, last):
 def dropout_factors(q_index, kv_index, head, batch, shape_of, seed, threshold, kept_factor):
     """0 or `1 / (1 - p)` for each pair: word 0 of Philox4x32-10, as on every backend."""
     zero = tl.zeros(shape_of.shape, tl.int32)
+    wide_seed = tl.cast(seed, tl.int64)  # Triton passes a small one in 32 bits.
     word, _, _, _ = tl.philox_impl(
         (kv_index + zero).to(tl.uint32), (q_index + zero).to(tl.uint32),
         (head + zero).to(tl.uint32), (batch + zero).to(tl.uint32),
-        seed.to(tl.uint32), (seed >> 32).to(tl.uint32), 10,
+        wide_seed.to(tl.uint32), (wide_seed >> 32).to(tl.uint32), 10,
     )  # fmt: skip
     return tl.where(word.to(tl.int64) >= threshold, kept_factor, 0.0)
 
