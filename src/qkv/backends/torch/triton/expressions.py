@@ -42,7 +42,7 @@ _OPERATIONS: Mapping[str, str] = {
     "floordiv": "floored_quotient({0}, {1})", "mod": "floored_remainder({0}, {1})",
     "min": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     "max": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
-    "neg": "-{0}", "abs": "tl.abs({0})",
+    "neg": "{0} * {minus_one}", "abs": "tl.abs({0})",
     "lt": "{0} < {1}", "le": "{0} <= {1}", "eq": "{0} == {1}", "ne": "{0} != {1}",
     "and": "{0} & {1}", "or": "{0} | {1}", "not": "{0} == 0", "where": "tl.where({0}, {1}, {2})",
     "exp": "tl.exp({0})", "log": "tl.log({0})", "sqrt": "tl.sqrt_rn({0})", "tanh": "tanh({0})",
@@ -56,7 +56,7 @@ _HEAD = """
 import triton
 import triton.language as tl
 from qkv.backends.torch.triton.kernels.elementary import (
-    floored, floored_quotient, floored_remainder, tanh,
+    block_of, floored, floored_quotient, floored_remainder, tanh,
 )
 """
 
@@ -196,12 +196,13 @@ def _function(name: str, node: Node, tables: Sequence[tuple[str, int]], index: s
             known[n] = _constant(n)
             continue
         if isinstance(n, Var):
-            known[n] = n.name
+            is_narrow = n.kind == "int" and index == "int64"
+            known[n] = f"{n.name}.to(tl.int64)" if is_narrow else n.name
             continue
         if isinstance(n, Load):
             text = _load(n, places[n.table], first_stride[n.table], known)
         else:
-            text = _OPERATIONS[n.name].format(*_arguments(n, known), index=f"tl.{index}")
+            text = _operation(n, known, f"tl.{index}")
         known[n] = f"x{len(lines)}"
         lines.append(f"    {known[n]} = {text}")
     result = known[node]
@@ -234,6 +235,21 @@ def _load(node: Load, place: int, first_stride: int, known: Mapping[Node, str]) 
     inside = f", mask={' & '.join(exists)}, other=0" if exists else ""
     loaded = f"tl.load({' + '.join([f'tables[{place}]', *terms])}{inside})"
     return f"({loaded} != 0)" if node.kind == "bool" else loaded
+
+
+def _operation(node: Op, known: Mapping[Node, str], index: str) -> str:
+    texts = _arguments(node, known)
+    kinds = [arg.kind for arg in node.args]
+    if node.kind == "bool" and "float" in kinds:
+        # The interpreter makes no block of booleans from one of numbers without dimensions.
+        texts = [
+            text if isinstance(arg, Const) else f"block_of({text})"
+            for text, arg in zip(texts, node.args, strict=True)
+        ]
+    # Triton's own negative of 0.0 is 0.0, and it takes small whole numbers as int32.
+    minus_one = "-1.0" if node.kind == "float" else "-1"
+    text = _OPERATIONS[node.name].format(*texts, index=index, minus_one=minus_one)
+    return f"{text}.to({index})" if node.name == "where" and node.kind == "int" else text
 
 
 def _arguments(node: Op, known: Mapping[Node, str]) -> list[str]:

@@ -56,4 +56,7 @@ def as_read(array: Array, leaf: Tensor | None, index: str, device: torch.device)
         tensor = tensor.float()
     elif tensor.dtype is not torch.bool:
         tensor = tensor.to(getattr(torch, index))
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if index == "int32" and last >= 2**31:  # A part of a larger tensor.
+        tensor = tensor.contiguous()
     return tensor.to(device)

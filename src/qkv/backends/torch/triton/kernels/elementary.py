@@ -7,6 +7,12 @@ import triton.language as tl
 
 
 @triton.jit
+def block_of(x):
+    """A number without dimensions as a block of one; blocks as they are."""
+    return tl.full((1, 1), x, x.dtype) if len(x.shape) == 0 else x
+
+
+@triton.jit
 def floored_quotient(a, b):
     """`a // b` of integers, rounded down; the divisor is 1 or more."""
     quotient = a // b
