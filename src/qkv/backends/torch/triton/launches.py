@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from math import ceil
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,9 @@ __all__ = ["Forward", "Launches", "is_interpreted"]
 
 _COMBINED = 16
 """Rows that one program puts together from their parts."""
+
+_INTERPRETING = Lock()
+"""Triton's interpreter knows one program at a time, whatever thread runs it."""
 
 _TYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
 
@@ -175,7 +179,7 @@ class Launches:
             "head_dim": spec.head_dim, "v_head_dim": spec.v_head_dim,
             "padded_dim": padded(spec.head_dim), "padded_v_dim": padded(spec.v_head_dim),
             "precision": self._precision(),
-            "widened": spec.dtype == "bfloat16" and is_interpreted(),
+            "widened": is_interpreted(),
             "index_type": self._index_type(),
         }  # fmt: skip
 
@@ -214,7 +218,7 @@ class Launches:
         spoiled = torch.empty(*rows.shape[:2], count, dtype=torch.int32, device=self.device)
         spec = self.problem.spec
         if spec.may_forbid:
-            spoiled_blocks[(count, rows.shape[0] * rows.shape[1])](
+            spoiled_blocks[(spoiled.numel(),)](
                 rows, _strides(rows), spoiled, rows.shape[-2], rows.shape[1], rows.shape[-1],
                 padded(rows.shape[-1]), block,
                 self._index_type(),
@@ -237,7 +241,7 @@ class Launches:
         return max(1, min(2 * processors // programs, kv_blocks // 2))
 
     def _on_device(self) -> AbstractContextManager[Any]:
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else _INTERPRETING
 
 
 def is_interpreted() -> bool:

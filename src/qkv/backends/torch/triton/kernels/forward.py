@@ -92,7 +92,7 @@ def forward(
             largest, total, acc = _over_tile(
                 largest, total, acc, q, keys, values, flags, tile,
                 tables, table_strides, k_strides, v_strides, q_index, head, batch, q_len, kv_len,
-                scale, seed, threshold, kept_factor, modify, allows, modifies, masks, has_dropout,
+                scale, seed, threshold, 1.0, modify, allows, modifies, masks, has_dropout,
                 selects, head_dim, v_head_dim, dim, v_dim, padded_dim, padded_v_dim, BLOCK_KV,
                 precision, widened, index_type, False,
             )  # fmt: skip
@@ -102,11 +102,14 @@ def forward(
         largest, total, acc = _over_tile(
             largest, total, acc, q, keys, values, flags, tile,
             tables, table_strides, k_strides, v_strides, q_index, head, batch, q_len, kv_len,
-            scale, seed, threshold, kept_factor, modify, allows, modifies, masks, has_dropout,
+            scale, seed, threshold, 1.0, modify, allows, modifies, masks, has_dropout,
             selects, head_dim, v_head_dim, dim, v_dim, padded_dim, padded_v_dim, BLOCK_KV,
             precision, widened, index_type, True,
         )  # fmt: skip
         tile = next_tile
+
+    if has_dropout:  # With this factor weights may be too large for float16.
+        acc *= kept_factor
 
     # Parts, output and rows are contiguous: (splits, batch, heads, queries, dim).
     place_of_row = (wide_batch * num_heads + head) * q_len + q_index
@@ -243,11 +246,12 @@ def spoiled_blocks(
     BLOCK: tl.constexpr, index_type: tl.constexpr,
 ):  # fmt: skip
     """1 for each block of rows that holds a number that is not finite, else 0."""
-    block, unit = tl.program_id(0), tl.program_id(1)
+    blocks = tl.cdiv(length, BLOCK)
+    block, unit = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = (unit // heads).to(tl.int64), (unit % heads).to(tl.int64)
     row = (block * BLOCK + tl.arange(0, BLOCK)).to(index_type)
     start = rows + batch * strides[0] + head * strides[1]
     found = rows_of(start, strides, row, tl.arange(0, padded), length, width, padded)
     is_finite = tl.abs(found.to(tl.float32)) < float("inf")
     per_row = tl.max(tl.where(is_finite, 0, 1), 1)
-    tl.store(spoiled + unit * tl.num_programs(0) + block, tl.max(per_row, 0))
+    tl.store(spoiled + tl.program_id(0), tl.max(per_row, 0))

@@ -12,10 +12,14 @@ import triton.language as tl
 
 @triton.jit
 def product(a, b, total, precision: tl.constexpr, widened: tl.constexpr):
-    """`a @ b + total`. The interpreter multiplies bfloat16 wrongly; wider factors have the same
-    products."""
+    """`a @ b + total`, in float64 if `widened`.
+
+    The interpreter multiplies bfloat16 wrongly, and adds up float32 in an order that depends on
+    shapes, so that the backward pass would have other scores than the forward pass.
+    """
     if widened:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+        found = tl.dot(a.to(tl.float64), b.to(tl.float64)).to(tl.float32)
+        return found if total is None else total + found
     return tl.dot(a, b, total, input_precision=precision)
 
 
@@ -92,11 +96,12 @@ def tile_of(tiles, t, last):
 def dropout_factors(q_index, kv_index, head, batch, shape_of, seed, threshold, kept_factor):
     """0 or `1 / (1 - p)` for each pair: word 0 of Philox4x32-10, as on every backend."""
     zero = tl.zeros(shape_of.shape, tl.int32)
-    wide_seed = tl.cast(seed, tl.int64)  # Triton passes a small one in 32 bits.
+    # Triton passes small numbers as int32, and 1 as a constant.
+    wide = tl.full((), 0, tl.int64) + seed
     word, _, _, _ = tl.philox_impl(
         (kv_index + zero).to(tl.uint32), (q_index + zero).to(tl.uint32),
         (head + zero).to(tl.uint32), (batch + zero).to(tl.uint32),
-        wide_seed.to(tl.uint32), (wide_seed >> 32).to(tl.uint32), 10,
+        wide.to(tl.uint32), (wide >> 32).to(tl.uint32), 10,
     )  # fmt: skip
     return tl.where(word.to(tl.int64) >= threshold, kept_factor, 0.0)
 
