@@ -3,6 +3,7 @@
 attention      operands, and the function that torch differentiates
 launches       one problem with its kernels; blocks: their tiles
 expressions    score mods and masks as functions of Triton
+tables         what expressions read, on the device
 schedule       which tiles are computed
 kernels        the kernels
 """
