@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-TOOL = Path(__file__).parents[3] / "tools" / "triton_kernels"
+TOOL = Path(__file__).parents[3] / "tools" / "triton_kernels.py"
 
 WARNS = "triton.language.core"
 

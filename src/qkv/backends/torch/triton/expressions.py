@@ -45,7 +45,7 @@ _OPERATIONS: Mapping[str, str] = {
     "neg": "{0} * {minus_one}", "abs": "tl.abs({0})",
     "lt": "{0} < {1}", "le": "{0} <= {1}", "eq": "{0} == {1}", "ne": "{0} != {1}",
     "and": "{0} & {1}", "or": "{0} | {1}", "not": "{0} == 0", "where": "tl.where({0}, {1}, {2})",
-    "exp": "tl.exp({0})", "log": "tl.log({0})", "sqrt": "tl.sqrt_rn({0})", "tanh": "tanh({0})",
+    "exp": "exp({0})", "log": "tl.log({0})", "sqrt": "tl.sqrt_rn({0})", "tanh": "tanh({0})",
     "floor": "floored({0}, {index})",
 }  # fmt: skip
 
@@ -56,7 +56,7 @@ _HEAD = """
 import triton
 import triton.language as tl
 from qkv.backends.torch.triton.kernels.elementary import (
-    block_of, floored, floored_quotient, floored_remainder, tanh,
+    exp, block_of, floored, floored_quotient, floored_remainder, tanh,
 )
 """
 

@@ -27,6 +27,7 @@ from qkv.backends.torch.triton.expressions import Expressions, expressions_of
 from qkv.backends.torch.triton.kernels.backward import gradients_of_keys, gradients_of_queries
 from qkv.backends.torch.triton.kernels.forward import combine, forward, spoiled_blocks
 from qkv.backends.torch.triton.schedule import Schedule, schedule
+from qkv.backends.torch.triton.tables import hold
 from qkv.problem.spec import Problem
 
 __all__ = ["Forward", "Launches", "is_interpreted"]
@@ -195,7 +196,9 @@ class Launches:
         return "tf32x3" if is_wide(spec) else "tf32"
 
     def _schedule(self, block_q: int, block_kv: int, **options: Any) -> Schedule:
-        return schedule(self.problem, block_q, block_kv, self.device, **options)
+        tiles = schedule(self.problem, block_q, block_kv, self.device, **options)
+        hold(tiles.counts, tiles.tiles, *self.expressions.tables)
+        return tiles
 
     def _sizes(self, blocks: int) -> tuple[Any, ...]:
         spec = self.problem.spec

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qkv.backends.torch.triton.tables import Contents, contents
+from qkv.backends.torch.triton.tables import Contents, contents, on_device
 from qkv.problem.language.expressions import Node
 from qkv.problem.spec import Problem
 from qkv.problem.tiles import TileGrid, TileKind
@@ -58,7 +58,7 @@ def schedule(
         spec.mask, spec.q_len, spec.kv_len, block_q, block_kv, packed_heads, of_keys,
         spec.batch_size if "batch" in spec.mask.variables else 1,
         spec.num_heads if "head" in spec.mask.variables else 1,
-        str(device),
+        device,
     )  # fmt: skip
     tables = problem.operands.tables
     small = contents(tables, spec.mask.tables)
@@ -78,7 +78,7 @@ class _Form:
     of_keys: bool
     batches: int
     heads: int
-    device: str
+    device: torch.device
 
 
 @lru_cache(maxsize=32)
@@ -110,8 +110,8 @@ def _made(form: _Form, tables: Mapping[str, NDArray[Any]]) -> Schedule:
         kinds.shape[1] * blocks if kinds.shape[0] > 1 else 0,
         blocks if kinds.shape[1] > 1 else 0,
     )
-    counted = torch.from_numpy(counts.astype(np.int32)).to(form.device)
-    return Schedule(counted, torch.from_numpy(tiles).to(form.device), strides)
+    counted = on_device(torch.from_numpy(counts.astype(np.int32)), form.device)
+    return Schedule(counted, on_device(torch.from_numpy(tiles), form.device), strides)
 
 
 def _make_partial(kinds: NDArray[Any]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qkv.arrays.torch_arrays import TorchArrays
 
-__all__ = ["Contents", "as_read", "contents"]
+__all__ = ["Contents", "as_read", "contents", "hold", "on_device"]
 
 LARGEST = 2**16
 """Bytes of tables up to which what is made of them is kept for calls with the same."""
@@ -59,4 +59,19 @@ def as_read(array: Array, leaf: Tensor | None, index: str, device: torch.device)
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if index == "int32" and last >= 2**31:  # A part of a larger tensor.
         tensor = tensor.contiguous()
-    return tensor.to(device)
+    return on_device(tensor, device)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, where every stream may read it from now on."""
+    moved = tensor.to(device)
+    if device.type == "cuda" and moved is not tensor:
+        torch.cuda.current_stream(device).synchronize()
+    return moved
+
+
+def hold(*tensors: Tensor) -> None:
+    """Keep memory of what was kept for other calls until this stream has read it."""
+    for tensor in tensors:
+        if tensor.device.type == "cuda":
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -37,6 +37,17 @@ def floored(x, index_type: tl.constexpr):
 
 
 @triton.jit
+def exp(x):
+    """`2^n exp(r)` with a small r, since the error of `tl.exp` on a GPU grows with x.
+
+    The constants are ln 2 in two parts, the first with 9 bits, as in `expf` of Cephes.
+    """
+    n = tl.floor(x * 1.4426950408889634 + 0.5)
+    r = (x - n * 0.693359375) + n * 2.12194440e-4
+    return tl.where(tl.abs(x) < 87.0, tl.exp(r) * tl.exp2(n), tl.exp(x))
+
+
+@triton.jit
 def tanh(x):
     """A polynomial near 0, where `1 - 2 / (exp(2 x) + 1)` would lose digits.
 

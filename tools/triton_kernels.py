@@ -1,6 +1,6 @@
 """What the kernels of the Triton backend become on GPUs, found without one.
 
-    python tools/triton_kernels --capability 80 90 --form causal six --head-dim 64 128
+    python tools/triton_kernels.py --capability 80 90 --form causal six --head-dim 64 128
 
 compiles every kernel of real calls for the cards of each compute capability, and shows its tile,
 registers and bytes that do not fit into them, for each thread, shared memory, and instructions that
