@@ -168,6 +168,7 @@ def gradients_of_keys(
     v = rows_of(values, v_strides, kv_index, v_dim, kv_len, v_head_dim, padded_v_dim)
     q_blocks = tl.cdiv(q_len, BLOCK_Q)
     is_key = kv_index < kv_len
+    members = group_size
     if selects:
         is_spoiled = False
         for member in range(group_size):
@@ -180,10 +181,11 @@ def gradients_of_keys(
             is_spoiled |= has_flag(spoiled_gradients + flags, own_tiles, first, last)
             is_spoiled |= has_flag(spoiled_queries + flags, own_tiles, first, last)
         is_key = is_key & is_spoiled
+        members = tl.where(is_spoiled, group_size, 0)
 
     dk = tl.zeros([BLOCK_KV, padded_dim], tl.float32)
     dv = tl.zeros([BLOCK_KV, padded_v_dim], tl.float32)
-    for member in range(group_size):
+    for member in range(members):
         head = kv_head * group_size + member
         queries = query + wide_batch * q_strides[0] + head.to(tl.int64) * q_strides[1]
         first_row = (wide_batch * num_heads + head) * q_len
