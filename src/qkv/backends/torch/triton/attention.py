@@ -116,9 +116,8 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled() or not {*wanted} <= {*_OPERANDS, "sinks"}:
             found = _by_operations(ctx.call.problem, inputs, wanted, grad_out, grad_lse)
         else:
-            delta = (out * grad_out).sum(-1)
-            if grad_lse is not None:
-                delta = delta - grad_lse
+            grad_out = grad_out.to(inputs["value"].dtype).contiguous()
+            delta = ctx.call.deltas(out, grad_out, grad_lse)
             found = ctx.call.backward(inputs, grad_out, row_max, row_sum, delta)
             if "sinks" in wanted:
                 largest = inputs["sinks"].clamp(max=torch.finfo(torch.float32).max)[:, None]

@@ -41,7 +41,7 @@ _LARGE: Mapping[tuple[str, int], tuple[Blocks, Blocks]] = {
 }
 """Tiles of numbers of 16 bits on cards of which `is_large` holds: by the kernel and the longest row
 that they are for, one where scores are products alone, and one where they are changed. Each is the
-largest whose numbers fit into registers and shared memory, which `tools/triton_kernels.py` shows."""
+largest whose numbers fit into registers and shared memory, as `tools/triton_kernels.py` shows."""
 
 _OTHER: Mapping[tuple[str, int], tuple[Blocks, Blocks]] = {
     ("forward", 64): (Blocks(128, 64, 4, 3), Blocks(128, 64, 8, 2)),

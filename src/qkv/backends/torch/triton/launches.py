@@ -24,7 +24,11 @@ from qkv.backends.torch.triton.blocks import (
     padded,
 )
 from qkv.backends.torch.triton.expressions import Expressions, expressions_of
-from qkv.backends.torch.triton.kernels.backward import gradients_of_keys, gradients_of_queries
+from qkv.backends.torch.triton.kernels.backward import (
+    deltas,
+    gradients_of_keys,
+    gradients_of_queries,
+)
 from qkv.backends.torch.triton.kernels.forward import combine, forward, spoiled_blocks
 from qkv.backends.torch.triton.schedule import Schedule, schedule
 from qkv.backends.torch.triton.tables import hold
@@ -33,7 +37,7 @@ from qkv.problem.spec import Problem
 __all__ = ["Forward", "Launches", "is_interpreted"]
 
 _COMBINED = 16
-"""Rows that one program puts together from their parts."""
+"""Rows that one program of `combine` and of `deltas` takes."""
 
 _INTERPRETING = Lock()
 """Triton's interpreter knows one program at a time, whatever thread runs it."""
@@ -114,6 +118,17 @@ class Launches:
                 )  # fmt: skip
         return found
 
+    def deltas(self, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
+        """`out . grad_out - grad_lse` of each row."""
+        delta = torch.empty(out.shape[:-1], dtype=torch.float32, device=self.device)
+        has_lse, width = grad_lse is not None, out.shape[-1]
+        with self._on_device():
+            deltas[(ceil(delta.numel() / _COMBINED),)](
+                out, grad_out, grad_lse.contiguous() if grad_lse is not None else delta, delta,
+                delta.numel(), has_lse, width, padded(width), is_interpreted(), _COMBINED,
+            )  # fmt: skip
+        return delta
+
     def backward(
         self,
         inputs: Mapping[str, Tensor],
@@ -122,10 +137,9 @@ class Launches:
         row_sum: Tensor,
         delta: Tensor,
     ) -> dict[str, Tensor | None]:
-        """Gradients of query, key and value."""
+        """Gradients of query, key and value; `grad_out` is contiguous and has the type of value."""
         spec = self.problem.spec
         query, key, value = _operands(inputs)
-        grad_out = grad_out.to(value.dtype).contiguous()
         gradients = [
             torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in (query, key, value)
         ]
@@ -134,7 +148,7 @@ class Launches:
         constants = self._constants() | {
             "slope": self.expressions.functions.slope, "factor_type": _TYPES[factors],
         }  # fmt: skip
-        rows = row_max, row_sum, delta.contiguous()
+        rows = row_max, row_sum, delta
         strides = *self.expressions.arguments, *map(_strides, (query, key, value))
         with self._on_device():
             blocks = backward_blocks(spec, of_keys=False, large=is_large(self.device))

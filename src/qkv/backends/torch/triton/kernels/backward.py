@@ -29,6 +29,27 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def deltas(
+    out, grad_out, grad_lse, delta, rows, has_lse: tl.constexpr, v_head_dim: tl.constexpr,
+    padded_v_dim: tl.constexpr, widened: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`delta` of each row, added up in the order in which `do . v` is.
+
+    Where one key has all the weight, the gradient of its score is exactly 0 then.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    v_dim = tl.arange(0, padded_v_dim)
+    o = contiguous_rows_of(out, 0, row, v_dim, rows, v_head_dim, padded_v_dim)
+    do = contiguous_rows_of(grad_out, 0, row, v_dim, rows, v_head_dim, padded_v_dim)
+    products = product(do.to(tl.float32), tl.trans(o), None, "ieee", widened)
+    found = tl.sum(tl.where(row[:, None] == row[None, :], products, 0.0), 1)
+    is_row = row < rows
+    if has_lse:
+        found -= tl.load(grad_lse + row, mask=is_row, other=0.0)
+    tl.store(delta + row, found, mask=is_row)
+
+
+@triton.jit
 def _gradients_of_scores(
     products, weight_products, row_max, scale_of_row, delta, q_index, kv_index, head, batch,
     q_len, kv_len, scale, tables, table_strides, seed, threshold, kept_factor,
