@@ -3,9 +3,10 @@
     python -m benchmarks.gpu                  # 4,096 and 16,384 tokens in bfloat16
     python -m benchmarks.gpu --rows causal alibi --tokens 8192 --dtype float16
 
-Every result is compared with qkv in float64 on the processor, for the first and the last queries of
-a head, before anything is timed. Times are medians of CUDA events, contenders in turns, forward and
-with gradients. A ratio above 1 says that qkv is faster.
+Every result is compared with qkv in float64 on the processor, for the first and the last queries
+of a head, before anything is timed. Times are medians of CUDA events, contenders in turns, forward
+and with gradients. A ratio above 1 says that qkv is faster. Where qkv calls torch's own kernel,
+"kernels" are those of Triton, which a call with lse gets.
 
 `--device cpu --tokens 128` runs the same in Triton's interpreter, to see that everything fits; set
 TRITON_INTERPRET=1. Its times say nothing.
@@ -81,14 +82,14 @@ ROWS = {
 def contenders(row: Row, tensors: Sequence[Tensor], ids: Tensor) -> dict[str, Callable[[], Tensor]]:
     """A call of each library that has one for this row."""
     query, key, value = tensors
-    calls: dict[str, Callable[[], Tensor]] = {
-        "qkv": lambda: qkv.attention(query, key, value, *row.variants(HEADS, ids), backend="triton")
-    }
+    own = partial(qkv.attention, query, key, value, *row.variants(HEADS, ids), backend="triton")
+    calls: dict[str, Callable[[], Tensor]] = {"qkv": own}
     sdpa = torch.nn.functional.scaled_dot_product_attention
     if row.score_mod is None and row.mask_mod in (None, is_causal) and row is not ROWS["segments"]:
         calls["sdpa"] = partial(
             sdpa, query, key, value, is_causal=row.mask_mod is not None, enable_gqa=True
         )
+        calls["kernels"] = lambda: own(return_lse=True)[0]
     if query.device.type == "cuda":
         length = query.shape[-2]
         mask_mod = row.mask_mod

@@ -57,6 +57,23 @@ def test_what_it_refuses(spec: Spec, reason: str) -> None:
         choose(spec, "triton")
 
 
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (12, 0)])
+def test_older_gpus_are_refused(capability: tuple[int, int], monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    if capability >= (8, 0):
+        assert choose(spec_on_gpu(), "triton").backend.name == "triton"
+        return
+    with pytest.raises(qkv.UnsupportedError, match=r"compute capability 7\.5"):
+        choose(spec_on_gpu(), "triton")
+
+
+def test_gpus_of_another_maker_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr("torch.version.hip", "7.0")
+    with pytest.raises(qkv.UnsupportedError, match="a GPU of AMD"):
+        choose(spec_on_gpu(), "triton")
+
+
 def test_without_the_package_a_call_is_refused(monkeypatch) -> None:
     monkeypatch.setattr("qkv.backends.torch.triton._is_installed", lambda: False)
     with pytest.raises(qkv.UnsupportedError, match="triton is not installed"):

@@ -47,6 +47,8 @@ class TritonBackend:
             refused.append(
                 Refusal(f"tensors on {spec.device}", "cuda; or cpu with TRITON_INTERPRET=1")
             )
+        elif spec.device == "cuda":
+            refused += _refused_gpus()
         if spec.dtype == "float64":
             refused.append(Refusal("dtype=float64", "float32, float16 and bfloat16"))
         largest = max(spec.head_dim, spec.v_head_dim)
@@ -83,6 +85,19 @@ class TritonBackend:
 @cache
 def _is_installed() -> bool:
     return find_spec("triton") is not None
+
+
+def _refused_gpus() -> list[Refusal]:
+    """Why the kernels are not for the current GPU."""
+    import torch
+
+    if torch.version.hip is not None:
+        return [Refusal("a GPU of AMD", "GPUs of NVIDIA")]
+    if not torch.cuda.is_available():
+        return []  # The tensors need not exist for a plan.
+    major, minor = torch.cuda.get_device_capability()
+    accepted = "8.0 and later"
+    return [Refusal(f"compute capability {major}.{minor}", accepted)] if major < 8 else []
 
 
 def _wants_interpreter() -> bool:

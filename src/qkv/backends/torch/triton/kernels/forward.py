@@ -92,7 +92,7 @@ def forward(
             largest, total, acc = _over_tile(
                 largest, total, acc, q, keys, values, flags, tile,
                 tables, table_strides, k_strides, v_strides, q_index, head, batch, q_len, kv_len,
-                scale, seed, threshold, 1.0, modify, allows, modifies, masks, has_dropout,
+                scale, seed, threshold, modify, allows, modifies, masks, has_dropout,
                 selects, head_dim, v_head_dim, dim, v_dim, padded_dim, padded_v_dim, BLOCK_KV,
                 precision, widened, index_type, False,
             )  # fmt: skip
@@ -102,7 +102,7 @@ def forward(
         largest, total, acc = _over_tile(
             largest, total, acc, q, keys, values, flags, tile,
             tables, table_strides, k_strides, v_strides, q_index, head, batch, q_len, kv_len,
-            scale, seed, threshold, 1.0, modify, allows, modifies, masks, has_dropout,
+            scale, seed, threshold, modify, allows, modifies, masks, has_dropout,
             selects, head_dim, v_head_dim, dim, v_dim, padded_dim, padded_v_dim, BLOCK_KV,
             precision, widened, index_type, True,
         )  # fmt: skip
@@ -136,7 +136,7 @@ def forward(
 def _over_tile(
     largest, total, acc, q, keys, values, flags, tile,
     tables, table_strides, k_strides, v_strides, q_index, head, batch, q_len, kv_len,
-    scale, seed, threshold, kept_factor, modify: tl.constexpr, allows: tl.constexpr,
+    scale, seed, threshold, modify: tl.constexpr, allows: tl.constexpr,
     modifies: tl.constexpr, masks: tl.constexpr, has_dropout: tl.constexpr, selects: tl.constexpr,
     head_dim: tl.constexpr, v_head_dim: tl.constexpr, dim, v_dim,
     padded_dim: tl.constexpr, padded_v_dim: tl.constexpr, BLOCK_KV: tl.constexpr,
@@ -162,10 +162,9 @@ def _over_tile(
     decay = tl.exp2((largest - shift) * LOG2_E)
     total = total * decay + tl.sum(weights, 1)
     acc = acc * decay[:, None]
-    if has_dropout:
+    if has_dropout:  # The factor of what is kept comes last.
         weights *= dropout_factors(
-            q_index[:, None], kv_index[None, :], head[:, None], batch, scores, seed, threshold,
-            kept_factor,
+            q_index[:, None], kv_index[None, :], head[:, None], batch, scores, seed, threshold, 1.0
         )  # fmt: skip
     if selects and (is_partial or modifies):
         if tl.load(flags + tile) != 0:
