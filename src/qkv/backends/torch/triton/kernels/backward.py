@@ -33,9 +33,9 @@ def deltas(
     out, grad_out, grad_lse, delta, rows, has_lse: tl.constexpr, v_head_dim: tl.constexpr,
     padded_v_dim: tl.constexpr, widened: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`delta` of each row, added up in the order in which `do . v` is.
+    """`delta` of each row, added up in the order in which `do . v` of float32 is.
 
-    Where one key has all the weight, the gradient of its score is exactly 0 then.
+    Where one key has all the weight, the gradient of its score is then exactly 0.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v_dim = tl.arange(0, padded_v_dim)
