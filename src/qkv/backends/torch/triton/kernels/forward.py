@@ -85,28 +85,20 @@ def forward(
     largest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, padded_v_dim], tl.float32)
-    tile = tile_of(own_tiles, first, last)
-    if not selects:
-        for t in tl.range(first, tl.minimum(full, last), num_stages=stages):
+    next_tile = tile_of(own_tiles, first, last)
+    for is_partial in tl.static_range(1 if selects else 0, 2):
+        start = first if selects else tl.maximum(full * is_partial, first)
+        stop = last if is_partial == 1 else tl.minimum(full, last)
+        for t in tl.range(start, stop, num_stages=stages):
+            tile = next_tile
             next_tile = tile_of(own_tiles, t + 1, last)
             largest, total, acc = _over_tile(
                 largest, total, acc, q, keys, values, flags, tile,
                 tables, table_strides, k_strides, v_strides, q_index, head, batch, q_len, kv_len,
                 scale, seed, threshold, modify, allows, modifies, masks, has_dropout,
                 selects, head_dim, v_head_dim, dim, v_dim, padded_dim, padded_v_dim, BLOCK_KV,
-                precision, widened, index_type, False,
+                precision, widened, index_type, is_partial == 1,
             )  # fmt: skip
-            tile = next_tile
-    for t in tl.range(first if selects else tl.maximum(full, first), last, num_stages=stages):
-        next_tile = tile_of(own_tiles, t + 1, last)
-        largest, total, acc = _over_tile(
-            largest, total, acc, q, keys, values, flags, tile,
-            tables, table_strides, k_strides, v_strides, q_index, head, batch, q_len, kv_len,
-            scale, seed, threshold, modify, allows, modifies, masks, has_dropout,
-            selects, head_dim, v_head_dim, dim, v_dim, padded_dim, padded_v_dim, BLOCK_KV,
-            precision, widened, index_type, True,
-        )  # fmt: skip
-        tile = next_tile
 
     if has_dropout:  # With this factor weights may be too large for float16.
         acc *= kept_factor
